@@ -1,0 +1,269 @@
+"""The plugin's HTTP routes, in SGLang's own application.
+
+They are subject to SGLang's API key, metrics and CORS like any other route. Bodies are
+checked here in full, because what reaches a scheduler must not be able to crash it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from flashmoa_sglang import __version__, releases
+from flashmoa_sglang.engine import Engine, Superseded
+from flashmoa_sglang.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
+from flashmoa_sglang.rendering import ChatRenderer, Rendered
+from flashmoa_sglang.streams import PromptStream, StreamTable
+from flashmoa_sglang.token_buffer import TokenBuffer
+
+logger = logging.getLogger(__name__)
+
+CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
+T = TypeVar("T", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Piece(_Body):
+    """Part of a prompt: text or token ids."""
+
+    text: StrictStr | None = None
+    input_ids: list[StrictInt] | None = None
+
+    def one_of(self, *others: str) -> str:
+        """The name of the one field that is set. Raises: Malformed."""
+        names = ["text", "input_ids", *others]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise Malformed(f"Give exactly one of {', '.join(names)}; got {given or 'none'}.")
+        return given[0]
+
+
+class _Prompt(_Piece):
+    """A whole prompt, or the first piece of one."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: StrictStr | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: StrictStr | None = None
+    continue_final_message: bool | None = None
+    model: StrictStr | None = None
+    cache_salt: StrictStr | None = None
+    priority: StrictInt | None = None
+
+    def chat(self) -> dict[str, Any]:
+        fields = self.model_dump(exclude_none=True)
+        return {
+            name: value
+            for name, value in fields.items()
+            if name not in ("text", "input_ids", "cache_salt", "priority", "ttl_seconds")
+        }
+
+
+class _OpenStream(_Prompt):
+    ttl_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class _Append(_Piece):
+    seq: StrictInt = Field(ge=0)
+    end: bool = False
+
+
+class Api:
+    """The routes and what they work on."""
+
+    def __init__(self, engine: Engine, table: StreamTable, renderer: ChatRenderer) -> None:
+        self._engine = engine
+        self._table = table
+        self._renderer = renderer
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+        routes: list[tuple[str, str, Handler]] = [
+            ("GET", "/flashmoa/info", self.info),
+            ("POST", "/prefill_only", self.prefill_only),
+            ("POST", "/render", self.render),
+            ("POST", "/prompt_streams", self.open),
+            ("GET", "/prompt_streams", self.list),
+            ("GET", "/prompt_streams/{stream_id}", self.state),
+            ("POST", "/prompt_streams/{stream_id}/append", self.append),
+            ("DELETE", "/prompt_streams/{stream_id}", self.delete),
+        ]
+        for method, path, handler in routes:
+            router.add_api_route(path, _answering(handler), methods=[method])
+        return router
+
+    async def info(self, request: Request) -> dict[str, Any]:
+        tokenizer = self._engine.tokenizer
+        return {
+            "plugin": {"name": "flashmoa-sglang", "version": __version__},
+            "sglang": {"version": releases.installed()},
+            "capabilities": CAPABILITIES,
+            "hooks": request.app.state.flashmoa_hooks,
+            "model": self._engine.model,
+            "tokenizer": {
+                "digest": tokenizer.digest() if tokenizer else None,
+                "cuts": tokenizer.cuts if tokenizer else [],
+            },
+            "context_length": self._engine.context_length,
+            "limits": asdict(self._table.limits),
+            "prompt_streams": len(self._table),
+            "kv": [asdict(report) for report in await self._engine.kv()],
+        }
+
+    async def prefill_only(self, request: Request) -> dict[str, Any]:
+        prompt = await _parse(request, _Prompt)
+        ids = self._tokens(prompt)
+        if not ids:
+            raise Malformed("The prompt is empty; there is nothing to prefill.")
+        self._check_room(len(ids))
+        if self._engine.draining:
+            raise Draining("The server is shutting down; use another engine.")
+        try:
+            done = await self._engine.prefill(
+                ids,
+                priority=prompt.priority,
+                cache_salt=prompt.cache_salt,
+                http_request=request,
+            )
+        except Superseded as error:
+            raise EngineFailed(f"The prefill was aborted: {error}") from error
+        return {
+            "prompt_tokens": done.prompt_tokens,
+            "cached_tokens": done.cached_tokens,
+            "prefilled_tokens": done.prompt_tokens - done.cached_tokens,
+            "seconds": done.seconds,
+        }
+
+    async def render(self, request: Request) -> dict[str, Any]:
+        prompt = await _parse(request, _Prompt)
+        if prompt.messages is None:
+            raise Malformed("/render takes messages.")
+        return {"text": self._render(prompt).text}
+
+    async def open(self, request: Request) -> dict[str, Any]:
+        body = await _parse(request, _OpenStream)
+        kind = body.one_of("messages")
+        limits = self._table.limits
+        stream = PromptStream(
+            ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
+            buffer=None,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        piece: str | list[int]
+        if kind == "input_ids":
+            piece = self._checked_ids(body.input_ids or [])
+        else:
+            rendered = self._render(body) if kind == "messages" else None
+            special = rendered.special if rendered else True
+            stream.buffer = TokenBuffer(self._tokenizer(), special)
+            piece = rendered.text if rendered else body.text or ""
+        self._table.add(stream, piece)
+        self._table.open(stream)
+        return stream.state()
+
+    async def append(self, request: Request) -> dict[str, Any]:
+        body = await _parse(request, _Append)
+        stream = self._table.get(request.path_params["stream_id"])
+        piece: str | list[int] = body.text or ""
+        if not body.end or body.text is not None or body.input_ids is not None:
+            kind = body.one_of()
+            expected = "input_ids" if stream.buffer is None else "text"
+            if kind != expected:
+                raise Malformed(f"This stream was opened with {expected}; append {expected}.")
+            if kind == "input_ids":
+                piece = self._checked_ids(body.input_ids or [])
+        self._table.append(stream, body.seq, piece, body.end)
+        return stream.state()
+
+    async def list(self, _request: Request) -> dict[str, Any]:
+        return {"prompt_streams": [stream.state() for stream in self._table.all()]}
+
+    async def state(self, request: Request) -> dict[str, Any]:
+        return self._table.get(request.path_params["stream_id"]).state()
+
+    async def delete(self, request: Request) -> dict[str, Any]:
+        stream = self._table.get(request.path_params["stream_id"])
+        self._table.close(stream, "deleted")
+        return {"id": stream.id, "freed_tokens": stream.prefilled}
+
+    def _tokens(self, prompt: _Prompt) -> list[int]:
+        kind = prompt.one_of("messages")
+        if kind == "input_ids":
+            return self._checked_ids(prompt.input_ids or [])
+        if kind == "text":
+            text, special = prompt.text or "", True
+        else:
+            rendered = self._render(prompt)
+            text, special = rendered.text, rendered.special
+        room = self._engine.context_length
+        if len(text) > room * self._table.limits.characters_per_token:
+            self._check_room(len(text))
+        return self._tokenizer().encode(text, special)
+
+    def _render(self, prompt: _Prompt) -> Rendered:
+        self._tokenizer()
+        return self._renderer.render(prompt.chat())
+
+    def _tokenizer(self) -> Any:
+        if self._engine.tokenizer is None:
+            raise Malformed("This server runs without a tokenizer; send input_ids.")
+        return self._engine.tokenizer
+
+    def _checked_ids(self, ids: list[int]) -> list[int]:
+        vocabulary = self._engine.vocabulary
+        if ids and not (0 <= min(ids) and max(ids) < vocabulary):
+            raise Malformed(f"Token ids must be in [0, {vocabulary}).")
+        return ids
+
+    def _check_room(self, tokens: int) -> None:
+        room = self._engine.context_length - 1
+        if tokens > room:
+            raise TooLarge(
+                f"The prompt has {tokens} tokens; the model takes {room}.", max_tokens=room
+            )
+
+
+def _answering(handler: Handler) -> Handler:
+    """Turn :class:`ApiError` into its answer."""
+
+    async def answer(request: Request) -> Any:
+        try:
+            return JSONResponse(await handler(request))
+        except ApiError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+
+    return answer
+
+
+async def _parse(request: Request, model: type[T]) -> T:
+    raw = await request.body()
+    try:
+        # SGLang's own body parser takes the text that is not Unicode for a server error.
+        return model.model_validate(json.loads(raw.decode()))
+    except UnicodeDecodeError as error:
+        raise Malformed("The body is not UTF-8.") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise Malformed(f"The body is not JSON: {error}.") from error
+    except ValidationError as error:
+        raise Malformed(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    parts = [
+        f"{'.'.join(str(step) for step in problem['loc']) or 'body'}: {problem['msg']}"
+        for problem in error.errors(include_url=False, include_input=False)[:3]
+    ]
+    return "; ".join(parts) + "."

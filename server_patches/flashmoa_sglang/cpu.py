@@ -1,0 +1,86 @@
+"""A platform that runs stock SGLang on any CPU, without ``sgl_kernel`` and without AMX.
+
+SGLang asks every ``sglang.srt.platforms`` entry point for a platform class. An
+out-of-tree platform whose dispatch key is ``native`` makes each fused op take its
+pure-torch path. What is left is the attention backend: the stock ``torch_native`` one
+recomputes the whole cached prefix as if it were queries on every extend, which makes a
+cached prefix, and so incremental prefill, worthless. Ours computes the new rows only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+# SGLang keeps a list of backends that can do without Triton, by name, and this is the one a
+# CPU can use; so the platform brings its own backend under the stock one's name.
+ATTENTION_BACKEND = "torch_native"
+DEFAULT_KV_TOKENS = 65536
+
+
+def activate() -> str | None:
+    """Return the platform's path where no accelerator is usable, else ``None``."""
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        return None
+    return f"{__name__}:TorchCpuPlatform"
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """SGLang on plain torch CPU ops; page size 1, float32 or bfloat16."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+        """Fill in what a CPU needs wherever the user did not say otherwise."""
+        # SGLang has already put its AMX backend in; that one needs a kernel build no
+        # registry carries, so it can only be the default and not a choice.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = DEFAULT_KV_TOKENS
+        server_args.sampling_backend = "pytorch"
+        # An idle scheduler otherwise spins a whole core.
+        server_args.sleep_on_idle = True
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_device(self, device_id: int = 0) -> str:
+        """A string, as SGLang's argument handling expects (its own mixin gives a device)."""
+        return self.device_type
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        return PagedTokenToKVPoolAllocator
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def init_backend(self) -> None:
+        """Runs once in each worker, before SGLang looks its attention backend up."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        @register_attention_backend(ATTENTION_BACKEND)
+        def create(runner: Any) -> Any:
+            from flashmoa_sglang.cpu_attention import CpuAttentionBackend
+
+            return CpuAttentionBackend(runner)

@@ -1,0 +1,174 @@
+"""What the plugin's HTTP side needs of the running SGLang server, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang import releases
+from flashmoa_sglang.errors import EngineFailed
+from flashmoa_sglang.messages import KvQuery, KvReport, ReleaseStream, RequestMark
+from flashmoa_sglang.token_buffer import CanonicalTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_KV_REPORT_TIMEOUT = 5.0
+_RID_PREFIX = "flashmoa-"
+
+
+class Superseded(Exception):
+    """The scheduler dropped a prefill because a longer one of its stream was queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What one prefill did. ``seconds`` includes waiting for the engine."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class Engine:
+    """The tokenizer manager of this process.
+
+    Args:
+        tokenizer_manager: SGLang's ``TokenizerManager``.
+    """
+
+    def __init__(self, tokenizer_manager: Any) -> None:
+        self._manager = tokenizer_manager
+        self._tokenizer: CanonicalTokenizer | None = None
+        self._prefills = 0
+        self._queries = itertools.count()
+        self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
+        releases.handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
+
+    @property
+    def tokenizer(self) -> CanonicalTokenizer | None:
+        """The served tokenizer, or ``None`` with ``--skip-tokenizer-init``."""
+        if self._tokenizer is None and self._manager.tokenizer is not None:
+            self._tokenizer = CanonicalTokenizer(self._manager.tokenizer)
+        return self._tokenizer
+
+    @property
+    def context_length(self) -> int:
+        return self._manager.model_config.context_len
+
+    @property
+    def vocabulary(self) -> int:
+        return self._manager.model_config.vocab_size
+
+    @property
+    def is_multimodal(self) -> bool:
+        return self._manager.model_config.is_multimodal
+
+    @property
+    def draining(self) -> bool:
+        return self._manager.gracefully_exit
+
+    @property
+    def model(self) -> dict[str, str]:
+        return {"path": self._manager.model_path, "name": self._manager.served_model_name}
+
+    def others_active(self) -> bool:
+        """Whether ordinary requests are in flight beside our own prefills."""
+        return len(self._manager.rid_to_state) > self._prefills
+
+    async def prefill(
+        self,
+        input_ids: Sequence[int],
+        *,
+        stream: str | None = None,
+        rid: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        http_request: Any = None,
+    ) -> Prefilled:
+        """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
+
+        Raises:
+            Superseded: a longer request of the same stream took this one's place.
+            EngineFailed: SGLang refused or aborted the prefill.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        work = GenerateReqInput(
+            rid=rid or new_rid(),
+            input_ids=list(input_ids),
+            sampling_params={
+                "max_new_tokens": 0,
+                "custom_params": RequestMark(stream).to_custom_params(),
+            },
+            priority=priority,
+            cache_salt=cache_salt,
+            # Increments would count every prompt token many times over.
+            log_metrics=stream is None,
+        )
+        started = time.perf_counter()
+        self._prefills += 1
+        try:
+            meta = await self._run(work, http_request)
+        finally:
+            self._prefills -= 1
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise Superseded(reason.get("message", "aborted"))
+        return Prefilled(
+            meta["prompt_tokens"], meta["cached_tokens"], time.perf_counter() - started
+        )
+
+    async def _run(self, work: Any, http_request: Any) -> dict[str, Any]:
+        from fastapi import HTTPException
+
+        try:
+            async with aclosing(self._manager.generate_request(work, http_request)) as outputs:
+                async for output in outputs:
+                    return output["meta_info"]
+        except (ValueError, HTTPException) as error:
+            raise EngineFailed(f"SGLang could not run the prefill: {error}") from error
+        raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+
+    def abort(self, rid: str) -> None:
+        """Stop a prefill that is queued or running; unknown ids are ignored."""
+        self._manager.abort_request(rid)
+
+    def release(self, stream: str) -> None:
+        """Give a stream's KV back to the cache, in every scheduler."""
+        releases.to_scheduler(self._manager, ReleaseStream(stream))
+
+    async def kv(self) -> list[KvReport]:
+        """How the KV pool of each data-parallel rank stands, in tokens."""
+        query = next(self._queries)
+        reports: list[KvReport] = []
+        complete = asyncio.Event()
+        self._reports[query] = (reports, complete)
+        try:
+            self._manager.auto_create_handle_loop()
+            releases.to_scheduler(self._manager, KvQuery(query))
+            await asyncio.wait_for(complete.wait(), _KV_REPORT_TIMEOUT)
+        except TimeoutError:
+            pass  # A scheduler in a long forward answers late; report what came.
+        finally:
+            del self._reports[query]
+        return sorted(reports, key=lambda report: report.dp_rank)
+
+    def _on_report(self, report: KvReport) -> None:
+        waiting = self._reports.get(report.query)
+        if waiting is None:
+            return
+        reports, complete = waiting
+        reports.append(report)
+        if len(reports) >= (self._manager.server_args.dp_size or 1):
+            complete.set()
+
+
+def new_rid() -> str:
+    """SGLang aborts by prefix of the request id, so no id may be a prefix of another."""
+    return f"{_RID_PREFIX}{uuid.uuid4().hex}"

@@ -1,0 +1,168 @@
+"""Every place where the plugin reaches into SGLang, in one list.
+
+SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP
+process and in each scheduler. SGLang logs and swallows a hook that fails to apply; half a
+plugin would be worse than none, so each target is checked here, before and after, and a
+failure stops the process with a message that names the release and the target.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import multiprocessing
+import os
+import pkgutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashmoa_sglang import finals, releases, rendering, scheduler
+from flashmoa_sglang.engine import Engine
+from flashmoa_sglang.streams import StreamTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_MANAGERS = "sglang.srt.managers"
+_SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One method of SGLang and what the plugin puts after or around it."""
+
+    target: str
+    kind: Literal["after", "around"]
+    function: Callable[..., Any]
+
+
+def attach_api(_result: None, manager: Any) -> None:
+    """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
+    _refuse_unsupported(manager.server_args)
+    engine = Engine(manager)
+    table = StreamTable(engine)
+    manager.flashmoa_table = table
+    # Learnt before the wrapper below, so that the plugin's own encoding bypasses it.
+    if engine.tokenizer is not None:
+        rendering.wrap_encode(manager.tokenizer)
+    http_server = sys.modules.get(_HTTP_SERVER)
+    if http_server is None:  # sglang.Engine, without HTTP: there is nothing to serve.
+        return
+    # Not at module level: schedulers load this module too and need no FastAPI.
+    from flashmoa_sglang.api import Api
+
+    renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
+    http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
+    http_server.app.include_router(Api(engine, table, renderer).router())
+
+
+def generate_request(
+    original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
+) -> Any:
+    """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
+    final = finals.current() or finals.bind(manager.flashmoa_table, request)
+    if final is None or not hasattr(obj, "sampling_params") or not hasattr(obj, "stream"):
+        return original(manager, obj, request)
+    return finals.generate(original, manager, obj, request, final)
+
+
+async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw: Any) -> Any:
+    """Around ``OpenAIServingChat.handle_request``: the same for chat completions."""
+    try:
+        final = finals.bind(chat.tokenizer_manager.flashmoa_table, raw)
+    except ValueError as error:
+        return chat.create_error_response(str(error))
+    result = await original(chat, request, raw)
+    return result if final is None else finals.annotate_chat(result, final)
+
+
+SCHEDULER_HOOKS = [
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", scheduler.attach),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", scheduler.next_prefill_batch),
+    Hook(f"{_SCHEDULER}.flush_cache", "around", scheduler.flush_cache),
+    Hook(
+        f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem",
+        "around",
+        scheduler.check_decode_memory,
+    ),
+    Hook(f"{_STREAMER}.stream_output", "around", scheduler.stream_output),
+]
+HTTP_HOOKS = [
+    Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
+    Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
+    Hook(f"{_CHAT}.handle_request", "around", handle_chat),
+]
+
+
+def register() -> None:
+    """Register this process's hooks with SGLang, or end the process.
+
+    Raises:
+        SystemExit: a target is missing, or later did not apply.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if releases.installed() not in releases.TESTED:
+        logger.warning(
+            "flashmoa-sglang was tested with SGLang %s; this is %s",
+            ", ".join(releases.TESTED),
+            releases.installed(),
+        )
+    hooks = _hooks_of_this_process()
+    before = {hook.target: _resolve(hook.target) for hook in hooks}
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    _verify_after(HookRegistry, before)
+
+
+def _hooks_of_this_process() -> list[Hook]:
+    # Schedulers are children; a main process may fork its schedulers, which then inherit.
+    if multiprocessing.parent_process() is not None:
+        return SCHEDULER_HOOKS
+    return HTTP_HOOKS + SCHEDULER_HOOKS
+
+
+def _resolve(target: str) -> Any:
+    owner, _, name = target.rpartition(".")
+    try:
+        return inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    except (ImportError, AttributeError) as error:
+        _stop(f"has no {target} ({error})")
+        raise AssertionError("unreachable") from error
+
+
+def _verify_after(registry: Any, before: dict[str, Any]) -> None:
+    """SGLang applies hooks after all plugins have registered; look at the result then."""
+    apply_hooks = registry.apply_hooks
+
+    def apply_and_verify() -> None:
+        apply_hooks()
+        for target, original in before.items():
+            if _resolve(target) is original:
+                _stop(f"did not take the hook on {target}")
+
+    registry.apply_hooks = apply_and_verify
+
+
+def _stop(problem: str) -> None:
+    raise SystemExit(
+        f"flashmoa-sglang cannot run: SGLang {releases.installed()} {problem}. "
+        f"Tested releases: {', '.join(releases.TESTED)}. Install one of them, or start "
+        "without the plugin (SGLANG_PLUGINS=none)."
+    )
+
+
+def _refuse_unsupported(server_args: Any) -> None:
+    if (server_args.tokenizer_worker_num or 1) > 1:
+        raise SystemExit(
+            "flashmoa-sglang needs one HTTP process: start without --tokenizer-worker-num."
+        )
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+        raise SystemExit("flashmoa-sglang does not work with SGLANG_RUST_SERVER; unset it.")

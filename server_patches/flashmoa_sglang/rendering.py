@@ -1,0 +1,97 @@
+"""The prompt text SGLang's own chat path would build, without tokenising it.
+
+SGLang renders and encodes in one method. The plugin wraps the tokenizer's ``encode``: during
+a render the text is caught there; for a request with a prompt stream the stream's tokens are
+used; otherwise nothing changes.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang import finals
+from flashmoa_sglang.errors import Malformed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(slots=True)
+class Rendered:
+    """A rendered prompt: its text and whether the tokenizer adds its special tokens to it."""
+
+    pieces: list[str] = field(default_factory=list)
+    special: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+_capture: ContextVar[Rendered | None] = ContextVar("flashmoa_capture", default=None)
+
+
+def wrap_encode(tokenizer: Any) -> None:
+    """Replace ``tokenizer.encode`` on this instance."""
+    original: Callable[..., list[int]] = tokenizer.encode
+
+    def encode(text: Any, *args: Any, **kwargs: Any) -> list[int]:
+        special = kwargs.get("add_special_tokens", True)
+        rendered = _capture.get()
+        if rendered is not None and isinstance(text, str):
+            rendered.pieces.append(text)
+            rendered.special = special
+            return []
+        final = finals.current()
+        if final is not None and isinstance(text, str):
+            ids = final.encode(text, special)
+            if ids is not None:
+                return ids
+        return original(text, *args, **kwargs)
+
+    tokenizer.encode = encode
+
+
+class ChatRenderer:
+    """Renders chat messages with the server's own template and arguments."""
+
+    def __init__(self, chat: Callable[[], Any]) -> None:
+        self._chat = chat
+
+    def render(self, body: dict[str, Any]) -> Rendered:
+        """Render ``messages`` (with ``tools``, ``chat_template_kwargs``, ...).
+
+        Raises:
+            Malformed: not a chat request, or the template refuses it.
+        """
+        from pydantic import ValidationError
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+        chat = self._chat()
+        try:
+            request = ChatCompletionRequest(**body)
+        except (ValidationError, TypeError) as error:
+            raise Malformed(f"Not a chat request: {_short(error)}") from error
+        if request.input_ids is not None:
+            raise Malformed("messages cannot be combined with input_ids.")
+        problem = chat._validate_request(request)
+        if problem:
+            raise Malformed(problem)
+        rendered = Rendered()
+        token = _capture.set(rendered)
+        try:
+            result = chat._process_messages(request, is_multimodal=False)
+        except Exception as error:
+            # Templates raise whatever they like at messages they do not take.
+            raise Malformed(f"The chat template refuses these messages: {_short(error)}") from error
+        finally:
+            _capture.reset(token)
+        if result.image_data or result.video_data or result.audio_data:
+            raise Malformed("Only text can be rendered; send images with the request itself.")
+        return rendered
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

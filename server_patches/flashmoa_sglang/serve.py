@@ -1,0 +1,64 @@
+"""Starts SGLang with the plugin: ``python -m flashmoa_sglang.serve --model-path PATH ...``.
+
+The same as ``python -m sglang.launch_server`` with two differences: what must happen before
+SGLang is imported happens, here and in every child process, and a start without a working
+plugin is an error instead of a line in a log.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang import torchvision_ops
+
+# At import, because SGLang's spawned children import this module before SGLang.
+torchvision_ops.allow_mismatched_build()
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """A scheduler process; SGLang pickles this function by reference into its children."""
+    from sglang.srt.managers.scheduler import run_scheduler_process as run
+
+    run(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """The detokenizer process, likewise."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+
+    run(*args, **kwargs)
+
+
+def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
+    """Run a server until it is stopped. ``argv``: SGLang's own arguments."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+
+    launch_server(
+        prepare_server_args(argv),
+        run_scheduler_process_func=run_scheduler_process,
+        run_detokenizer_process_func=run_detokenizer_process,
+        launch_callback=on_ready,
+    )
+
+
+def main() -> None:
+    import os
+
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        serve(sys.argv[1:])
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Prompt streams in the HTTP process: buffer, trigger, lifetime.
+
+A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1,
+Algorithm 1). All timing is decided here, in one process; the schedulers see ordinary
+prefill requests. One task per stream triggers its increments and ends it when its time to
+live is over, so closing a stream is ending its task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashmoa_sglang.engine import Superseded, new_rid
+from flashmoa_sglang.errors import (
+    ApiError,
+    Draining,
+    OutOfOrder,
+    StreamGone,
+    TooLarge,
+    TooManyStreams,
+    UnknownStream,
+)
+from flashmoa_sglang.token_buffer import TokenBuffer
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.engine import Engine, Prefilled
+
+logger = logging.getLogger(__name__)
+
+Ending = Literal["used", "deleted", "expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what clients may ask; reported by ``GET /flashmoa/info``."""
+
+    streams: int = 256
+    ttl_seconds: float = 3600.0
+    default_ttl_seconds: float = 120.0
+    # A prompt of more characters than this per token of context cannot be text.
+    characters_per_token: int = 64
+    remembered: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """When buffered tokens are prefilled: enough of them, or the end, or an idle engine."""
+
+    tokens: int = 32
+    idle_tokens: int = 8
+    # The real request usually follows the end at once and carries the rest along.
+    end_grace_seconds: float = 0.01
+    # Of the engine's time, while other requests are running.
+    share: float = 0.2
+    shared_chunk: int = 256
+    retry_seconds: float = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class PromptStream:
+    """One growing prompt. ``buffer`` for text, ``ids`` for token ids, never both."""
+
+    ttl_seconds: float
+    buffer: TokenBuffer | None
+    priority: int | None = None
+    cache_salt: str | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    next_seq: int = 0
+    ended_at: float | None = None
+    claimed: bool = False
+    closed: Ending | None = None
+    prefilled: int = 0
+    # Tokens the radix cache already held when the first increment ran.
+    found: int | None = None
+    increments: int = 0
+    failure: str | None = None
+    rid: str | None = None
+    deadline: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def certain(self) -> array[int] | list[int]:
+        """The tokens that no later append can change."""
+        if self.buffer is None:
+            return self.ids
+        return self.buffer.tokens if self.ended_at is None else self.buffer.all_tokens()
+
+    def touch(self) -> None:
+        self.deadline = time.monotonic() + self.ttl_seconds
+        self.changed.set()
+
+    def state(self) -> dict[str, Any]:
+        """What ``GET /prompt_streams/{id}`` answers."""
+        return {
+            "id": self.id,
+            "kind": "input_ids" if self.buffer is None else "text",
+            "received_tokens": len(self.certain()),
+            "prefilled_tokens": self.prefilled,
+            "increments": self.increments,
+            "next_seq": self.next_seq,
+            "ended": self.ended_at is not None,
+            "ttl_seconds": self.ttl_seconds,
+            "failure": self.failure,
+        }
+
+
+class StreamTable:
+    """All open prompt streams of a server."""
+
+    def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._trigger = Trigger()
+        self._engine = engine
+        self._open: dict[str, PromptStream] = {}
+        self._ended: OrderedDict[str, Ending] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._resume_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def all(self) -> list[PromptStream]:
+        return list(self._open.values())
+
+    def get(self, stream_id: str) -> PromptStream:
+        """Raises: UnknownStream, StreamGone."""
+        stream = self._open.get(stream_id)
+        if stream is not None:
+            return stream
+        ending = self._ended.get(stream_id)
+        if ending is not None:
+            raise StreamGone(
+                f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
+            )
+        raise UnknownStream(f"There is no prompt stream {stream_id}. Open one first.")
+
+    def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
+        """For a final request, to which the id is only a hint: the stream, or why not."""
+        stream = self._open.get(stream_id)
+        if stream is not None and not stream.claimed:
+            return stream, "open"
+        if stream is not None:
+            return None, "used"
+        return None, self._ended.get(stream_id, "unknown")
+
+    def open(self, stream: PromptStream) -> None:
+        """Start a stream. Raises: TooManyStreams, Draining."""
+        if self._engine.draining:
+            raise Draining("The server is shutting down; use another engine.")
+        if len(self._open) >= self.limits.streams:
+            raise TooManyStreams(
+                f"{self.limits.streams} prompt streams are open, which is the limit. "
+                "Delete some, or send the request without one."
+            )
+        self._open[stream.id] = stream
+        stream.touch()
+        task = asyncio.create_task(self._run(stream), name=f"prompt-stream-{stream.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def add(self, stream: PromptStream, piece: str | list[int]) -> None:
+        """Buffer text or token ids. Raises: TooLarge, with the stream as it was before."""
+        room = self._engine.context_length - 1
+        if stream.buffer is None:
+            assert not isinstance(piece, str)
+            if len(stream.ids) + len(piece) > room:
+                raise _over_context(room)
+            stream.ids.extend(piece)
+            return
+        assert isinstance(piece, str)
+        if len(stream.buffer.text) + len(piece) > room * self.limits.characters_per_token:
+            raise _over_context(room)
+        before = stream.buffer.checkpoint()
+        stream.buffer.append(piece)
+        if len(stream.buffer.tokens) > room:
+            stream.buffer.restore(before)
+            raise _over_context(room)
+
+    def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
+        """Add the ``seq``-th piece, once. Raises: OutOfOrder, StreamGone, TooLarge, Draining."""
+        if stream.claimed:
+            raise StreamGone(f"Prompt stream {stream.id} is in use by its request.", reason="used")
+        if seq < stream.next_seq:
+            return
+        if self._engine.draining:
+            raise Draining("The server is shutting down; send the whole request elsewhere.")
+        if stream.ended_at is not None:
+            raise OutOfOrder(f"Prompt stream {stream.id} has ended; open a new one.")
+        if seq > stream.next_seq:
+            raise OutOfOrder(
+                f"Append {seq} came before append {stream.next_seq}; send the missing ones "
+                "first, in order.",
+                expected_seq=stream.next_seq,
+            )
+        if piece:
+            self.add(stream, piece)
+        stream.next_seq += 1
+        if end:
+            stream.ended_at = time.monotonic()
+        stream.touch()
+
+    def claim(self, stream: PromptStream) -> None:
+        """The real request is here: no further increments; it will compute the rest."""
+        stream.claimed = True
+        stream.changed.set()
+
+    def close(self, stream: PromptStream, ending: Ending) -> None:
+        """End a stream and give its KV back to the cache; harmless to repeat."""
+        if stream.closed is not None:
+            return
+        stream.closed = ending
+        del self._open[stream.id]
+        self._ended[stream.id] = ending
+        if len(self._ended) > self.limits.remembered:
+            self._ended.popitem(last=False)
+        if stream.rid is not None:
+            self._engine.abort(stream.rid)
+        # Behind the abort in the same queue, so nothing of the stream is pinned after it.
+        self._engine.release(stream.id)
+        stream.changed.set()
+
+    async def _run(self, stream: PromptStream) -> None:
+        """The life of a stream: wait for something to do, do it, expire."""
+        while stream.closed is None:
+            stream.changed.clear()
+            remaining = stream.deadline - time.monotonic()
+            if remaining <= 0 and not stream.claimed:
+                logger.info("Prompt stream %s expired after %.0f s", stream.id, stream.ttl_seconds)
+                self.close(stream, "expired")
+                return
+            delay = self._delay(stream)
+            if delay is not None and delay <= 0:
+                await self._increment(stream)
+                continue
+            timeout = max(remaining, 0.001) if delay is None else min(delay, max(remaining, 0.001))
+            await _wait(stream.changed, None if stream.claimed else timeout)
+
+    def _delay(self, stream: PromptStream) -> float | None:
+        """Seconds until the next increment is due; ``None``: not before something changes."""
+        if stream.claimed or stream.failure is not None:
+            return None
+        fresh = len(stream.certain()) - stream.prefilled
+        if fresh <= 0:
+            return None
+        now, trigger = time.monotonic(), self._trigger
+        shared = self._resume_at - now if self._engine.others_active() else 0.0
+        if stream.ended_at is not None:
+            return max(shared, stream.ended_at + trigger.end_grace_seconds - now)
+        if fresh >= trigger.tokens:
+            return shared
+        if fresh < trigger.idle_tokens:
+            return None
+        return trigger.retry_seconds if self._engine.others_active() else 0.0
+
+    async def _increment(self, stream: PromptStream) -> None:
+        tokens = stream.certain()
+        target = len(tokens)
+        shared = self._engine.others_active()
+        if shared:
+            target = min(target, stream.prefilled + self._trigger.shared_chunk)
+        stream.rid = new_rid()
+        try:
+            done = await self._engine.prefill(
+                tokens[:target],
+                stream=stream.id,
+                rid=stream.rid,
+                priority=stream.priority,
+                cache_salt=stream.cache_salt,
+            )
+        except Superseded:
+            return
+        except ApiError as error:
+            logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
+            stream.failure = str(error)
+            return
+        finally:
+            stream.rid = None
+        self._account(stream, done, shared)
+
+    def _account(self, stream: PromptStream, done: Prefilled, shared: bool) -> None:
+        stream.increments += 1
+        stream.prefilled = done.prompt_tokens
+        if stream.found is None:
+            stream.found = done.cached_tokens
+        if shared:
+            pause = done.seconds * (1 / self._trigger.share - 1)
+            self._resume_at = time.monotonic() + pause
+
+
+def _over_context(room: int) -> TooLarge:
+    return TooLarge(
+        f"The prompt would not fit the model's context: {room} tokens are the most. "
+        "Nothing of this piece was taken.",
+        max_tokens=room,
+    )
+
+
+async def _wait(event: asyncio.Event, timeout: float | None) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), timeout)
+    except TimeoutError:
+        pass

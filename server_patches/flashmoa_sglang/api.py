@@ -30,6 +30,16 @@ T = TypeVar("T", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Any]]
 
 
+_NOT_CHAT = {
+    "text",
+    "input_ids",
+    "add_special_tokens",
+    "cache_salt",
+    "priority",
+    "ttl_seconds",
+}
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -50,8 +60,13 @@ class _Piece(_Body):
 
 
 class _Prompt(_Piece):
-    """A whole prompt, or the first piece of one."""
+    """A whole prompt, or the first piece of one.
 
+    ``add_special_tokens``: ``false`` for text that a chat template rendered, which carries
+    its own.
+    """
+
+    add_special_tokens: bool = True
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
@@ -67,7 +82,7 @@ class _Prompt(_Piece):
         return {
             name: value
             for name, value in fields.items()
-            if name not in ("text", "input_ids", "cache_salt", "priority", "ttl_seconds")
+            if name not in _NOT_CHAT
         }
 
 
@@ -167,7 +182,7 @@ class Api:
             piece = self._checked_ids(body.input_ids or [])
         else:
             rendered = self._render(body) if kind == "messages" else None
-            special = rendered.special if rendered else True
+            special = rendered.special if rendered else body.add_special_tokens
             stream.buffer = TokenBuffer(self._tokenizer(), special)
             piece = rendered.text if rendered else body.text or ""
         self._table.add(stream, piece)
@@ -204,7 +219,7 @@ class Api:
         if kind == "input_ids":
             return self._checked_ids(prompt.input_ids or [])
         if kind == "text":
-            text, special = prompt.text or "", True
+            text, special = prompt.text or "", prompt.add_special_tokens
         else:
             rendered = self._render(prompt)
             text, special = rendered.text, rendered.special

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import RequestMark
@@ -87,7 +88,11 @@ class Final:
             "cached_tokens": cached,
             "streamed_tokens": streamed,
             "late_tokens": meta["prompt_tokens"] - cached,
-            "prompt_stream": {"id": self.stream_id, "status": self.status},
+            "prompt_stream": {
+                "id": self.stream_id,
+                "status": self.status,
+                "prefills": [asdict(span) for span in self._stream.spans] if self._stream else [],
+            },
         }
         meta.update(self.usage)
 

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +63,15 @@ class Trigger:
     retry_seconds: float = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One increment: when (Unix seconds, waiting included), and tokens computed."""
+
+    start: float
+    end: float
+    tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class PromptStream:
     """One growing prompt. ``buffer`` for text, ``ids`` for token ids, never both."""
@@ -81,6 +90,8 @@ class PromptStream:
     # Tokens the radix cache already held when the first increment ran.
     found: int | None = None
     increments: int = 0
+    # The last ones, for timelines.
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
     failure: str | None = None
     rid: str | None = None
     deadline: float = 0.0
@@ -286,6 +297,9 @@ class StreamTable:
 
     def _account(self, stream: PromptStream, done: Prefilled, shared: bool) -> None:
         stream.increments += 1
+        now = time.time()
+        computed = done.prompt_tokens - done.cached_tokens
+        stream.spans.append(Span(now - done.seconds, now, computed))
         stream.prefilled = done.prompt_tokens
         if stream.found is None:
             stream.found = done.cached_tokens

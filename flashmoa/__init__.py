@@ -1,0 +1,14 @@
+"""FlashMoA: multi-agent LLM workflows, fast on self-hosted models.
+
+While one agent writes, its tokens stream into the prompts of the agents that will read
+them, and their engines prefill those prompts meanwhile. ``flashmoa.autogen`` links AutoGen
+teams; what is here is neutral of any agent framework.
+"""
+
+from flashmoa.engine import EngineClient, FlashMoAError
+from flashmoa.links import FailurePolicy, Link
+from flashmoa.prompts import Prompt, Slot
+
+__version__ = "0.1.0"
+
+__all__ = ["EngineClient", "FailurePolicy", "FlashMoAError", "Link", "Prompt", "Slot"]

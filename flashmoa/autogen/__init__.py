@@ -1,0 +1,17 @@
+"""AutoGen: a drop-in model client, and one line that links a team."""
+
+from flashmoa.autogen._client import (
+    EngineUsage,
+    FlashMoAChatCompletionClient,
+    FlashMoAClientConfigurationConfigModel,
+)
+from flashmoa.autogen._team import TeamLink, link, watch
+
+__all__ = [
+    "EngineUsage",
+    "FlashMoAChatCompletionClient",
+    "FlashMoAClientConfigurationConfigModel",
+    "TeamLink",
+    "link",
+    "watch",
+]

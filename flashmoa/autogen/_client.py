@@ -1,0 +1,359 @@
+"""The AutoGen model client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self, cast
+
+import httpx
+from autogen_core import CancellationToken
+from autogen_core._message_handler_context import MessageHandlerContext
+from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo, RequestUsage
+from autogen_core.tools import Tool, ToolSchema
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
+from pydantic import BaseModel, SecretStr
+
+from flashmoa.autogen._completions import Watch, WatchedBody, watch_completions
+from flashmoa.engine import EngineClient, EngineError, PromptUsage, engine_url
+
+logger = logging.getLogger(__name__)
+
+ToolChoice = Tool | Literal["auto", "required", "none"]
+JsonOutput = bool | type[BaseModel] | None
+
+_COUNT_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass
+class EngineUsage(RequestUsage):
+    """AutoGen's usage with what the engine says of the prompt, in tokens.
+
+    ``prompt_tokens = cached_tokens + late_tokens``; of the cached, ``streamed_tokens`` were
+    computed by the call's link before the call. ``None`` where the engine does not say.
+    """
+
+    cached_tokens: int | None = None
+    streamed_tokens: int | None = None
+    late_tokens: int | None = None
+
+
+class CallObserver(Protocol):
+    """What a linked team does about one call of one of its agents."""
+
+    prompt_stream_id: str | None
+    wants_text: bool
+
+    def on_text(self, text: str) -> None: ...
+
+    def on_finish(self, result: CreateResult, usage: PromptUsage | None) -> None: ...
+
+    def on_failure(self, error: BaseException) -> None: ...
+
+
+class CallWatcher(Protocol):
+    """A linked team; a client tells each of them about each call."""
+
+    def begin(
+        self, agent_type: str, agent_key: str, client: FlashMoAChatCompletionClient
+    ) -> CallObserver | None: ...
+
+    async def close(self) -> None: ...
+
+
+class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
+    """The configuration ``dump_component`` writes; unlike the stock one it keeps extra_body."""
+
+    extra_body: dict[str, Any] | None = None
+
+
+class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
+    """A drop-in for ``OpenAIChatCompletionClient`` on a self-hosted SGLang engine.
+
+    By itself it is the stock client with defaults for self-hosting: no API key needed,
+    ``model_info`` filled in, token counts from the served tokenizer, usage in streams too.
+    Linked (``flashmoa.autogen.link(team)``), it streams what its agents write into the
+    prompts of the agents that will read it.
+
+    Args:
+        model: as served. base_url: the engine's URL, with or without ``/v1``.
+        **kwargs: as the stock client's.
+    """
+
+    component_config_schema = FlashMoAClientConfigurationConfigModel
+    component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
+
+    def __init__(self, **kwargs: Any) -> None:
+        if "base_url" not in kwargs:
+            raise ValueError("base_url is required: the engine's URL, such as http://HOST:PORT/v1")
+        kwargs["base_url"] = f"{engine_url(kwargs['base_url'])}/v1"
+        if not kwargs.get("api_key"):
+            kwargs["api_key"] = "EMPTY"
+        if "model_info" not in kwargs and "model_capabilities" not in kwargs:
+            kwargs["model_info"] = default_model_info()
+        super().__init__(**kwargs)
+        self._watchers: list[CallWatcher] = []
+        self._start()
+
+    def _start(self) -> None:
+        watch_completions(cast(Any, self._client))
+        key = self._raw_config["api_key"]
+        self.engine = EngineClient(
+            self._raw_config["base_url"],
+            api_key=None if key == "EMPTY" else key,
+            timeout=self._raw_config.get("timeout") or 600.0,
+        )
+        self._context_length: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Connections and links belong to the process that made them.
+        return {**super().__getstate__(), "engine": None, "_watchers": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    @classmethod
+    def _from_config(cls, config: OpenAIClientConfigurationConfigModel) -> Self:
+        fields = config.model_dump(exclude_none=True)
+        if isinstance(config.api_key, SecretStr):
+            fields["api_key"] = config.api_key.get_secret_value()
+        return cls(**fields)
+
+    def _to_config(self) -> FlashMoAClientConfigurationConfigModel:
+        return FlashMoAClientConfigurationConfigModel(**self._raw_config)
+
+    def add_watcher(self, watcher: CallWatcher) -> None:
+        """Have a linked team told about this client's calls; closed with the client."""
+        if watcher not in self._watchers:
+            self._watchers.append(watcher)
+
+    def remove_watcher(self, watcher: CallWatcher) -> None:
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    async def create(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006 - AutoGen's signature
+        tool_choice: ToolChoice = "auto",
+        json_output: JsonOutput = None,
+        extra_create_args: Mapping[str, Any] = {},  # noqa: B006
+        cancellation_token: CancellationToken | None = None,
+    ) -> CreateResult:
+        observers = self._begin()
+        if _flows_raw(tools, json_output, self._create_args, extra_create_args) and any(
+            observer.wants_text for observer in observers
+        ):
+            stream = self._stream(
+                observers, messages, tools, tool_choice, json_output, extra_create_args,
+                cancellation_token, None,
+            )  # fmt: skip
+            async with aclosing(stream):
+                async for item in stream:
+                    if isinstance(item, CreateResult):
+                        return item
+            raise EngineError("the answer ended without a result")
+        watch = Watch()
+        with _Reporting(observers, watch) as report:
+            result = await super().create(
+                messages,
+                tools=tools,
+                tool_choice=tool_choice,
+                json_output=json_output,
+                extra_create_args=self._watched_args(extra_create_args, observers, watch),
+                cancellation_token=cancellation_token,
+            )
+            return report(result)
+
+    async def create_stream(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006
+        tool_choice: ToolChoice = "auto",
+        json_output: JsonOutput = None,
+        extra_create_args: Mapping[str, Any] = {},  # noqa: B006
+        cancellation_token: CancellationToken | None = None,
+        max_consecutive_empty_chunk_tolerance: int = 0,
+        include_usage: bool | None = None,
+    ) -> AsyncGenerator[str | CreateResult, None]:
+        observers = self._begin()
+        stream = self._stream(
+            observers, messages, tools, tool_choice, json_output, extra_create_args,
+            cancellation_token, include_usage,
+        )  # fmt: skip
+        async with aclosing(stream):
+            async for item in stream:
+                yield item
+
+    async def _stream(  # noqa: PLR0913 - AutoGen's signature
+        self,
+        observers: list[CallObserver],
+        messages: Sequence[LLMMessage],
+        tools: Sequence[Tool | ToolSchema],
+        tool_choice: ToolChoice,
+        json_output: JsonOutput,
+        extra_create_args: Mapping[str, Any],
+        cancellation_token: CancellationToken | None,
+        include_usage: bool | None,
+    ) -> AsyncGenerator[str | CreateResult, None]:
+        raw = _flows_raw(tools, json_output, self._create_args, extra_create_args)
+
+        def on_text(text: str) -> None:
+            for observer in observers if raw else ():
+                observer.on_text(text)
+
+        watch = Watch(on_text)
+        args = self._watched_args(extra_create_args, observers, watch)
+        if include_usage is None and "stream_options" not in {**self._create_args, **args}:
+            include_usage = True
+        with _Reporting(observers, watch) as report:
+            async for item in super().create_stream(
+                messages,
+                tools=tools,
+                tool_choice=tool_choice,
+                json_output=json_output,
+                extra_create_args=args,
+                cancellation_token=cancellation_token,
+                include_usage=include_usage,
+            ):
+                yield report(item) if isinstance(item, CreateResult) else item
+
+    def _begin(self) -> list[CallObserver]:
+        try:
+            agent = MessageHandlerContext.agent_id()
+        except RuntimeError:  # Called outside any agent.
+            return []
+        begun = (watcher.begin(agent.type, agent.key, self) for watcher in self._watchers)
+        return [observer for observer in begun if observer is not None]
+
+    def _watched_args(
+        self, extra: Mapping[str, Any], observers: list[CallObserver], watch: Watch
+    ) -> dict[str, Any]:
+        body = {**(self._create_args.get("extra_body") or {}), **(extra.get("extra_body") or {})}
+        for observer in observers:
+            if observer.prompt_stream_id is not None:
+                body["prompt_stream_id"] = observer.prompt_stream_id
+        return {**extra, "extra_body": WatchedBody(body, watch)}
+
+    async def close(self) -> None:
+        """Close every link of this client's teams, then its connections."""
+        for watcher in list(self._watchers):
+            await watcher.close()
+        await self.engine.close()
+        await super().close()
+
+    def count_tokens(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006
+    ) -> int:
+        """Tokens of the prompt as the engine would build it.
+
+        AutoGen's interface is synchronous, so this waits for the engine.
+
+        Raises:
+            EngineError: the engine could not be asked.
+        """
+        params = self._process_create_args(messages, tools, "auto", None, {})
+        body: dict[str, Any] = {
+            "model": self._create_args["model"],
+            "messages": params.messages,
+            "tools": params.tools or None,
+            "max_tokens": 1,
+        }
+        answer = self._ask("/tokenize", {k: v for k, v in body.items() if v is not None})
+        return int(answer["count"])
+
+    def remaining_tokens(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006
+    ) -> int:
+        """The served model's context length less :meth:`count_tokens`."""
+        if self._context_length is None:
+            self._context_length = int(self._ask("/v1/models")["data"][0]["max_model_len"])
+        return self._context_length - self.count_tokens(messages, tools=tools)
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._raw_config['api_key']}"}
+        method = "GET" if body is None else "POST"
+        try:
+            answer = httpx.request(
+                method,
+                self.engine.url + path,
+                json=body,
+                headers=headers,
+                timeout=_COUNT_TIMEOUT_SECONDS,
+            )
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.engine.url}{path} could not be asked: {error}") from error
+        return answer.json()
+
+
+class _Reporting:
+    """Tells a call's observers how it ended, on every path."""
+
+    def __init__(self, observers: list[CallObserver], watch: Watch) -> None:
+        self._observers = observers
+        self._watch = watch
+        self._finished = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, result: CreateResult) -> CreateResult:
+        usage = self._watch.usage
+        if usage is not None:
+            result.usage = EngineUsage(
+                prompt_tokens=result.usage.prompt_tokens,
+                completion_tokens=result.usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                streamed_tokens=usage.streamed_tokens,
+                late_tokens=usage.late_tokens,
+            )
+        self._finished = True
+        for observer in self._observers:
+            observer.on_finish(result, usage)
+        return result
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._finished:
+            for observer in self._observers:
+                observer.on_failure(error or RuntimeError("the answer was not read to its end"))
+
+
+def default_model_info() -> ModelInfo:
+    """What SGLang offers with any text model."""
+    return ModelInfo(
+        vision=False,
+        function_calling=True,
+        json_output=True,
+        family=ModelFamily.UNKNOWN,
+        structured_output=True,
+        multiple_system_messages=False,
+    )
+
+
+def _flows_raw(
+    tools: Sequence[Tool | ToolSchema],
+    json_output: JsonOutput,
+    configured: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> bool:
+    """Whether the answer's text will reach other agents as it arrives.
+
+    Tool calls and structured output are rewritten on the way; a streamed answer loses its
+    log-probabilities in AutoGen, so such a call is left alone.
+    """
+    args = {**configured, **extra}
+    rewritten = bool(tools) or json_output not in (None, False) or "response_format" in args
+    return not rewritten and not args.get("logprobs")

@@ -1,0 +1,75 @@
+"""Watching OpenAI completions: text as it arrives, and the usage fields AutoGen drops.
+
+AutoGen's client is kept as it is, so that it behaves as users know it. What it sends passes
+through here: a call that carries a :class:`WatchedBody` as ``extra_body`` is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from openai import AsyncOpenAI
+
+from flashmoa.engine import PromptUsage
+
+
+def _nobody(_text: str) -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Watch:
+    """One call. ``on_text`` gets the answer's text as it arrives, without any reasoning."""
+
+    on_text: Callable[[str], None] = _nobody
+    usage: PromptUsage | None = field(default=None, init=False)
+
+
+class WatchedBody(dict[str, Any]):
+    """An ``extra_body`` that knows its call."""
+
+    def __init__(self, body: dict[str, Any], watch: Watch) -> None:
+        super().__init__(body)
+        self.watch = watch
+
+
+def watch_completions(client: AsyncOpenAI) -> None:
+    """Make a client's chat completions report to the watch of their call."""
+    completions = client.chat.completions
+
+    async def create(**request: Any) -> Any:
+        # Looked up at each call, so that whoever patches the class is still obeyed.
+        result = await type(completions).create(completions, **request)
+        body = request.get("extra_body")
+        if not isinstance(body, WatchedBody):
+            return result
+        if request.get("stream"):
+            return _watched(result, body.watch)
+        body.watch.usage = _usage(result)
+        return result
+
+    completions.create = create  # type: ignore[method-assign]
+
+
+async def _watched(chunks: AsyncIterator[Any], watch: Watch) -> AsyncGenerator[Any]:
+    try:
+        async for chunk in chunks:
+            if chunk.usage is not None:
+                watch.usage = _usage(chunk)
+            if chunk.choices and chunk.choices[0].delta.content:
+                watch.on_text(chunk.choices[0].delta.content)
+            yield chunk
+    finally:
+        # AutoGen leaves the response open when it is cancelled.
+        close = getattr(chunks, "close", None) or getattr(chunks, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _usage(result: Any) -> PromptUsage | None:
+    usage = getattr(result, "usage", None)
+    if usage is None:
+        return None
+    return PromptUsage.from_openai(cast(dict[str, Any], usage.model_dump()))

@@ -1,0 +1,1 @@
+"""Benchmarks: they print a table and JSON, and compare within one run."""

@@ -1,0 +1,120 @@
+"""Running a team unlinked, warmed and linked, and what each run took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import anyio
+from autogen_agentchat.teams import RoundRobinGroupChat
+
+from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
+from flashmoa.engine import PromptUsage, RequestRefused
+from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
+
+Mode = Literal["unlinked", "warmed", "linked"]
+MODES: tuple[Mode, ...] = ("unlinked", "warmed", "linked")
+
+BuildTeam = Callable[[], RoundRobinGroupChat]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One agent's call; times in Unix seconds."""
+
+    agent: str
+    started: float
+    first_token: float
+    last_token: float
+    text: str
+    usage: PromptUsage | None
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.last_token - self.first_token
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a team."""
+
+    mode: Mode
+    seconds: float
+    turns: tuple[Turn, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(turn.text for turn in self.turns)
+
+    def handoff(self, position: int) -> float:
+        """Seconds from the last token of the turn before ``position`` to its first token."""
+        return self.turns[position].first_token - self.turns[position - 1].last_token
+
+
+@dataclass(slots=True)
+class _Recorder:
+    events: list[Event] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def turns(self) -> tuple[Turn, ...]:
+        done: list[Turn] = []
+        started: dict[str, CallStarted] = {}
+        first: dict[str, FirstToken] = {}
+        for event in self.events:
+            if isinstance(event, CallStarted):
+                started[event.agent] = event
+                first.pop(event.agent, None)
+            elif isinstance(event, FirstToken):
+                first[event.agent] = event
+            elif isinstance(event, CallFinished):
+                begun = started[event.agent].at
+                token = first[event.agent].at if event.agent in first else event.at
+                done.append(
+                    Turn(event.agent, begun, token, event.at, event.text, event.usage)
+                )
+        return tuple(done)
+
+
+def _attach(team: RoundRobinGroupChat, mode: Mode, recorder: _Recorder) -> TeamLink:
+    if mode == "unlinked":
+        return watch(team, recorder)
+    return link(team, stream=mode == "linked", listener=recorder)
+
+
+async def run_once(
+    build: BuildTeam, clients: Sequence[FlashMoAChatCompletionClient], task: str, mode: Mode
+) -> Run:
+    """Run a fresh team once on engines with empty caches."""
+    for client in clients:
+        await _flush(client)
+    team = build()
+    recorder = _Recorder()
+    linked = _attach(team, mode, recorder)
+    try:
+        start = time.perf_counter()
+        await team.run(task=task)
+        seconds = time.perf_counter() - start
+    finally:
+        await linked.close()
+    return Run(mode, seconds, recorder.turns(), tuple(recorder.events))
+
+
+async def _flush(client: FlashMoAChatCompletionClient) -> None:
+    """An engine refuses while it still finishes what nobody waits for any more."""
+    for _ in range(200):
+        try:
+            await client.engine.flush_cache()
+            return
+        except RequestRefused:
+            await anyio.sleep(0.05)
+    await client.engine.flush_cache()
+
+
+def order(repeats: int, modes: Sequence[Mode] = MODES) -> list[Mode]:
+    """Modes in turn, each round starting with another one, so that drift hits all alike."""
+    return [modes[(start + i) % len(modes)] for start in range(repeats) for i in range(len(modes))]

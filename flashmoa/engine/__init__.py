@@ -1,0 +1,56 @@
+"""Engines: one typed client per SGLang server, and what can go wrong with it."""
+
+from flashmoa.engine.client import EngineClient, engine_url
+from flashmoa.engine.errors import (
+    BadAnswer,
+    EngineDraining,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    FlashMoAError,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+    RequestRefused,
+    StreamGone,
+    StreamOutOfOrder,
+    StreamUnknown,
+    TooManyStreams,
+)
+from flashmoa.engine.wire import (
+    Delta,
+    EngineInfo,
+    KvState,
+    Prefilled,
+    PromptUsage,
+    Span,
+    StreamState,
+    StreamUse,
+)
+
+__all__ = [
+    "BadAnswer",
+    "Delta",
+    "EngineClient",
+    "EngineDraining",
+    "EngineError",
+    "EngineInfo",
+    "EngineTimeout",
+    "EngineUnreachable",
+    "FlashMoAError",
+    "KvState",
+    "MalformedRequest",
+    "PluginMissing",
+    "Prefilled",
+    "PromptTooLarge",
+    "PromptUsage",
+    "RequestRefused",
+    "Span",
+    "StreamGone",
+    "StreamOutOfOrder",
+    "StreamState",
+    "StreamUnknown",
+    "StreamUse",
+    "TooManyStreams",
+    "engine_url",
+]

@@ -1,0 +1,178 @@
+"""Engines on this machine's CPU, for the demo, the benchmarks and the tests.
+
+One process imports SGLang and forks engines, each pinned to a core, so that two engines on
+two cores are two devices that really overlap. Needs ``flashmoa-sglang`` and SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import anyio
+import httpx
+from anyio.abc import Process
+from anyio.streams.text import TextReceiveStream
+
+from flashmoa.engine.errors import EngineError
+
+_START_SECONDS = 180.0
+_STOP_SECONDS = 15.0
+
+
+class LocalEngine:
+    """A running engine. ``url``: its root; ``log``: its output so far."""
+
+    def __init__(self, pid: int, port: int, log: Path) -> None:
+        self.pid = pid
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def is_running(self) -> bool:
+        return _group_exists(self.pid)
+
+    async def wait_until_ready(self) -> None:
+        """Raises: EngineError with the end of the log if the engine gives up."""
+        deadline = time.monotonic() + _START_SECONDS
+        async with httpx.AsyncClient() as http:
+            while time.monotonic() < deadline:
+                if not self.is_running():
+                    raise EngineError(f"the engine ended at start:\n{self.tail()}")
+                try:
+                    answer = await http.get(f"{self.url}/model_info", timeout=5)
+                    if answer.status_code in (200, 401):
+                        return
+                except httpx.TransportError:
+                    pass
+                await anyio.sleep(0.1)
+        raise EngineError(f"the engine was not ready in {_START_SECONDS:.0f} s:\n{self.tail()}")
+
+    def tail(self, lines: int = 25) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    async def stop(self) -> None:
+        """End the engine and every process of it."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(self.pid, number)
+            with anyio.move_on_after(_STOP_SECONDS if number == signal.SIGTERM else 5):
+                while self.is_running():
+                    await anyio.sleep(0.05)
+                return
+
+
+class LocalEngines:
+    """Starts engines; made by :func:`local_engines`."""
+
+    def __init__(self, process: Process, logs: Path) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._stdin = process.stdin
+        self._answers = TextReceiveStream(process.stdout)
+        self._rest = ""
+        self._logs = logs
+        self._engines: list[LocalEngine] = []
+
+    async def _line(self) -> str:
+        while "\n" not in self._rest:
+            try:
+                self._rest += await self._answers.receive()
+            except anyio.EndOfStream as error:
+                raise EngineError(f"SGLang could not be imported:\n{self.problems()}") from error
+        line, self._rest = self._rest.split("\n", 1)
+        return line
+
+    def problems(self) -> str:
+        return (self._logs / "forkserver.log").read_text(errors="replace")[-2000:]
+
+    async def start(
+        self,
+        model: Path | str,
+        *,
+        core: int | None = None,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> LocalEngine:
+        """Start an engine on ``model``, pinned to ``core``; ``arguments`` are SGLang's own."""
+        port = _free_port()
+        log = self._logs / f"engine-{port}.log"
+        order: dict[str, Any] = {
+            "args": [
+                "--model-path", str(model), "--port", str(port), "--skip-server-warmup",
+                "--log-level", "info", *arguments,
+            ],
+            "env": {
+                "SGLANG_CPU_OMP_THREADS_BIND": "all" if core is None else str(core),
+                **(environment or {}),
+            },
+            "cores": [] if core is None else [core],
+            "log": str(log),
+        }  # fmt: skip
+        log.touch()
+        await self._stdin.send((json.dumps(order) + "\n").encode())
+        engine = LocalEngine(int(await self._line()), port, log)
+        self._engines.append(engine)
+        if wait:
+            await engine.wait_until_ready()
+        return engine
+
+    async def stop(self) -> None:
+        async with anyio.create_task_group() as group:
+            for engine in self._engines:
+                group.start_soon(engine.stop)
+
+
+@asynccontextmanager
+async def local_engines() -> AsyncGenerator[LocalEngines]:
+    """A forkserver; leaving the context ends it and every engine started by it."""
+    with tempfile.TemporaryDirectory(prefix="flashmoa-engines-") as folder:
+        logs = Path(folder)
+        with (logs / "forkserver.log").open("wb") as errors:
+            process = await anyio.open_process(
+                [sys.executable, "-m", "flashmoa_sglang.forkserver"],
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        engines = LocalEngines(process, logs)
+        try:
+            while await engines._line() != "ready":
+                pass
+            yield engines
+        finally:
+            with anyio.CancelScope(shield=True):
+                await engines.stop()
+                _signal_group(process.pid, signal.SIGKILL)
+                await process.wait()
+                await process.aclose()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _group_exists(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""The plugin's answers as types; ``docs/engine-api.md`` describes the routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Answer(BaseModel):
+    # An engine may be newer than this client.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class KvState(_Answer):
+    """How one data-parallel rank's KV pool stands, in tokens.
+
+    ``free + evictable + protected + in use = total``; ``protected`` is cache locked by running
+    requests and by prompt streams.
+    """
+
+    dp_rank: int
+    total: int
+    free: int
+    evictable: int
+    protected: int
+    pinned_streams: int
+
+
+class EngineInfo(_Answer):
+    """``GET /flashmoa/info``."""
+
+    plugin: dict[str, str]
+    sglang: dict[str, str]
+    capabilities: list[str]
+    model: dict[str, str]
+    tokenizer: dict[str, Any]
+    context_length: int
+    prompt_streams: int
+    kv: list[KvState]
+
+
+class Prefilled(_Answer):
+    """``POST /prefill_only``: ``prompt_tokens = cached_tokens + prefilled_tokens``."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    seconds: float
+
+
+class StreamState(_Answer):
+    """A prompt stream: tokens that are certain, and of those how many have their KV."""
+
+    id: str
+    received_tokens: int
+    prefilled_tokens: int
+    increments: int
+    next_seq: int
+    ended: bool
+    ttl_seconds: float
+
+
+class Span(_Answer):
+    """One prefill of a prompt stream: Unix seconds, and tokens computed."""
+
+    start: float
+    end: float
+    tokens: int
+
+
+class StreamUse(_Answer):
+    """What a request was told about its prompt stream.
+
+    ``status``: ``hit``, ``mispredicted``, or why there was none: ``used``, ``deleted``,
+    ``expired``, ``unknown``.
+    """
+
+    id: str
+    status: str
+    prefills: list[Span] = []
+
+
+class PromptUsage(_Answer):
+    """How a request's prompt was computed, in tokens.
+
+    ``prompt = cached + late``; of the cached, ``streamed`` were computed by the request's own
+    prompt stream before the request came. ``None`` where the engine does not say.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    streamed_tokens: int | None = None
+    late_tokens: int | None = None
+    prompt_stream: StreamUse | None = None
+
+    @classmethod
+    def from_openai(cls, usage: dict[str, Any]) -> PromptUsage:
+        """From the ``usage`` object of a chat completion."""
+        details = usage.get("prompt_tokens_details") or {}
+        return cls(
+            prompt_tokens=usage.get("prompt_tokens") or 0,
+            completion_tokens=usage.get("completion_tokens") or 0,
+            cached_tokens=details.get("cached_tokens"),
+            streamed_tokens=details.get("streamed_tokens"),
+            late_tokens=details.get("late_tokens"),
+            prompt_stream=usage.get("prompt_stream"),
+        )
+
+
+class Delta(_Answer):
+    """One step of a generation: the text it added; the last one carries ``usage``."""
+
+    text: str
+    usage: PromptUsage | None = None
+    finish_reason: str | None = None

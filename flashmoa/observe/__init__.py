@@ -1,0 +1,27 @@
+"""Watching: typed events and what is made of them."""
+
+from flashmoa.observe.events import (
+    CallFailed,
+    CallFinished,
+    CallStarted,
+    Event,
+    FirstToken,
+    LinkAdvanced,
+    LinkClosed,
+    LinkOpened,
+    Listener,
+    ignore,
+)
+
+__all__ = [
+    "CallFailed",
+    "CallFinished",
+    "CallStarted",
+    "Event",
+    "FirstToken",
+    "LinkAdvanced",
+    "LinkClosed",
+    "LinkOpened",
+    "Listener",
+    "ignore",
+]

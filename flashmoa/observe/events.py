@@ -1,0 +1,81 @@
+"""Everything that happens, as one stream of typed events.
+
+Times are Unix seconds (``time.time()``), so that events of several processes on one machine
+line up. Whoever wants to look (timeline, bench, a user's logger) passes a ``Listener``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashmoa.engine import PromptUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """``agent`` and ``engine`` (its URL) say whose event it is."""
+
+    agent: str
+    engine: str
+    at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStarted(Event):
+    """An agent's request goes out; ``stream_id`` if it uses a prompt stream."""
+
+    stream_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken(Event):
+    """The first text of an answer arrived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFinished(Event):
+    """The answer is complete; ``text`` is empty where it is a tool call."""
+
+    text: str = ""
+    usage: PromptUsage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFailed(Event):
+    """The call raised, or was cancelled."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOpened(Event):
+    """A future prompt of ``agent`` is being prefilled."""
+
+    upstream: tuple[str, ...]
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkAdvanced(Event):
+    """More of it was sent: tokens that are certain, and that have their KV."""
+
+    stream_id: str
+    received_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkClosed(Event):
+    """The link is over. ``reason``: ``used``, ``abort``, ``unused``, ``closed``, or an error."""
+
+    stream_id: str | None
+    reason: str
+
+
+Listener = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """The listener of whoever does not want to know."""

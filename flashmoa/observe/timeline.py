@@ -1,0 +1,77 @@
+"""A run as lanes of bars, one lane per agent, drawn in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flashmoa.observe.events import CallFinished, CallStarted, Event, FirstToken
+
+Kind = Literal["ahead", "waiting", "decode"]
+
+# Later kinds are drawn over earlier ones.
+_MARKS: dict[Kind, str] = {"ahead": "░", "waiting": "·", "decode": "█"}
+LEGEND = "░ prefilled ahead   · request sent, no token yet   █ decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Unix seconds."""
+
+    kind: Kind
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Lane:
+    """One agent's bars."""
+
+    agent: str
+    engine: str
+    bars: list[Bar] = field(default_factory=list)
+
+
+def lanes(events: Sequence[Event]) -> list[Lane]:
+    """One lane per agent, in the order of their first calls."""
+    found: dict[str, Lane] = {}
+    started: dict[str, float] = {}
+    first: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, CallStarted):
+            found.setdefault(event.agent, Lane(event.agent, event.engine))
+            started[event.agent] = event.at
+        elif isinstance(event, FirstToken):
+            first[event.agent] = event.at
+        elif isinstance(event, CallFinished) and event.agent in started:
+            start = started.pop(event.agent)
+            token = first.pop(event.agent, event.at)
+            bars = found[event.agent].bars
+            if event.usage is not None and event.usage.prompt_stream is not None:
+                spans = event.usage.prompt_stream.prefills
+                bars += [Bar("ahead", span.start, span.end) for span in spans]
+            bars += [Bar("waiting", start, token), Bar("decode", token, event.at)]
+    return list(found.values())
+
+
+def draw(run: Sequence[Lane], width: int = 72) -> str:
+    """Lanes as text, ``width`` characters for the whole run."""
+    bars = [bar for lane in run for bar in lane.bars]
+    if not bars:
+        return "(nothing happened)"
+    begin, end = min(bar.start for bar in bars), max(bar.end for bar in bars)
+    scale = width / max(end - begin, 1e-9)
+    name = max(len(lane.agent) for lane in run)
+    rows: list[str] = []
+    for lane in run:
+        row = [" "] * width
+        for kind, mark in _MARKS.items():
+            for bar in lane.bars:
+                if bar.kind == kind:
+                    left = int((bar.start - begin) * scale)
+                    right = max(left + 1, round((bar.end - begin) * scale))
+                    row[left:right] = mark * (min(right, width) - left)
+        rows.append(f"{lane.agent:>{name}} |{''.join(row)}|")
+    axis = f"{'':>{name}}  0{f'{end - begin:.2f} s':>{width - 1}}"
+    return "\n".join([*rows, axis, f"{'':>{name}}  {LEGEND}"])

@@ -79,7 +79,7 @@ async def cpu_engines(console: Console) -> AsyncGenerator[tuple[str, str]]:
         engines = await scope.__aenter__()
     try:
         with console.status("starting engine A on core 0 and engine B on core 1"):
-            memory = ["--max-total-tokens", "12000"]
+            memory = ["--max-total-tokens", "12000", "--enable-cache-report"]
             a = await engines.start(small, core=0, arguments=memory, wait=False)
             b = await engines.start(large, core=1, arguments=memory)
             await a.wait_until_ready()

@@ -228,17 +228,18 @@ async def _data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any
 
 async def _generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
     """SGLang's ``/generate`` events repeat the whole text; give what is new."""
-    seen = 0
+    seen, tokens = 0, 0
     async for event in events:
         text: str = event.get("text") or ""
         meta: dict[str, Any] = event["meta_info"]
         reason = meta.get("finish_reason")
         yield Delta(
             text=text[seen:],
+            token_ids=event["output_ids"][tokens:],
             usage=PromptUsage.model_validate(meta) if reason else None,
             finish_reason=reason["type"] if reason else None,
         )
-        seen = len(text)
+        seen, tokens = len(text), len(event["output_ids"])
 
 
 class _translated:

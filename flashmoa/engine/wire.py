@@ -110,8 +110,9 @@ class PromptUsage(_Answer):
 
 
 class Delta(_Answer):
-    """One step of a generation: the text it added; the last one carries ``usage``."""
+    """One step of a generation: what it added; the last one carries ``usage``."""
 
     text: str
+    token_ids: list[int] = []
     usage: PromptUsage | None = None
     finish_reason: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a tiny model; ``layers`` is what the demo's small and large models differ in."""
+    """Sizes of a tiny model."""
 
-    layers: int = 8
+    layers: int = 6
     hidden: int = 512
     intermediate: int = 1536
     heads: int = 8
@@ -57,8 +58,9 @@ class Shape:
 
 SHAPES = {
     "test": Shape(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2),
-    "small": Shape(),
-    "large": Shape(layers=16),
+    "small": Shape(layers=4, hidden=384, intermediate=1024, heads=6, kv_heads=3),
+    "large": Shape(),
+    "bench": Shape(layers=8),
     "moe": Shape(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2, experts=8),
 }
 
@@ -121,12 +123,29 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
         model = Qwen3MoeForCausalLM(config)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
+    silence_unprintable(model.lm_head.weight, tokenizer)
     scratch = out.with_name(out.name + ".partial")
     model.to(torch.float32).save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     # Generation defaults come from this file; an empty one keeps SGLang's own.
     (scratch / "generation_config.json").write_text(json.dumps({}))
     scratch.rename(out)
+
+
+def silence_unprintable(head: Any, tokenizer: Any) -> None:
+    """Make greedy output words, so that it streams and re-tokenises as real text does.
+
+    A random head would mix in half characters, which a detokenizer holds back. A zero row is
+    a logit of zero, and among thousands of random logits one is always above that.
+    """
+    import torch
+
+    words = torch.zeros(head.shape[0], 1)
+    for token in range(len(tokenizer)):
+        if re.fullmatch(r" [A-Za-z]+", tokenizer.decode([token])):
+            words[token] = 1
+    with torch.no_grad():
+        head.mul_(words)
 
 
 def main() -> None:

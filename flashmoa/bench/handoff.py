@@ -1,0 +1,277 @@
+"""One upstream agent, one downstream agent, C pairs at once (FlashAgents §6.1).
+
+For each pair: the time from A's first token to B's first token, when B's prompt is sent after
+A's last token (*sequential*), when its growing prefix is sent in stateless prefill requests
+(*probe*: what a client can do with any server), and when it is *linked*. Engines A and B are
+two real SGLang engines with a tiny model, one per core.
+
+    python -m flashmoa.bench.handoff --json handoff.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Literal
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+
+from flashmoa.bench.models import tiny_model
+from flashmoa.bench.runs import order
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import local_engines
+from flashmoa.links import Link
+from flashmoa.prompts import Prompt, Slot
+
+Way = Literal["sequential", "probe", "linked"]
+WAYS: tuple[Way, ...] = ("sequential", "probe", "linked")
+
+_PROBE_CHUNK = 32
+_SUFFIX = " and so it ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One pair's times, in seconds from A's first token."""
+
+    upstream_end: float
+    downstream_first: float
+    late_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload at one concurrency; medians over rounds of the mean over pairs.
+
+    ``hidden``: (sequential - linked) / min(T_decode of A, T_prefill of B), FlashAgents Eq. 4.
+    """
+
+    prefix: int
+    streamed: int
+    concurrency: int
+    sequential: float
+    probe: float
+    linked: float
+    decode_a: float
+    prefill_b: float
+    hidden: float
+    hidden_probe: float
+    late_tokens: float
+
+
+class Bench:
+    """Workloads on two engines.
+
+    Args:
+        words: single-token words, as the tokenizer writes them inside a text.
+    """
+
+    def __init__(self, a: EngineClient, b: EngineClient, words: list[str], seed: int = 0) -> None:
+        self._a = a
+        self._b = b
+        self._words = words
+        self._dice = random.Random(seed)
+
+    def _text(self, tokens: int) -> str:
+        return "The" + "".join(self._dice.choices(self._words, k=tokens - 1))
+
+    async def round(self, way: Way, prefix: int, streamed: int, concurrency: int) -> list[Pair]:
+        """One run of ``concurrency`` pairs, on empty caches and fresh random texts."""
+        await self._a.flush_cache()
+        await self._b.flush_cache()
+        run: Callable[[str, int], Awaitable[Pair]] = {
+            "sequential": self._sequential,
+            "probe": self._probe,
+            "linked": self._linked,
+        }[way]
+        pairs: list[Pair] = []
+
+        async def one() -> None:
+            pairs.append(await run(self._text(prefix), streamed))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(concurrency):
+                group.start_soon(one)
+        return pairs
+
+    async def _decode(
+        self, streamed: int, on_text: Callable[[str, list[int]], None]
+    ) -> tuple[float, float, str]:
+        """A's first and last token, and its text."""
+        sampling = {"max_new_tokens": streamed, "temperature": 0, "ignore_eos": True}
+        first, parts = 0.0, list[str]()
+        async with self._a.generate(text=self._text(32), sampling=sampling) as deltas:
+            async for delta in deltas:
+                first = first or time.perf_counter()
+                parts.append(delta.text)
+                on_text(delta.text, delta.token_ids)
+        return first, time.perf_counter(), "".join(parts)
+
+    async def _first_token(self, text: str, stream_id: str | None = None) -> tuple[float, int | None]:
+        sampling = {"max_new_tokens": 1, "temperature": 0}
+        at, late = 0.0, None
+        async with self._b.generate(
+            text=text, sampling=sampling, prompt_stream_id=stream_id
+        ) as deltas:
+            async for delta in deltas:
+                at = at or time.perf_counter()
+                late = delta.usage.late_tokens if delta.usage else None
+        return at, late
+
+    async def _sequential(self, prefix: str, streamed: int) -> Pair:
+        first, last, text = await self._decode(streamed, lambda _text, _ids: None)
+        done, late = await self._first_token(prefix + text + _SUFFIX)
+        return Pair(last - first, done - first, late)
+
+    async def _probe(self, prefix: str, streamed: int) -> Pair:
+        """Prefill requests with ever longer prompts, one at a time, 32 new tokens each."""
+        parts: list[str] = []
+        sent, new, finished = 0, anyio.Event(), False
+
+        def on_text(text: str, _ids: list[int]) -> None:
+            parts.append(text)
+            new.set()
+
+        async def follow() -> None:
+            nonlocal sent, new
+            await self._stateless_prefill(prefix)
+            while not finished:
+                await new.wait()
+                new = anyio.Event()
+                if not finished and len(parts) - sent >= _PROBE_CHUNK:
+                    sent = len(parts)
+                    await self._stateless_prefill(prefix + "".join(parts[:sent]))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(follow)
+            first, last, text = await self._decode(streamed, on_text)
+            finished = True
+            new.set()
+        done, late = await self._first_token(prefix + text + _SUFFIX)
+        return Pair(last - first, done - first, late)
+
+    async def _stateless_prefill(self, text: str) -> None:
+        async with self._b.generate(text=text, sampling={"max_new_tokens": 0}) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def _linked(self, prefix: str, streamed: int) -> Pair:
+        prompt = Prompt([prefix, Slot("A"), _SUFFIX])
+        link = Link(self._b, prompt, agent="B")
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run)
+            first, last, text = await self._decode(
+                streamed, lambda text, _ids: link.feed("A", text)
+            )
+            link.close_slot("A")
+            done, late = await self._first_token(prefix + text + _SUFFIX, link.take_over())
+        return Pair(last - first, done - first, late)
+
+
+async def measure_cell(
+    bench: Bench, prefix: int, streamed: int, concurrency: int, repeats: int
+) -> Cell:
+    rounds: dict[Way, list[list[Pair]]] = {way: [] for way in WAYS}
+    for way in order(repeats, WAYS):
+        rounds[way].append(await bench.round(way, prefix, streamed, concurrency))
+
+    def middle(way: Way, value: Callable[[Pair], float]) -> float:
+        return median(mean(value(pair) for pair in pairs) for pairs in rounds[way])
+
+    times = {way: middle(way, lambda pair: pair.downstream_first) for way in WAYS}
+    decode = middle("sequential", lambda pair: pair.upstream_end)
+    prefill = middle("sequential", lambda pair: pair.downstream_first - pair.upstream_end)
+    bound = min(decode, prefill)
+    return Cell(
+        prefix=prefix,
+        streamed=streamed,
+        concurrency=concurrency,
+        sequential=times["sequential"],
+        probe=times["probe"],
+        linked=times["linked"],
+        decode_a=decode,
+        prefill_b=prefill,
+        hidden=(times["sequential"] - times["linked"]) / bound,
+        hidden_probe=(times["sequential"] - times["probe"]) / bound,
+        late_tokens=middle("linked", lambda pair: pair.late_tokens or 0),
+    )
+
+
+def table(cells: list[Cell]) -> Table:
+    shown = Table(title="Handoff: from A's first token to B's first token", title_justify="left")
+    names = ("prefix", "streamed", "C", "sequential", "probe", "linked", "T_decode A", "T_prefill B")
+    for name in (*names, "seq/probe", "seq/linked", "hidden probe", "hidden", "late tokens"):
+        shown.add_column(name, justify="right")
+    for cell in cells:
+        shown.add_row(
+            *(str(value) for value in (cell.prefix, cell.streamed, cell.concurrency)),
+            *(
+                f"{value:.2f} s"
+                for value in (cell.sequential, cell.probe, cell.linked, cell.decode_a, cell.prefill_b)
+            ),
+            f"{cell.sequential / cell.probe:.2f}x",
+            f"{cell.sequential / cell.linked:.2f}x",
+            f"{cell.hidden_probe:.2f}",
+            f"{cell.hidden:.2f}",
+            f"{cell.late_tokens:.0f}",
+        )
+    return shown
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--text", type=Path, required=True, help="trains the tiny tokenizer")
+    parser.add_argument("--prefix", type=int, default=2000)
+    parser.add_argument("--streamed", type=int, nargs="+", default=[256, 128])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cache", type=Path, default=Path(".cache"))
+    arguments = parser.parse_args()
+    console = Console()
+    model = tiny_model("bench", [arguments.text], arguments.cache / "models")
+    words = single_token_words(model)
+    cells: list[Cell] = []
+    async with local_engines() as engines:
+        memory = ["--max-total-tokens", "16000"]
+        a = await engines.start(model, core=0, arguments=memory, wait=False)
+        b = await engines.start(model, core=1, arguments=memory)
+        await a.wait_until_ready()
+        async with EngineClient(a.url) as client_a, EngineClient(b.url) as client_b:
+            bench = Bench(client_a, client_b, words)
+            await bench.round("linked", arguments.prefix, 64, 1)
+            for streamed in arguments.streamed:
+                for concurrency in arguments.concurrency:
+                    cell = await measure_cell(
+                        bench, arguments.prefix, streamed, concurrency, arguments.repeats
+                    )
+                    cells.append(cell)
+                    console.print(
+                        f"{streamed} streamed, C={concurrency}: hidden {cell.hidden:.2f} "
+                        f"(probe {cell.hidden_probe:.2f})"
+                    )
+    console.print(table(cells))
+    if arguments.json:
+        document = {"command": sys.argv, "cells": [asdict(cell) for cell in cells]}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def single_token_words(model: Path) -> list[str]:
+    """Words of a byte-level vocabulary that are one token with the space before them."""
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    return [
+        " " + token[1:] for token in vocabulary if token.startswith("Ġ") and token[1:].isalpha()
+    ]
+
+
+if __name__ == "__main__":
+    anyio.run(main)

@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 FailurePolicy = Literal["abort", "finalize"]
 
-# Between two appends, so that a token does not cost a request.
-_PACE_SECONDS = 0.03
+# Between two appends: a token must not cost a request, which an engine on a CPU would feel.
+# An engine that is behind takes what has piled up in one go anyway.
+_PACE_SECONDS = 0.1
+_BUSY_PACE_SECONDS = 0.5
+_BUSY_TOKENS = 128
 # How long the engine keeps a stream that hears nothing; for clients that vanish.
 _STREAM_TTL_SECONDS = 300.0
 _plain_engines: set[str] = set()
@@ -162,7 +165,8 @@ class Link:
             if complete:
                 await self._await_use()
                 return
-            with anyio.move_on_after(_PACE_SECONDS):
+            behind = state.received_tokens - state.prefilled_tokens > _BUSY_TOKENS
+            with anyio.move_on_after(_BUSY_PACE_SECONDS if behind else _PACE_SECONDS):
                 await self._next_change(until_over=True)
 
     async def _next_change(self, until_over: bool = False) -> None:

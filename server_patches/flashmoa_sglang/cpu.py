@@ -49,6 +49,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_KV_TOKENS
         server_args.sampling_backend = "pytorch"
+        # A CPU forward does not run beside the scheduler: overlapping would only report each
+        # batch's results after the next batch has run.
+        server_args.disable_overlap_schedule = True
         # An idle scheduler otherwise spins a whole core.
         server_args.sleep_on_idle = True
 

@@ -62,7 +62,8 @@ class Final:
                 obj.text, obj.input_ids = None, ids
         self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
         params = dict(obj.sampling_params or {})
-        mark = RequestMark(stream.id, final=True).to_custom_params()
+        late = max(0, len(obj.input_ids or ()) - stream.prefilled)
+        mark = RequestMark(stream.id, final=True, late=late).to_custom_params()
         params["custom_params"] = {**(params.get("custom_params") or {}), **mark}
         obj.sampling_params = params
 
@@ -81,9 +82,8 @@ class Final:
         meta = output.get("meta_info") or {}
         if "cached_tokens" not in meta:
             return
-        cached, streamed = meta["cached_tokens"], 0
-        if self._stream is not None and self._stream.found is not None:
-            streamed = max(0, min(cached, self._stream.prefilled) - self._stream.found)
+        cached = meta["cached_tokens"]
+        streamed = min(cached, self._stream.computed) if self._stream is not None else 0
         self.usage = {
             "cached_tokens": cached,
             "streamed_tokens": streamed,

@@ -12,7 +12,6 @@ a GPU machine use ``flashmoa_sglang.serve``.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -22,11 +21,7 @@ import signal
 import sys
 from typing import Any
 
-from flashmoa_sglang import torchvision_ops
-
-torchvision_ops.allow_mismatched_build()
-
-_PR_SET_PDEATHSIG = 1
+from flashmoa_sglang.serve import die_with_parent, serve
 
 
 def import_sglang() -> None:
@@ -62,7 +57,7 @@ def fork_instead_of_spawning() -> None:
 def run_engine(order: dict[str, Any]) -> None:
     """In the forked process: become an engine. Does not return."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))
     if order.get("cores"):
@@ -74,8 +69,6 @@ def run_engine(order: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     random.seed(os.urandom(8))
-    from flashmoa_sglang.serve import serve
-
     code = 1
     try:
         serve(order["args"])

@@ -7,7 +7,7 @@ SGLang carries to the scheduler untouched. These messages are for control only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 CUSTOM_PARAMS_KEY = "flashmoa"
@@ -18,14 +18,15 @@ class RequestMark:
     """Why the plugin sent, or touched, a request.
 
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
-    that uses the stream, not an increment of it.
+    that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
     """
 
     stream: str | None = None
     final: bool = False
+    late: int = 0
 
     def to_custom_params(self) -> dict[str, Any]:
-        return {CUSTOM_PARAMS_KEY: {"stream": self.stream, "final": self.final}}
+        return {CUSTOM_PARAMS_KEY: asdict(self)}
 
 
 def mark_of(custom_params: Any) -> RequestMark | None:
@@ -35,10 +36,10 @@ def mark_of(custom_params: Any) -> RequestMark | None:
     fields = custom_params.get(CUSTOM_PARAMS_KEY)
     if not isinstance(fields, dict):
         return None
-    stream = fields.get("stream")
+    stream, late = fields.get("stream"), fields.get("late")
     if not isinstance(stream, str | None):
         return None
-    return RequestMark(stream, bool(fields.get("final")))
+    return RequestMark(stream, bool(fields.get("final")), late if isinstance(late, int) else 0)
 
 
 @dataclass(frozen=True, slots=True)

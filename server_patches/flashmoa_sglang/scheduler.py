@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_RELEASES = 4096
 # SGLang reserves at most this many output tokens when it admits a request.
 _RESERVED_OUTPUT = 4096
+_HELD_STEPS = 16
+_LITTLE_LEFT = 128
 
 
 class StreamPins:
@@ -104,11 +106,13 @@ def next_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any,
         return original(scheduler, *args, **kwargs)
     _drop_superseded(scheduler)
     _make_room(scheduler, kwargs["running_batch"])
-    held = _hold_behind_chunk(scheduler)
+    held = _hold(scheduler, _behind_chunk(scheduler))
+    held += _hold(scheduler, _behind_requests(scheduler))
+    held += _hold(scheduler, _behind_shorter(scheduler))
     try:
         batch, running = original(scheduler, *args, **kwargs)
     finally:
-        scheduler.waiting_queue = held + scheduler.waiting_queue
+        scheduler.waiting_queue += held
     if batch is not None:
         _publish_increments(scheduler, batch)
     return batch, running
@@ -130,11 +134,10 @@ def _drop_superseded(scheduler: Any) -> None:
         return
     kept: list[Any] = []
     for req in scheduler.waiting_queue:
-        mark = _mark(req)
-        if mark is None or mark.stream is None or mark.final or newest[mark.stream] is req:
-            kept.append(req)
-        else:
+        if _is_increment(req) and newest[_stream(req)] is not req:
             _answer_superseded(scheduler, req)
+        else:
+            kept.append(req)
     scheduler.waiting_queue = kept
 
 
@@ -144,8 +147,23 @@ def _answer_superseded(scheduler: Any, req: Any) -> None:
     releases.to_tokenizer(scheduler, AbortReq(rid=req.rid), req)
 
 
-def _hold_behind_chunk(scheduler: Any) -> list[Any]:
-    """Keep a stream's next request back while its previous one is prefilled in chunks.
+def _hold(scheduler: Any, reqs: list[Any]) -> list[Any]:
+    """Take requests out of the queue for this step."""
+    if reqs:
+        kept = set(map(id, scheduler.waiting_queue)) - set(map(id, reqs))
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) in kept]
+    return reqs
+
+
+def _patient(reqs: list[Any]) -> list[Any]:
+    """Of these, the ones that have not been held too often; and count it."""
+    for req in reqs:
+        req.flashmoa_held_steps = getattr(req, "flashmoa_held_steps", 0) + 1
+    return [req for req in reqs if req.flashmoa_held_steps <= _HELD_STEPS]
+
+
+def _behind_chunk(scheduler: Any) -> list[Any]:
+    """A stream's next request while its previous one is prefilled in chunks.
 
     Admitted beside the last chunk it would recompute what that chunk is computing.
     """
@@ -153,9 +171,32 @@ def _hold_behind_chunk(scheduler: Any) -> list[Any]:
     stream = _stream(chunked) if chunked is not None else None
     if stream is None:
         return []
-    held = [req for req in scheduler.waiting_queue if _stream(req) == stream]
-    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in held]
-    return held
+    return [req for req in scheduler.waiting_queue if _stream(req) == stream]
+
+
+def _behind_requests(scheduler: Any) -> list[Any]:
+    """Increments, while a request that somebody waits for is queued."""
+    increments = [req for req in scheduler.waiting_queue if _is_increment(req)]
+    if not increments or len(increments) == len(scheduler.waiting_queue):
+        return []
+    return _patient(increments)
+
+
+def _behind_shorter(scheduler: Any) -> list[Any]:
+    """Requests with much left to compute, while others of streams have little.
+
+    In one batch the one whose stream is ready would wait for the one whose stream is not.
+    """
+    finals = [(mark.late, req) for req in scheduler.waiting_queue if (mark := _mark(req)) and mark.final]
+    if len(finals) < 2:
+        return []
+    bound = max(_LITTLE_LEFT, 2 * min(late for late, _ in finals))
+    return _patient([req for late, req in finals if late > bound])
+
+
+def _is_increment(req: Any) -> bool:
+    mark = _mark(req)
+    return mark is not None and mark.stream is not None and not mark.final
 
 
 def _make_room(scheduler: Any, running_batch: Any) -> None:
@@ -178,14 +219,11 @@ def _publish_increments(scheduler: Any, batch: Any) -> None:
     """KV of an increment can be hit by the very next step, and is locked for its stream."""
     pinning = releases.can_pin(scheduler)
     for req in batch.reqs:
-        mark = _mark(req)
-        if mark is None or mark.stream is None or mark.final:
-            continue
-        if req is scheduler.chunked_req or req.finished():
+        if not _is_increment(req) or req is scheduler.chunked_req or req.finished():
             continue
         releases.publish(scheduler, req)
         if pinning:
-            scheduler.flashmoa_pins.replace(mark.stream, releases.pin(scheduler, req))
+            scheduler.flashmoa_pins.replace(_stream(req), releases.pin(scheduler, req))
 
 
 def check_decode_memory(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:

@@ -7,6 +7,9 @@ plugin is an error instead of a line in a log.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,8 @@ from flashmoa_sglang import torchvision_ops
 
 # At import, because SGLang's spawned children import this module before SGLang.
 torchvision_ops.allow_mismatched_build()
+
+_PR_SET_PDEATHSIG = 1
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +54,14 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     )
 
 
-def main() -> None:
-    import os
+def die_with_parent() -> None:
+    """Have the kernel stop this process when its parent ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
+
+def main() -> None:
+    if os.environ.pop("FLASHMOA_DIE_WITH_PARENT", None):
+        die_with_parent()
     from sglang.srt.utils import kill_process_tree
 
     try:

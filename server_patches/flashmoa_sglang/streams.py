@@ -1,9 +1,8 @@
 """Prompt streams in the HTTP process: buffer, trigger, lifetime.
 
 A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1,
-Algorithm 1). All timing is decided here, in one process; the schedulers see ordinary
-prefill requests. One task per stream triggers its increments and ends it when its time to
-live is over, so closing a stream is ending its task.
+Algorithm 1). All timing is decided here, in one process (``trigger.py`` says when); the
+schedulers see ordinary prefill requests. One task serves all streams while any is open.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashmoa_sglang.engine import Superseded, new_rid
 from flashmoa_sglang.errors import (
-    ApiError,
     Draining,
     OutOfOrder,
     StreamGone,
@@ -28,8 +26,11 @@ from flashmoa_sglang.errors import (
     UnknownStream,
 )
 from flashmoa_sglang.token_buffer import TokenBuffer
+from flashmoa_sglang.trigger import Policy, due
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashmoa_sglang.engine import Engine, Prefilled
 
 logger = logging.getLogger(__name__)
@@ -50,20 +51,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Trigger:
-    """When buffered tokens are prefilled: enough of them, or the end, or an idle engine."""
-
-    tokens: int = 32
-    idle_tokens: int = 8
-    # The real request usually follows the end at once and carries the rest along.
-    end_grace_seconds: float = 0.01
-    # Of the engine's time, while other requests are running.
-    share: float = 0.2
-    shared_chunk: int = 256
-    retry_seconds: float = 0.02
-
-
-@dataclass(frozen=True, slots=True)
 class Span:
     """One increment: when (Unix seconds, waiting included), and tokens computed."""
 
@@ -74,7 +61,10 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class PromptStream:
-    """One growing prompt. ``buffer`` for text, ``ids`` for token ids, never both."""
+    """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
+
+    A text stream's ``ids`` are filled once, when it has ended.
+    """
 
     ttl_seconds: float
     buffer: TokenBuffer | None
@@ -87,32 +77,38 @@ class PromptStream:
     claimed: bool = False
     closed: Ending | None = None
     prefilled: int = 0
-    # Tokens the radix cache already held when the first increment ran.
-    found: int | None = None
+    # Of these, tokens that were not in the radix cache already.
+    computed: int = 0
     increments: int = 0
     # The last ones, for timelines.
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
     failure: str | None = None
     rid: str | None = None
     deadline: float = 0.0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def certain(self) -> array[int] | list[int]:
         """The tokens that no later append can change."""
         if self.buffer is None:
             return self.ids
-        return self.buffer.tokens if self.ended_at is None else self.buffer.all_tokens()
+        if self.ended_at is None:
+            return self.buffer.tokens
+        if not self.ids:
+            self.ids = array("q", self.buffer.all_tokens())
+        return self.ids
 
-    def touch(self) -> None:
-        self.deadline = time.monotonic() + self.ttl_seconds
-        self.changed.set()
+    def certain_tokens(self) -> int:
+        return len(self.certain())
+
+    def may_grow(self) -> bool:
+        """Whether prefilling further is of use and possible."""
+        return not self.claimed and self.closed is None and self.failure is None
 
     def state(self) -> dict[str, Any]:
         """What ``GET /prompt_streams/{id}`` answers."""
         return {
             "id": self.id,
             "kind": "input_ids" if self.buffer is None else "text",
-            "received_tokens": len(self.certain()),
+            "received_tokens": self.certain_tokens(),
             "prefilled_tokens": self.prefilled,
             "increments": self.increments,
             "next_seq": self.next_seq,
@@ -125,13 +121,16 @@ class PromptStream:
 class StreamTable:
     """All open prompt streams of a server."""
 
-    def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits | None = None, policy: Policy | None = None
+    ) -> None:
         self.limits = limits or Limits()
-        self._trigger = Trigger()
+        self._policy = policy or Policy()
         self._engine = engine
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
         self._resume_at = 0.0
 
     def __len__(self) -> int:
@@ -171,10 +170,9 @@ class StreamTable:
                 "Delete some, or send the request without one."
             )
         self._open[stream.id] = stream
-        stream.touch()
-        task = asyncio.create_task(self._run(stream), name=f"prompt-stream-{stream.id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._touch(stream)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="prompt-streams")
 
     def add(self, stream: PromptStream, piece: str | list[int]) -> None:
         """Buffer text or token ids. Raises: TooLarge, with the stream as it was before."""
@@ -215,12 +213,12 @@ class StreamTable:
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
-        stream.touch()
+        self._touch(stream)
 
     def claim(self, stream: PromptStream) -> None:
         """The real request is here: no further increments; it will compute the rest."""
         stream.claimed = True
-        stream.changed.set()
+        self._changed.set()
 
     def close(self, stream: PromptStream, ending: Ending) -> None:
         """End a stream and give its KV back to the cache; harmless to repeat."""
@@ -235,51 +233,54 @@ class StreamTable:
             self._engine.abort(stream.rid)
         # Behind the abort in the same queue, so nothing of the stream is pinned after it.
         self._engine.release(stream.id)
-        stream.changed.set()
+        self._changed.set()
 
-    async def _run(self, stream: PromptStream) -> None:
-        """The life of a stream: wait for something to do, do it, expire."""
-        while stream.closed is None:
-            stream.changed.clear()
-            remaining = stream.deadline - time.monotonic()
-            if remaining <= 0 and not stream.claimed:
+    def _touch(self, stream: PromptStream) -> None:
+        stream.deadline = time.monotonic() + stream.ttl_seconds
+        self._changed.set()
+
+    async def _run(self) -> None:
+        """While streams are open: prefill what is due, expire what is silent."""
+        while self._open:
+            self._changed.clear()
+            now = time.monotonic()
+            self._expire(now)
+            shared = self._engine.others_active()
+            growing = (stream for stream in self._open.values() if stream.may_grow())
+            todo = due(
+                growing, self._policy, now=now, shared=shared, resume_at=self._resume_at
+            )
+            if todo.increments:
+                await self._prefill(todo.increments, shared)
+            elif self._open:
+                await _wait(self._changed, self._until_next(now, todo.wait))
+
+    def _expire(self, now: float) -> None:
+        for stream in self.all():
+            if now >= stream.deadline and not stream.claimed:
                 logger.info("Prompt stream %s expired after %.0f s", stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")
-                return
-            delay = self._delay(stream)
-            if delay is not None and delay <= 0:
-                await self._increment(stream)
-                continue
-            timeout = max(remaining, 0.001) if delay is None else min(delay, max(remaining, 0.001))
-            await _wait(stream.changed, None if stream.claimed else timeout)
 
-    def _delay(self, stream: PromptStream) -> float | None:
-        """Seconds until the next increment is due; ``None``: not before something changes."""
-        if stream.claimed or stream.failure is not None:
-            return None
-        fresh = len(stream.certain()) - stream.prefilled
-        if fresh <= 0:
-            return None
-        now, trigger = time.monotonic(), self._trigger
-        shared = self._resume_at - now if self._engine.others_active() else 0.0
-        if stream.ended_at is not None:
-            return max(shared, stream.ended_at + trigger.end_grace_seconds - now)
-        if fresh >= trigger.tokens:
-            return shared
-        if fresh < trigger.idle_tokens:
-            return None
-        return trigger.retry_seconds if self._engine.others_active() else 0.0
+    def _until_next(self, now: float, wait: float | None) -> float | None:
+        times = [stream.deadline - now for stream in self._open.values() if not stream.claimed]
+        if wait is not None:
+            times.append(wait)
+        return max(0.001, min(times)) if times else None
 
-    async def _increment(self, stream: PromptStream) -> None:
-        tokens = stream.certain()
-        target = len(tokens)
-        shared = self._engine.others_active()
+    async def _prefill(
+        self, increments: Sequence[tuple[PromptStream, int]], shared: bool
+    ) -> None:
+        started = time.monotonic()
+        await asyncio.gather(*(self._increment(stream, target) for stream, target in increments))
         if shared:
-            target = min(target, stream.prefilled + self._trigger.shared_chunk)
+            now = time.monotonic()
+            self._resume_at = now + (now - started) * (1 / self._policy.share - 1)
+
+    async def _increment(self, stream: PromptStream, target: int) -> None:
         stream.rid = new_rid()
         try:
             done = await self._engine.prefill(
-                tokens[:target],
+                stream.certain()[:target],
                 stream=stream.id,
                 rid=stream.rid,
                 priority=stream.priority,
@@ -287,25 +288,22 @@ class StreamTable:
             )
         except Superseded:
             return
-        except ApiError as error:
+        except Exception as error:
+            # The stream stays valid: its request computes what is missing.
             logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
             stream.failure = str(error)
             return
         finally:
             stream.rid = None
-        self._account(stream, done, shared)
+        self._account(stream, done)
 
-    def _account(self, stream: PromptStream, done: Prefilled, shared: bool) -> None:
+    def _account(self, stream: PromptStream, done: Prefilled) -> None:
         stream.increments += 1
         now = time.time()
         computed = done.prompt_tokens - done.cached_tokens
         stream.spans.append(Span(now - done.seconds, now, computed))
         stream.prefilled = done.prompt_tokens
-        if stream.found is None:
-            stream.found = done.cached_tokens
-        if shared:
-            pause = done.seconds * (1 / self._trigger.share - 1)
-            self._resume_at = time.monotonic() + pause
+        stream.computed += computed
 
 
 def _over_context(room: int) -> TooLarge:

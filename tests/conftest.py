@@ -1,0 +1,99 @@
+"""Shared engines: one import of SGLang forks them all, and they last for the session."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from flashmoa.bench.models import tiny_model
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "examples" / "guides" / "nepal.md"
+POOL = 12000
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """One event loop for the session, so that its engines can be shared."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """A model small enough that tests are about the engine and not about arithmetic."""
+    return tiny_model("test", [GUIDE], ROOT / ".cache" / "models")
+
+
+@pytest.fixture(scope="session")
+async def engines() -> AsyncGenerator[LocalEngines]:
+    async with local_engines() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
+    """With the plugin; its own memory check turned into a crash."""
+    return await engines.start(
+        model,
+        core=0,
+        arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
+        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
+    )
+
+
+@pytest.fixture(scope="session")
+async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
+    """A second engine with the plugin, on the other core."""
+    return await engines.start(
+        model,
+        core=1,
+        arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
+        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
+    )
+
+
+@pytest.fixture(scope="session")
+async def plain_engine(engines: LocalEngines, model: Path) -> LocalEngine:
+    """A stock SGLang server: the CPU platform, but no plugin."""
+    return await engines.start(
+        model,
+        core=1,
+        arguments=["--max-total-tokens", str(POOL)],
+        environment={"SGLANG_PLUGINS": "none"},
+    )
+
+
+@pytest.fixture
+async def client(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(engine.url, timeout=60) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def downstream_client(downstream: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(downstream.url, timeout=60) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def guide() -> str:
+    return GUIDE.read_text()
+
+
+@pytest.fixture(scope="session")
+def words(model: Path) -> Callable[[int, int], str]:
+    """``words(count, seed)``: a text of that many single-token words."""
+    import random
+
+    from flashmoa.bench.handoff import single_token_words
+
+    vocabulary = single_token_words(model)
+
+    def text(count: int, seed: int) -> str:
+        return "The" + "".join(random.Random(seed).choices(vocabulary, k=count - 1))
+
+    return text

@@ -1,0 +1,53 @@
+"""What the engine tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+
+from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+async def generate(
+    client: EngineClient, text: str, tokens: int, stream_id: str | None = None
+) -> tuple[str, PromptUsage]:
+    """A greedy answer of ``tokens`` tokens and how its prompt was computed."""
+    sampling = {**GREEDY, "max_new_tokens": tokens}
+    parts: list[str] = []
+    usage: PromptUsage | None = None
+    async with client.generate(text=text, sampling=sampling, prompt_stream_id=stream_id) as deltas:
+        async for delta in deltas:
+            parts.append(delta.text)
+            usage = delta.usage or usage
+    assert usage is not None
+    return "".join(parts), usage
+
+
+async def kv(client: EngineClient) -> KvState:
+    return (await client.info()).kv[0]
+
+
+async def settled(client: EngineClient, streams: int = 0) -> KvState:
+    """The KV pool once nothing runs: everything free but cache, nothing locked."""
+    with anyio.fail_after(30):
+        while True:
+            info = await client.info()
+            state = info.kv[0]
+            quiet = state.protected == 0 and state.pinned_streams == 0
+            if info.prompt_streams == streams and quiet:
+                if state.free + state.evictable == state.total:
+                    return state
+            await anyio.sleep(0.02)
+
+
+async def prefilled(client: EngineClient, stream_id: str, tokens: int) -> StreamState:
+    """The state of a stream once ``tokens`` of it have their KV."""
+    with anyio.fail_after(30):
+        while True:
+            state = await client.stream_state(stream_id)
+            if state.prefilled_tokens >= tokens:
+                return state
+            await anyio.sleep(0.02)

@@ -1,0 +1,85 @@
+"""Prompts and their stable frontier."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa import Prompt, Slot
+
+
+def test_the_frontier_stops_inside_the_first_open_slot() -> None:
+    first, second = Slot("first"), Slot("second")
+    prompt = Prompt(["<", first, "|", second, ">"])
+    assert prompt.take() == "<"
+    second.append("later")
+    assert prompt.take() == ""
+    first.append("now")
+    assert prompt.take() == "now"
+    first.close()
+    assert prompt.take() == "|later"
+    second.close()
+    assert prompt.take() == ">"
+    assert prompt.is_complete
+
+
+def test_a_slot_that_closes_early_lets_waiting_text_through_in_bulk() -> None:
+    first, second = Slot("first"), Slot("second")
+    prompt = Prompt([first, second])
+    second.append("b")
+    second.close()
+    assert prompt.take() == ""
+    first.close()
+    assert prompt.take() == "b"
+
+
+def test_stripped_white_space_is_withheld_until_it_is_certain() -> None:
+    slot = Slot("upstream", strip_start=True, strip_end=True)
+    prompt = Prompt(["[", slot, "]"])
+    slot.append("  \n a ")
+    assert prompt.take() == "[a"
+    slot.append("b \n")
+    assert prompt.take() == " b"
+    slot.close()
+    assert prompt.take() == "]"
+
+
+def test_nothing_can_be_added_to_a_closed_slot() -> None:
+    slot = Slot("upstream")
+    slot.close()
+    with pytest.raises(ValueError, match="upstream"):
+        slot.append("more")
+
+
+def test_a_slot_appears_once() -> None:
+    slot = Slot("upstream")
+    with pytest.raises(ValueError, match="twice"):
+        Prompt([slot, slot])
+
+
+@given(
+    texts=st.lists(st.text(max_size=8), min_size=1, max_size=4),
+    strip=st.booleans(),
+    data=st.data(),
+)
+def test_pieces_in_any_order_make_the_whole_prompt(
+    texts: list[str], strip: bool, data: st.DataObject
+) -> None:
+    """Whatever the order of appends and closings, what is taken adds up and never retracts."""
+    slots = [Slot(str(i), strip_start=strip, strip_end=strip) for i in range(len(texts))]
+    segments: list[str | Slot] = ["head"]
+    for slot in slots:
+        segments += [slot, "|"]
+    prompt = Prompt(segments)
+    remaining = [list(text) for text in texts]
+    taken = prompt.take()
+    while any(slot.is_open for slot in slots):
+        index = data.draw(st.sampled_from([i for i, slot in enumerate(slots) if slot.is_open]))
+        if remaining[index]:
+            slots[index].append(remaining[index].pop(0))
+        else:
+            slots[index].close()
+        taken += prompt.take()
+    whole = "head" + "".join((text.strip() if strip else text) + "|" for text in texts)
+    assert taken == whole == prompt.stable()

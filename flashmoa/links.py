@@ -120,7 +120,7 @@ class Link:
             await self._follow()
         except PluginMissing as error:
             self._over = "plain engine"
-            _say_once(self.engine.url, str(error))
+            report_plain_engine(self.engine.url, error)
         except EngineError as error:
             self._over = f"{type(error).__name__}: {error}"
             logger.warning("Link to %s ends: %s", self.agent, error)
@@ -203,8 +203,8 @@ class Link:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]
 
 
-def _say_once(url: str, message: str) -> None:
-    """A plain engine is used as it is; once is enough to say so."""
+def report_plain_engine(url: str, problem: PluginMissing) -> None:
+    """An engine without the plugin is used as it is; once is enough to say so."""
     if url not in _plain_engines:
         _plain_engines.add(url)
-        logger.warning("%s. Its agents run unlinked.", message)
+        logger.warning("%s. Its agents run unlinked.", problem)

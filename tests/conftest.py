@@ -40,9 +40,12 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(
         model,
         core=0,
-        arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
+        arguments=[
+            "--max-total-tokens", str(POOL), "--enable-cache-report",
+            "--tool-call-parser", "glm",
+        ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

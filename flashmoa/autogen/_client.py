@@ -99,7 +99,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self._start()
 
     def _start(self) -> None:
-        watch_completions(cast(Any, self._client))
+        watch_completions(cast("Any", self._client))
         key = self._raw_config["api_key"]
         self.engine = EngineClient(
             self._raw_config["base_url"],
@@ -139,10 +139,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self,
         messages: Sequence[LLMMessage],
         *,
-        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006 - AutoGen's signature
+        tools: Sequence[Tool | ToolSchema] = [],
         tool_choice: ToolChoice = "auto",
         json_output: JsonOutput = None,
-        extra_create_args: Mapping[str, Any] = {},  # noqa: B006
+        extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
         observers = self._begin()
@@ -170,14 +170,14 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             )
             return report(result)
 
-    async def create_stream(
+    async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
         messages: Sequence[LLMMessage],
         *,
-        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006
+        tools: Sequence[Tool | ToolSchema] = [],
         tool_choice: ToolChoice = "auto",
         json_output: JsonOutput = None,
-        extra_create_args: Mapping[str, Any] = {},  # noqa: B006
+        extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
@@ -235,7 +235,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     def _watched_args(
         self, extra: Mapping[str, Any], observers: list[CallObserver], watch: Watch
     ) -> dict[str, Any]:
-        body = {**(self._create_args.get("extra_body") or {}), **(extra.get("extra_body") or {})}
+        configured: dict[str, Any] = self._create_args.get("extra_body") or {}
+        asked: dict[str, Any] = extra.get("extra_body") or {}
+        body = {**configured, **asked}
         for observer in observers:
             if observer.prompt_stream_id is not None:
                 body["prompt_stream_id"] = observer.prompt_stream_id
@@ -252,7 +254,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self,
         messages: Sequence[LLMMessage],
         *,
-        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006
+        tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
         """Tokens of the prompt as the engine would build it.
 
@@ -275,7 +277,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self,
         messages: Sequence[LLMMessage],
         *,
-        tools: Sequence[Tool | ToolSchema] = [],  # noqa: B006
+        tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
         """The served model's context length less :meth:`count_tokens`."""
         if self._context_length is None:

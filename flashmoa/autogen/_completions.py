@@ -6,7 +6,7 @@ through here: a call that carries a :class:`WatchedBody` as ``extra_body`` is wa
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -41,7 +41,8 @@ def watch_completions(client: AsyncOpenAI) -> None:
 
     async def create(**request: Any) -> Any:
         # Looked up at each call, so that whoever patches the class is still obeyed.
-        result = await type(completions).create(completions, **request)
+        send = cast(Callable[..., Awaitable[Any]], type(completions).create)
+        result = await send(completions, **request)
         body = request.get("extra_body")
         if not isinstance(body, WatchedBody):
             return result
@@ -72,4 +73,4 @@ def _usage(result: Any) -> PromptUsage | None:
     usage = getattr(result, "usage", None)
     if usage is None:
         return None
-    return PromptUsage.from_openai(cast(dict[str, Any], usage.model_dump()))
+    return PromptUsage.from_openai(cast("dict[str, Any]", usage.model_dump()))

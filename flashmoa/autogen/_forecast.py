@@ -76,19 +76,26 @@ async def forecast(
         EngineError: its engine could not render the prompt.
     """
     client = client_of(agent)
-    if client is None or type(agent).on_messages_stream is not AssistantAgent.on_messages_stream:
+    if client is None or not _is_stock(agent):
         raise NotForecastable(f"{agent.name} is not a stock AssistantAgent on a FlashMoA client")
     stand_ins = {name: f"{_MARGIN}[{name}:{secrets.token_hex(8)}]{_MARGIN}" for name in upstream}
     future = [TextMessage(content=text, source=name) for name, text in stand_ins.items()]
     captured = await _dry_run(agent, client, [*known, *future])
     params = client._process_create_args(captured.messages, captured.tools, "auto", None, {})
-    template_args = (client._create_args.get("extra_body") or {}).get("chat_template_kwargs")
+    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
     rendered = await client.engine.render(
         [dict(message) for message in params.messages],
         tools=[dict(tool) for tool in params.tools],
-        template_args=template_args,
+        template_args=extra_body.get("chat_template_kwargs"),
     )
     return _split(rendered, stand_ins)
+
+
+def _is_stock(agent: Any) -> bool:
+    return (
+        isinstance(agent, AssistantAgent)
+        and type(agent).on_messages_stream is AssistantAgent.on_messages_stream
+    )
 
 
 async def _dry_run(

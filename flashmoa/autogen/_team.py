@@ -18,7 +18,7 @@ from autogen_core.models import CreateResult
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import NotForecastable, client_of, forecast
 from flashmoa.engine import EngineError, PluginMissing, PromptUsage
-from flashmoa.links import FailurePolicy, Link
+from flashmoa.links import FailurePolicy, Link, report_plain_engine
 from flashmoa.observe import (
     CallFailed,
     CallFinished,
@@ -72,7 +72,7 @@ def watch(team: RoundRobinGroupChat, listener: Listener) -> TeamLink:
     return TeamLink(team, _clients(team), ahead="nothing", listener=listener)
 
 
-def _clients(team: RoundRobinGroupChat) -> set[FlashMoAChatCompletionClient]:
+def _clients(team: object) -> set[FlashMoAChatCompletionClient]:
     if not isinstance(team, RoundRobinGroupChat):
         raise TypeError(f"only a RoundRobinGroupChat can be linked, not {type(team).__name__}")
     clients = {c for agent in team._participants if (c := client_of(agent)) is not None}
@@ -159,12 +159,19 @@ class TeamLink:
         container = await self._container(name)
         agent = container._agent
         client = client_of(agent)
-        if call is not self._current or any(m.source == call.agent for m in container._message_buffer[-1:]):
+        if call is not self._current or any(
+            m.source == call.agent for m in container._message_buffer[-1:]
+        ):
             return  # The call is over; the next one looks ahead with its text known.
         try:
             prompt = await forecast(agent, container._message_buffer, writers)
-        except (NotForecastable, PluginMissing) as reason:
+        except NotForecastable as reason:
             self._unlinkable_once(name, str(reason))
+            return
+        except PluginMissing as problem:
+            self._unlinkable.add(name)
+            assert client is not None
+            report_plain_engine(client.engine.url, problem)
             return
         except EngineError as error:
             logger.warning("No link to %s this time: %s", name, error)
@@ -189,13 +196,17 @@ class TeamLink:
             logger.warning("%s runs unlinked: %s", name, reason)
 
     async def _upcoming(self, speaker: str) -> list[str]:
-        """Who speaks after ``speaker``, in order, each at most once, the speaker last."""
+        """Who speaks after ``speaker``, in order and once each, until it speaks again.
+
+        Its own next prompt is known only when it has finished: its text becomes an assistant
+        message there.
+        """
         manager = await self._instance(self._team._group_chat_manager_topic_type)
         if not isinstance(manager, RoundRobinGroupChatManager):
             raise NotForecastable("the team's manager is not the stock one")
         names = list(manager._participant_names)
-        start = names.index(speaker) + 1
-        order = names[start:] + names[:start]
+        position = names.index(speaker)
+        order = names[position + 1 :] + names[:position]
         if manager._max_turns is not None:
             # The turn being taken is counted when it ends.
             order = order[: max(0, manager._max_turns - manager._current_turn - 1)]

@@ -65,7 +65,7 @@ async def measure(
     console: Console,
 ) -> list[Run]:
     """Run every mode ``repeats`` times, alternating, after one round that is not counted."""
-    plan = order(repeats)
+    plan = order(repeats, MODES)
     runs: list[Run] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -84,7 +84,8 @@ def summarise(runs: Sequence[Run]) -> ChainResult:
     base = by_mode["unlinked"]
     base_seconds = median(run.seconds for run in base)
     results: list[ModeResult] = []
-    for mode, group in by_mode.items():
+    for mode in MODES:
+        group = by_mode[mode]
         seconds = median(run.seconds for run in group)
         count = len(group[0].turns)
         handoffs = tuple(_handoff(group, base, position) for position in range(1, count))

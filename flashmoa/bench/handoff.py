@@ -116,7 +116,9 @@ class Bench:
                 on_text(delta.text, delta.token_ids)
         return first, time.perf_counter(), "".join(parts)
 
-    async def _first_token(self, text: str, stream_id: str | None = None) -> tuple[float, int | None]:
+    async def _first_token(
+        self, text: str, stream_id: str | None = None
+    ) -> tuple[float, int | None]:
         sampling = {"max_new_tokens": 1, "temperature": 0}
         at, late = 0.0, None
         async with self._b.generate(
@@ -136,6 +138,7 @@ class Bench:
         """Prefill requests with ever longer prompts, one at a time, 32 new tokens each."""
         parts: list[str] = []
         sent, new, finished = 0, anyio.Event(), False
+        first, last, text = 0.0, 0.0, ""
 
         def on_text(text: str, _ids: list[int]) -> None:
             parts.append(text)
@@ -167,6 +170,8 @@ class Bench:
     async def _linked(self, prefix: str, streamed: int) -> Pair:
         prompt = Prompt([prefix, Slot("A"), _SUFFIX])
         link = Link(self._b, prompt, agent="B")
+        first, last, done = 0.0, 0.0, 0.0
+        late: int | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(link.run)
             first, last, text = await self._decode(
@@ -208,7 +213,16 @@ async def measure_cell(
 
 def table(cells: list[Cell]) -> Table:
     shown = Table(title="Handoff: from A's first token to B's first token", title_justify="left")
-    names = ("prefix", "streamed", "C", "sequential", "probe", "linked", "T_decode A", "T_prefill B")
+    names = (
+        "prefix",
+        "streamed",
+        "C",
+        "sequential",
+        "probe",
+        "linked",
+        "T_decode A",
+        "T_prefill B",
+    )
     for name in (*names, "seq/probe", "seq/linked", "hidden probe", "hidden", "late tokens"):
         shown.add_column(name, justify="right")
     for cell in cells:
@@ -216,7 +230,13 @@ def table(cells: list[Cell]) -> Table:
             *(str(value) for value in (cell.prefix, cell.streamed, cell.concurrency)),
             *(
                 f"{value:.2f} s"
-                for value in (cell.sequential, cell.probe, cell.linked, cell.decode_a, cell.prefill_b)
+                for value in (
+                    cell.sequential,
+                    cell.probe,
+                    cell.linked,
+                    cell.decode_a,
+                    cell.prefill_b,
+                )
             ),
             f"{cell.sequential / cell.probe:.2f}x",
             f"{cell.sequential / cell.linked:.2f}x",

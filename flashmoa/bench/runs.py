@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
-import anyio
 from autogen_agentchat.teams import RoundRobinGroupChat
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
-from flashmoa.engine import PromptUsage, RequestRefused
+from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 
 Mode = Literal["unlinked", "warmed", "linked"]
 MODES: tuple[Mode, ...] = ("unlinked", "warmed", "linked")
 
+Name = TypeVar("Name", bound=str)
 BuildTeam = Callable[[], RoundRobinGroupChat]
 
 
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(slots=True)
 class _Recorder:
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list[Event])
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
@@ -74,9 +74,7 @@ class _Recorder:
             elif isinstance(event, CallFinished):
                 begun = started[event.agent].at
                 token = first[event.agent].at if event.agent in first else event.at
-                done.append(
-                    Turn(event.agent, begun, token, event.at, event.text, event.usage)
-                )
+                done.append(Turn(event.agent, begun, token, event.at, event.text, event.usage))
         return tuple(done)
 
 
@@ -91,7 +89,7 @@ async def run_once(
 ) -> Run:
     """Run a fresh team once on engines with empty caches."""
     for client in clients:
-        await _flush(client)
+        await client.engine.flush_cache()
     team = build()
     recorder = _Recorder()
     linked = _attach(team, mode, recorder)
@@ -104,17 +102,6 @@ async def run_once(
     return Run(mode, seconds, recorder.turns(), tuple(recorder.events))
 
 
-async def _flush(client: FlashMoAChatCompletionClient) -> None:
-    """An engine refuses while it still finishes what nobody waits for any more."""
-    for _ in range(200):
-        try:
-            await client.engine.flush_cache()
-            return
-        except RequestRefused:
-            await anyio.sleep(0.05)
-    await client.engine.flush_cache()
-
-
-def order(repeats: int, modes: Sequence[Mode] = MODES) -> list[Mode]:
+def order(repeats: int, modes: Sequence[Name]) -> list[Name]:
     """Modes in turn, each round starting with another one, so that drift hits all alike."""
     return [modes[(start + i) % len(modes)] for start in range(repeats) for i in range(len(modes))]

@@ -7,6 +7,7 @@ once it does, passes signals on, and leaves no process behind however it ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import signal
@@ -105,7 +106,9 @@ class _Server:
             try:
                 answer = httpx.get(f"{self._url}/model_info", timeout=2)
                 if answer.status_code in (200, 401):
-                    print(f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)", flush=True)
+                    print(
+                        f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)", flush=True
+                    )
                     return
             except httpx.TransportError:
                 pass
@@ -121,8 +124,6 @@ class _Server:
         return since is not None and time.monotonic() - since > _STOP_SECONDS
 
     def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()

@@ -143,9 +143,12 @@ class EngineClient:
         except (errors.StreamGone, errors.StreamUnknown):
             return
 
-    async def flush_cache(self) -> None:
-        """Empty the radix cache. Raises: RequestRefused while requests are running."""
-        await self._call("POST", "/flush_cache", None)
+    async def flush_cache(self, wait_seconds: float = 30.0) -> None:
+        """Empty the radix cache once the engine is idle.
+
+        Raises: RequestRefused if requests are still running after ``wait_seconds``.
+        """
+        await self._call("POST", f"/flush_cache?timeout={wait_seconds}", None)
 
     @asynccontextmanager
     async def generate(

@@ -65,7 +65,7 @@ class LocalEngine:
         for number in (signal.SIGTERM, signal.SIGKILL):
             _signal_group(self.pid, number)
             with anyio.move_on_after(_STOP_SECONDS if number == signal.SIGTERM else 5):
-                while self.is_running():
+                while self.is_running():  # noqa: ASYNC110 - a process tells nobody
                     await anyio.sleep(0.05)
                 return
 
@@ -81,7 +81,7 @@ class LocalEngines:
         self._logs = logs
         self._engines: list[LocalEngine] = []
 
-    async def _line(self) -> str:
+    async def line(self) -> str:
         while "\n" not in self._rest:
             try:
                 self._rest += await self._answers.receive()
@@ -119,7 +119,7 @@ class LocalEngines:
         }  # fmt: skip
         log.touch()
         await self._stdin.send((json.dumps(order) + "\n").encode())
-        engine = LocalEngine(int(await self._line()), port, log)
+        engine = LocalEngine(int(await self.line()), port, log)
         self._engines.append(engine)
         if wait:
             await engine.wait_until_ready()
@@ -146,7 +146,7 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
             )
         engines = LocalEngines(process, logs)
         try:
-            while await engines._line() != "ready":
+            while await engines.line() != "ready":
                 pass
             yield engines
         finally:

@@ -98,7 +98,7 @@ class PromptUsage(_Answer):
     @classmethod
     def from_openai(cls, usage: dict[str, Any]) -> PromptUsage:
         """From the ``usage`` object of a chat completion."""
-        details = usage.get("prompt_tokens_details") or {}
+        details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
         return cls(
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,

@@ -30,7 +30,7 @@ class Lane:
 
     agent: str
     engine: str
-    bars: list[Bar] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list[Bar])
 
 
 def lanes(events: Sequence[Event]) -> list[Lane]:

@@ -6,8 +6,6 @@ checked here in full, because what reaches a scheduler must not be able to crash
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -15,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic_core import from_json
 
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.engine import Engine, Superseded
@@ -22,8 +21,6 @@ from flashmoa_sglang.errors import ApiError, Draining, EngineFailed, Malformed, 
 from flashmoa_sglang.rendering import ChatRenderer, Rendered
 from flashmoa_sglang.streams import PromptStream, StreamTable
 from flashmoa_sglang.token_buffer import TokenBuffer
-
-logger = logging.getLogger(__name__)
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
 T = TypeVar("T", bound=BaseModel)
@@ -79,11 +76,7 @@ class _Prompt(_Piece):
 
     def chat(self) -> dict[str, Any]:
         fields = self.model_dump(exclude_none=True)
-        return {
-            name: value
-            for name, value in fields.items()
-            if name not in _NOT_CHAT
-        }
+        return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
 
 
 class _OpenStream(_Prompt):
@@ -239,7 +232,7 @@ class Api:
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
         vocabulary = self._engine.vocabulary
-        if ids and not (0 <= min(ids) and max(ids) < vocabulary):
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
             raise Malformed(f"Token ids must be in [0, {vocabulary}).")
         return ids
 
@@ -264,14 +257,13 @@ def _answering(handler: Handler) -> Handler:
 
 
 async def _parse(request: Request, model: type[T]) -> T:
-    raw = await request.body()
     try:
-        # SGLang's own body parser takes the text that is not Unicode for a server error.
-        return model.model_validate(json.loads(raw.decode()))
-    except UnicodeDecodeError as error:
-        raise Malformed("The body is not UTF-8.") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+        # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
+        fields = from_json(await request.body(), allow_inf_nan=False)
+    except ValueError as error:
         raise Malformed(f"The body is not JSON: {error}.") from error
+    try:
+        return model.model_validate(fields)
     except ValidationError as error:
         raise Malformed(_explain(error)) from error
 

@@ -60,7 +60,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             self._rows.append(_Rows(start, start + new, slots, total))
             start += new
 
-    def forward_extend(  # noqa: PLR0913 - SGLang's signature
+    def forward_extend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -73,7 +73,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def forward_decode(  # noqa: PLR0913 - SGLang's signature
+    def forward_decode(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -86,7 +86,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _attend(  # noqa: PLR0913
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,

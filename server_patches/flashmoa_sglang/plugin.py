@@ -83,6 +83,18 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
     return result if final is None else finals.annotate_chat(result, final)
 
 
+def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:
+    """Around ``TokenizerManager._discard_pending_req_states``: stop what nobody will read.
+
+    SGLang drops a request's state when its client is gone, and its abort, two seconds later,
+    then finds nothing to abort: the request would decode to its last token.
+    """
+    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
+    for rid in rids or ():
+        manager.abort_request(rid)
+    original(manager, obj)
+
+
 SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", scheduler.attach),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", scheduler.next_prefill_batch),
@@ -97,6 +109,7 @@ SCHEDULER_HOOKS = [
 HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
+    Hook(f"{_TOKENIZER_MANAGER}._discard_pending_req_states", "around", discard_states),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
 ]
 

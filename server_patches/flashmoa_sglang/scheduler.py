@@ -100,7 +100,9 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
     releases.to_tokenizer(scheduler, releases.wrapped(report))
 
 
-def next_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def next_prefill_batch(
+    original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around ``Scheduler._get_new_batch_prefill_raw``: hold, call, publish, pin."""
     if not scheduler.waiting_queue and scheduler.chunked_req is None:
         return original(scheduler, *args, **kwargs)
@@ -187,7 +189,9 @@ def _behind_shorter(scheduler: Any) -> list[Any]:
 
     In one batch the one whose stream is ready would wait for the one whose stream is not.
     """
-    finals = [(mark.late, req) for req in scheduler.waiting_queue if (mark := _mark(req)) and mark.final]
+    finals = [
+        (mark.late, req) for req in scheduler.waiting_queue if (mark := _mark(req)) and mark.final
+    ]
     if len(finals) < 2:
         return []
     bound = max(_LITTLE_LEFT, 2 * min(late for late, _ in finals))
@@ -226,7 +230,9 @@ def _publish_increments(scheduler: Any, batch: Any) -> None:
             scheduler.flashmoa_pins.replace(_stream(req), releases.pin(scheduler, req))
 
 
-def check_decode_memory(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+def check_decode_memory(
+    original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any
+) -> bool:
     """Around ``ScheduleBatch.check_decode_mem``: streams give way before a decode does."""
     fits = original(batch, *args, **kwargs)
     pins: StreamPins | None = getattr(batch.tree_cache, "flashmoa_pins", None)

@@ -8,6 +8,7 @@ schedulers see ordinary prefill requests. One task serves all streams while any 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -247,9 +248,7 @@ class StreamTable:
             self._expire(now)
             shared = self._engine.others_active()
             growing = (stream for stream in self._open.values() if stream.may_grow())
-            todo = due(
-                growing, self._policy, now=now, shared=shared, resume_at=self._resume_at
-            )
+            todo = due(growing, self._policy, now=now, shared=shared, resume_at=self._resume_at)
             if todo.increments:
                 await self._prefill(todo.increments, shared)
             elif self._open:
@@ -267,9 +266,7 @@ class StreamTable:
             times.append(wait)
         return max(0.001, min(times)) if times else None
 
-    async def _prefill(
-        self, increments: Sequence[tuple[PromptStream, int]], shared: bool
-    ) -> None:
+    async def _prefill(self, increments: Sequence[tuple[PromptStream, int]], shared: bool) -> None:
         started = time.monotonic()
         await asyncio.gather(*(self._increment(stream, target) for stream, target in increments))
         if shared:
@@ -314,8 +311,6 @@ def _over_context(room: int) -> TooLarge:
     )
 
 
-async def _wait(event: asyncio.Event, timeout: float | None) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout)
-    except TimeoutError:
-        pass
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

@@ -65,7 +65,7 @@ SHAPES = {
 }
 
 
-def train_tokenizer(texts: list[Path], vocabulary: int) -> Any:
+def train_tokenizer(texts: list[Path], vocabulary: int, context: int) -> Any:
     """Train a byte-level BPE tokenizer on ``texts`` and return it as a fast tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -86,6 +86,7 @@ def train_tokenizer(texts: list[Path], vocabulary: int) -> Any:
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
+        model_max_length=context,
     )
 
 
@@ -95,7 +96,7 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = train_tokenizer(texts, shape.vocabulary)
+    tokenizer = train_tokenizer(texts, shape.vocabulary, shape.context)
     common: dict[str, Any] = {
         # A fixed size, so that models trained on other texts share weights and shapes.
         "vocab_size": shape.vocabulary,

@@ -192,7 +192,9 @@ def _usable_cuts(tokenizer: Any, encode: Any) -> list[str]:
     for name, pattern in CUTS.items():
         cut = re.compile(pattern)
         # A token that takes the white space beside it takes the cut's right side with it.
-        swallowed = any(cut.search(f"{token} a") or cut.search(f"{token}\n") for token in swallowing)
+        swallowed = any(
+            cut.search(f"{token} a") or cut.search(f"{token}\n") for token in swallowing
+        )
         spanned = any(_has_inner_cut(cut, entry) for entry in vocabulary)
         if not swallowed and not spanned and _splits(cut, samples, encode):
             usable.append(name)
@@ -207,7 +209,22 @@ def _has_inner_cut(cut: re.Pattern[str], entry: str) -> bool:
 def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
     """Random texts of vocabulary entries and trouble, the same at every start."""
     dice = random.Random(0)
-    trouble = [" ", "  ", "\n", "\n\n", " \n ", "\t", "'s", "12", "3456", ". ", "é", "e\u0301", "中文，好", "🙂"]
+    trouble = [
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        " \n ",
+        "\t",
+        "'s",
+        "12",
+        "3456",
+        ". ",
+        "é",
+        "e\u0301",
+        "中文，好",
+        "🙂",
+    ]
     trouble += added
     texts: list[str] = []
     for _ in range(_SAMPLES):

@@ -36,10 +36,10 @@ async def settled(client: EngineClient, streams: int = 0) -> KvState:
         while True:
             info = await client.info()
             state = info.kv[0]
-            quiet = state.protected == 0 and state.pinned_streams == 0
-            if info.prompt_streams == streams and quiet:
-                if state.free + state.evictable == state.total:
-                    return state
+            unlocked = state.protected == 0 and state.pinned_streams == 0
+            idle = state.free + state.evictable == state.total
+            if info.prompt_streams == streams and unlocked and idle:
+                return state
             await anyio.sleep(0.02)
 
 

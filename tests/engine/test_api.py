@@ -162,7 +162,8 @@ BODIES: list[Any] = [
     {"input_ids": []}, {"input_ids": "abc"}, {"input_ids": [1.5]}, {"input_ids": [True]},
     {"input_ids": [-1]}, {"input_ids": [4096]}, {"input_ids": [10**30]}, {"input_ids": [[1]]},
     {"messages": []}, {"messages": "hi"}, {"messages": [{}]}, {"messages": [{"role": "user"}]},
-    {"messages": [{"role": "nobody", "content": "x"}]}, {"messages": [{"role": "user", "content": 7}]},
+    {"messages": [{"role": "nobody", "content": "x"}]},
+    {"messages": [{"role": "user", "content": 7}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
     {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}},
@@ -224,7 +225,9 @@ async def test_a_batch_with_a_stream_is_refused(engine: LocalEngine, client: Eng
     await client.delete_stream(stream.id)
 
 
-async def test_the_servers_api_key_guards_the_routes(engines: LocalEngines, engine: LocalEngine, model: Any) -> None:
+async def test_the_servers_api_key_guards_the_routes(
+    engines: LocalEngines, engine: LocalEngine, model: Any
+) -> None:
     guarded = await engines.start(
         model, core=0, arguments=["--api-key", "secret", "--max-total-tokens", "2000"]
     )

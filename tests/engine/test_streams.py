@@ -49,6 +49,7 @@ async def test_fifty_random_pairs_give_the_unlinked_answers(
 async def test_the_request_computes_only_what_the_stream_has_not(
     client: EngineClient, words: Words
 ) -> None:
+    await client.flush_cache()
     prefix, streamed = words(400, 11), words(60, 12)
     opened = await client.open_stream(text=prefix)
     await client.append(opened.id, 0, text=f" {streamed}", end=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flashmoa_sglang import torchvision_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from flashmoa_sglang import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
@@ -104,8 +104,9 @@ NAMES = ["trained", "pattern", "sentencepiece", "greedy"]
 fragments = st.one_of(
     st.sampled_from(
         [
-            " ", "  ", "\n", "\n\n", " \n", "\t", "\r\n", "'s", "'ll", "12", "3456", ".", ", ", "! ",
-            "<|im_start|>", "<|im_", "end|>", "<|", "|>", "mask", "<s>", "é", "e\u0301", "中", "文，好",
+            " ", "  ", "\n", "\n\n", " \n", "\t", "\r\n", "'s", "'ll", "12", "3456", ".", ", ",
+            "! ", "<|im_start|>", "<|im_", "end|>", "<|", "|>", "mask", "<s>", "é", "e\u0301", "中",
+            "文，好",
             "🙂", "👩‍👩‍👧", "\u200b", "the", " the", "Kathmandu", " a b c", "ﬁ", "½", "▁", "Ġ",
         ]
     ),
@@ -117,7 +118,7 @@ texts = st.lists(fragments, max_size=14).map("".join)
 def cut_up(text: str, data: st.DataObject) -> list[str]:
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=10).map(sorted))
     edges = [0, *places, len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 @pytest.mark.parametrize("name", NAMES)

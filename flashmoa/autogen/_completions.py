@@ -41,7 +41,7 @@ def watch_completions(client: AsyncOpenAI) -> None:
 
     async def create(**request: Any) -> Any:
         # Looked up at each call, so that whoever patches the class is still obeyed.
-        send = cast(Callable[..., Awaitable[Any]], type(completions).create)
+        send = cast("Callable[..., Awaitable[Any]]", type(completions).create)
         result = await send(completions, **request)
         body = request.get("extra_body")
         if not isinstance(body, WatchedBody):

@@ -114,10 +114,16 @@ class _Server:
                 pass
             time.sleep(_POLL_SECONDS)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self._stopping_since = self._stopping_since or time.monotonic()
-        if self._process is not None:
-            self._process.send_signal(number)
+    def _pass_on(self, _number: int, _frame: FrameType | None) -> None:
+        """Ask SGLang to finish what runs and end; asked twice, do not wait for it."""
+        if self._process is None:
+            return
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+            # SGLang drains on SIGTERM; on SIGINT it waits for its own children instead.
+            self._process.send_signal(signal.SIGTERM)
+        else:
+            self._process.kill()
 
     def _overdue(self) -> bool:
         since = self._stopping_since

@@ -63,6 +63,8 @@ def test_it_says_where_it_listens_and_leaves_nothing(
             time.sleep(0.2)
         info = httpx.get(f"http://127.0.0.1:{port}/flashmoa/info", timeout=30).json()
         assert info["plugin"]["name"] == "flashmoa-sglang"
+        # Answered by the scheduler, a spawned process with the plugin of its own.
+        assert info["kv"][0]["total"] == 2000
         (leader,) = children(process.pid)
         assert len(group_members(leader)) >= 3
         process.send_signal(ending)

@@ -1,7 +1,7 @@
 """AutoGen: a drop-in model client, and one line that links a team."""
 
+from flashmoa.autogen._calls import EngineUsage
 from flashmoa.autogen._client import (
-    EngineUsage,
     FlashMoAChatCompletionClient,
     FlashMoAClientConfigurationConfigModel,
 )

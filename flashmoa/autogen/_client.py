@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Self, cast
 
 import httpx
 from autogen_core import CancellationToken
 from autogen_core._message_handler_context import MessageHandlerContext
-from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo, RequestUsage
+from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo
 from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
 from pydantic import BaseModel, SecretStr
 
+from flashmoa.autogen._calls import CallObserver, CallWatcher, Reporting
 from flashmoa.autogen._completions import Watch, WatchedBody, watch_completions
-from flashmoa.engine import EngineClient, EngineError, PromptUsage, engine_url
+from flashmoa.engine import EngineClient, EngineError, engine_url
 
 logger = logging.getLogger(__name__)
 
@@ -26,42 +26,6 @@ ToolChoice = Tool | Literal["auto", "required", "none"]
 JsonOutput = bool | type[BaseModel] | None
 
 _COUNT_TIMEOUT_SECONDS = 10.0
-
-
-@dataclass
-class EngineUsage(RequestUsage):
-    """AutoGen's usage with what the engine says of the prompt, in tokens.
-
-    ``prompt_tokens = cached_tokens + late_tokens``; of the cached, ``streamed_tokens`` were
-    computed by the call's link before the call. ``None`` where the engine does not say.
-    """
-
-    cached_tokens: int | None = None
-    streamed_tokens: int | None = None
-    late_tokens: int | None = None
-
-
-class CallObserver(Protocol):
-    """What a linked team does about one call of one of its agents."""
-
-    prompt_stream_id: str | None
-    wants_text: bool
-
-    def on_text(self, text: str) -> None: ...
-
-    def on_finish(self, result: CreateResult, usage: PromptUsage | None) -> None: ...
-
-    def on_failure(self, error: BaseException) -> None: ...
-
-
-class CallWatcher(Protocol):
-    """A linked team; a client tells each of them about each call."""
-
-    def begin(
-        self, agent_type: str, agent_key: str, client: FlashMoAChatCompletionClient
-    ) -> CallObserver | None: ...
-
-    async def close(self) -> None: ...
 
 
 class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
@@ -159,7 +123,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                         return item
             raise EngineError("the answer ended without a result")
         watch = Watch()
-        with _Reporting(observers, watch) as report:
+        with Reporting(observers, watch) as report:
             result = await super().create(
                 messages,
                 tools=tools,
@@ -212,7 +176,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         args = self._watched_args(extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
             include_usage = True
-        with _Reporting(observers, watch) as report:
+        with Reporting(observers, watch) as report:
             async for item in super().create_stream(
                 messages,
                 tools=tools,
@@ -229,7 +193,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             agent = MessageHandlerContext.agent_id()
         except RuntimeError:  # Called outside any agent.
             return []
-        begun = (watcher.begin(agent.type, agent.key, self) for watcher in self._watchers)
+        begun = (
+            watcher.begin(agent.type, agent.key, self.engine.url) for watcher in self._watchers
+        )
         return [observer for observer in begun if observer is not None]
 
     def _watched_args(
@@ -299,38 +265,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         except httpx.HTTPError as error:
             raise EngineError(f"{self.engine.url}{path} could not be asked: {error}") from error
         return answer.json()
-
-
-class _Reporting:
-    """Tells a call's observers how it ended, on every path."""
-
-    def __init__(self, observers: list[CallObserver], watch: Watch) -> None:
-        self._observers = observers
-        self._watch = watch
-        self._finished = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __call__(self, result: CreateResult) -> CreateResult:
-        usage = self._watch.usage
-        if usage is not None:
-            result.usage = EngineUsage(
-                prompt_tokens=result.usage.prompt_tokens,
-                completion_tokens=result.usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-                streamed_tokens=usage.streamed_tokens,
-                late_tokens=usage.late_tokens,
-            )
-        self._finished = True
-        for observer in self._observers:
-            observer.on_finish(result, usage)
-        return result
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._finished:
-            for observer in self._observers:
-                observer.on_failure(error or RuntimeError("the answer was not read to its end"))
 
 
 def default_model_info() -> ModelInfo:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Literal
 
-import anyio
-from anyio.abc import TaskGroup
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
 from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRobinGroupChatManager
@@ -17,6 +14,7 @@ from autogen_core.models import CreateResult
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import NotForecastable, client_of, forecast
+from flashmoa.autogen._tasks import TaskHost
 from flashmoa.engine import EngineError, PluginMissing, PromptUsage
 from flashmoa.links import FailurePolicy, Link, report_plain_engine
 from flashmoa.observe import (
@@ -102,7 +100,7 @@ class TeamLink:
         self._listener = listener
         self._links: dict[str, Link] = {}
         self._unlinkable: set[str] = set()
-        self._host = _TaskHost()
+        self._host = TaskHost()
         self._current: _Call | None = None
         for client in clients:
             client.add_watcher(self)
@@ -116,9 +114,7 @@ class TeamLink:
         self._links.clear()
         await self._host.close()
 
-    def begin(
-        self, agent_type: str, agent_key: str, client: FlashMoAChatCompletionClient
-    ) -> _Call | None:
+    def begin(self, agent_type: str, agent_key: str, engine_url: str) -> _Call | None:
         """A client is about to send a request for one of this team's agents."""
         suffix = f"_{self._team._team_id}"
         if agent_key != self._team._team_id or not agent_type.endswith(suffix):
@@ -126,7 +122,7 @@ class TeamLink:
         name = agent_type.removesuffix(suffix)
         own = self._links.pop(name, None)
         stream_id = own.take_over() if own is not None else None
-        call = self._current = _Call(self, name, client.engine.url, stream_id)
+        call = self._current = _Call(self, name, engine_url, stream_id)
         # In the background: nothing the user waits for waits for a link.
         if self._ahead != "nothing":
             self._host.start(lambda: self._look_ahead(call))
@@ -135,7 +131,8 @@ class TeamLink:
     async def _look_ahead(self, call: _Call) -> None:
         """Open a link to everyone who will speak after this call and has none yet."""
         try:
-            upcoming = await self._upcoming(call.agent)
+            manager = await self._manager()
+            upcoming = _upcoming(manager, call.agent)
         except NotForecastable as reason:
             self._unlinkable_once(call.agent, str(reason))
             return
@@ -195,22 +192,15 @@ class TeamLink:
             self._unlinkable.add(name)
             logger.warning("%s runs unlinked: %s", name, reason)
 
-    async def _upcoming(self, speaker: str) -> list[str]:
-        """Who speaks after ``speaker``, in order and once each, until it speaks again.
-
-        Its own next prompt is known only when it has finished: its text becomes an assistant
-        message there.
-        """
+    async def _manager(self) -> RoundRobinGroupChatManager:
         manager = await self._instance(self._team._group_chat_manager_topic_type)
         if not isinstance(manager, RoundRobinGroupChatManager):
             raise NotForecastable("the team's manager is not the stock one")
-        names = list(manager._participant_names)
-        position = names.index(speaker)
-        order = names[position + 1 :] + names[:position]
-        if manager._max_turns is not None:
-            # The turn being taken is counted when it ends.
-            order = order[: max(0, manager._max_turns - manager._current_turn - 1)]
-        return order
+        if manager._current_turn == 0:  # A new run; the last one may have left links.
+            for old in self._links.values():
+                old.end("unused")
+            self._links.clear()
+        return manager
 
     async def _container(self, name: str) -> ChatAgentContainer:
         instance = await self._instance(f"{name}_{self._team._team_id}")
@@ -221,6 +211,21 @@ class TeamLink:
     async def _instance(self, agent_type: str) -> Any:
         agent_id = AgentId(agent_type, self._team._team_id)
         return await self._team._runtime.try_get_underlying_agent_instance(agent_id)  # type: ignore[attr-defined]
+
+
+def _upcoming(manager: RoundRobinGroupChatManager, speaker: str) -> list[str]:
+    """Who speaks after ``speaker``, in order and once each, until it speaks again.
+
+    Its own next prompt is known only when it has finished: its text becomes an assistant
+    message there.
+    """
+    names = list(manager._participant_names)
+    position = names.index(speaker)
+    order = names[position + 1 :] + names[:position]
+    if manager._max_turns is not None:
+        # The turn being taken is counted when it ends.
+        order = order[: max(0, manager._max_turns - manager._current_turn - 1)]
+    return order
 
 
 class _Call:
@@ -280,46 +285,3 @@ class _Call:
     def _each(self, act: Callable[[Link], object]) -> None:
         for running in list(self._team._links.values()):
             act(running)
-
-
-class _TaskHost:
-    """A task group that outlives the calls that start tasks in it.
-
-    AutoGen gives a client no scope of its own, so the group lives in a task of its own, from
-    the first start until nothing runs in it or :meth:`close`.
-    """
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
-        self._group: TaskGroup | None = None
-
-    def start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work()`` in the group; what it raises is logged and goes no further."""
-        if self._group is not None:
-            try:
-                self._group.start_soon(_contained, work)
-                return
-            except RuntimeError:  # Its last task ended just now.
-                self._group = None
-        self._task = asyncio.create_task(self._run(work), name="flashmoa-links")
-
-    async def _run(self, first: Callable[[], Awaitable[None]]) -> None:
-        async with anyio.create_task_group() as group:
-            self._group = group
-            group.start_soon(_contained, first)
-        if self._group is group:
-            self._group = None
-
-    async def close(self) -> None:
-        """Cancel what runs and wait for it."""
-        task, self._task, self._group = self._task, None, None
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-
-
-async def _contained(work: Callable[[], Awaitable[None]]) -> None:
-    try:
-        await work()
-    except Exception:
-        logger.exception("A link failed; its agents run unlinked")

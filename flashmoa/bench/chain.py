@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.bench.runs import MODES, BuildTeam, Mode, Run, order, run_once
+from flashmoa.bench.rounds import order
+from flashmoa.bench.runs import MODES, BuildTeam, Mode, Run, run_once
 from flashmoa.observe.timeline import draw, lanes
 
 

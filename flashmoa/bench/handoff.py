@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashmoa.bench.models import tiny_model
-from flashmoa.bench.runs import order
+from flashmoa.bench.rounds import order
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import local_engines
 from flashmoa.links import Link

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from autogen_agentchat.teams import RoundRobinGroupChat
 
@@ -16,7 +16,6 @@ from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 Mode = Literal["unlinked", "warmed", "linked"]
 MODES: tuple[Mode, ...] = ("unlinked", "warmed", "linked")
 
-Name = TypeVar("Name", bound=str)
 BuildTeam = Callable[[], RoundRobinGroupChat]
 
 
@@ -100,8 +99,3 @@ async def run_once(
     finally:
         await linked.close()
     return Run(mode, seconds, recorder.turns(), tuple(recorder.events))
-
-
-def order(repeats: int, modes: Sequence[Name]) -> list[Name]:
-    """Modes in turn, each round starting with another one, so that drift hits all alike."""
-    return [modes[(start + i) % len(modes)] for start in range(repeats) for i in range(len(modes))]

@@ -44,8 +44,10 @@ class Final:
         self._agreeing_text = self._stream.buffer.common_chars(text)
         return self._stream.buffer.encode(text, special)
 
-    def use(self, obj: Any) -> None:
+    def use(self, obj: Any, multimodal: bool) -> None:
         """Tie a ``GenerateReqInput`` to the stream.
+
+        ``multimodal``: the model's processor turns text into tokens, so it is left alone.
 
         Raises:
             ValueError: the request is a batch (SGLang answers 400).
@@ -56,7 +58,7 @@ class Final:
         if stream is None:
             return
         self._table.claim(stream)
-        if obj.text is not None:
+        if obj.text is not None and not multimodal:
             ids = self.encode(obj.text, special=True)
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
@@ -132,7 +134,7 @@ async def generate(
 ) -> AsyncIterator[dict[str, Any]]:
     """``TokenizerManager.generate_request`` for a request with a prompt stream."""
     try:
-        final.use(obj)
+        final.use(obj, multimodal=manager.mm_processor is not None)
         async with aclosing(original(manager, obj, http_request)) as outputs:
             async for output in outputs:
                 final.annotate(output)

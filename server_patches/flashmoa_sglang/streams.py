@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Ending = Literal["used", "deleted", "expired"]
+Ending = Literal["used", "deleted", "expired", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +256,9 @@ class StreamTable:
 
     def _expire(self, now: float) -> None:
         for stream in self.all():
+            if self._engine.draining and not stream.claimed:
+                self.close(stream, "drained")
+                continue
             if now >= stream.deadline and not stream.claimed:
                 logger.info("Prompt stream %s expired after %.0f s", stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")

@@ -1,0 +1,79 @@
+"""What a model client and a linked team say to each other about one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from autogen_core.models import CreateResult, RequestUsage
+
+from flashmoa.autogen._completions import Watch
+from flashmoa.engine import PromptUsage
+
+
+@dataclass
+class EngineUsage(RequestUsage):
+    """AutoGen's usage with what the engine says of the prompt, in tokens.
+
+    ``prompt_tokens = cached_tokens + late_tokens``; of the cached, ``streamed_tokens`` were
+    computed by the call's link before the call. ``None`` where the engine does not say.
+    """
+
+    cached_tokens: int | None = None
+    streamed_tokens: int | None = None
+    late_tokens: int | None = None
+
+
+class CallObserver(Protocol):
+    """What a linked team does about one call of one of its agents."""
+
+    prompt_stream_id: str | None
+    wants_text: bool
+
+    def on_text(self, text: str) -> None: ...
+
+    def on_finish(self, result: CreateResult, usage: PromptUsage | None) -> None: ...
+
+    def on_failure(self, error: BaseException) -> None: ...
+
+
+class CallWatcher(Protocol):
+    """A linked team; a client tells each of them about each call."""
+
+    def begin(self, agent_type: str, agent_key: str, engine_url: str) -> CallObserver | None:
+        """A request of this agent is about to go out; ``None`` if it is not the team's."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Reporting:
+    """Tells a call's observers how it ended, on every path."""
+
+    def __init__(self, observers: list[CallObserver], watch: Watch) -> None:
+        self._observers = observers
+        self._watch = watch
+        self._finished = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, result: CreateResult) -> CreateResult:
+        usage = self._watch.usage
+        if usage is not None:
+            result.usage = EngineUsage(
+                prompt_tokens=result.usage.prompt_tokens,
+                completion_tokens=result.usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                streamed_tokens=usage.streamed_tokens,
+                late_tokens=usage.late_tokens,
+            )
+        self._finished = True
+        for observer in self._observers:
+            observer.on_finish(result, usage)
+        return result
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._finished:
+            for observer in self._observers:
+                observer.on_failure(error or RuntimeError("the answer was not read to its end"))

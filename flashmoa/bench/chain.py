@@ -136,14 +136,17 @@ def show(result: ChainResult, runs: Sequence[Run], console: Console) -> None:
     console.print("→ agent: from its upstream's last token to its own first token\n")
     console.print(_token_table(result))
     console.print(
-        "cached = hit in the radix cache; streamed = of these, computed by the link before the "
-        "call;\nlate = computed after it. hidden = time saved / bound, bound = min(T_decode "
-        "upstream, T_prefill downstream)\n"
+        "cached: hit in the radix cache; streamed: of these, computed by the link before the "
+        "call; late: computed after it. hidden: time saved / bound, bound = min(T_decode of all "
+        "upstream agents, T_prefill downstream); above 1 where the known part of the prompt was "
+        "prefilled even before the first upstream token.\n"
     )
     for mode in MODES:
         last = next(run for run in reversed(runs) if run.mode == mode)
         console.print(f"[bold]{mode}[/] ({last.seconds:.2f} s)")
-        console.print(draw(lanes(last.events)), highlight=False, markup=False)
+        console.print(
+            draw(lanes(last.events), min(console.width, 110)), highlight=False, markup=False
+        )
         console.print()
     console.print(f"Same text in all {len(runs)} runs: {'yes' if result.same_text else 'NO'}")
 

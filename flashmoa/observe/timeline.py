@@ -55,14 +55,15 @@ def lanes(events: Sequence[Event]) -> list[Lane]:
     return list(found.values())
 
 
-def draw(run: Sequence[Lane], width: int = 72) -> str:
-    """Lanes as text, ``width`` characters for the whole run."""
+def draw(run: Sequence[Lane], columns: int = 80) -> str:
+    """Lanes as text, ``columns`` characters wide."""
     bars = [bar for lane in run for bar in lane.bars]
     if not bars:
         return "(nothing happened)"
     begin, end = min(bar.start for bar in bars), max(bar.end for bar in bars)
-    scale = width / max(end - begin, 1e-9)
     name = max(len(lane.agent) for lane in run)
+    width = max(20, columns - name - 3)
+    scale = width / max(end - begin, 1e-9)
     rows: list[str] = []
     for lane in run:
         row = [" "] * width

@@ -1,0 +1,36 @@
+"""The terminal timeline."""
+
+from __future__ import annotations
+
+from flashmoa.engine import PromptUsage, Span, StreamUse
+from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
+from flashmoa.observe.timeline import draw, lanes
+
+A = {"agent": "A", "engine": "http://a"}
+B = {"agent": "B", "engine": "http://b"}
+USE = StreamUse(id="s", status="hit", prefills=[Span(start=1.0, end=6.0, tokens=500)])
+USAGE = PromptUsage(prompt_tokens=510, completion_tokens=3, prompt_stream=USE)
+EVENTS: list[Event] = [
+    CallStarted(**A, at=0.0),
+    FirstToken(**A, at=2.0),
+    CallFinished(**A, at=8.0, text="x"),
+    CallStarted(**B, at=8.0),
+    FirstToken(**B, at=8.5),
+    CallFinished(**B, at=10.0, text="y", usage=USAGE),
+]
+
+
+def test_prefill_is_seen_under_the_upstreams_decode() -> None:
+    rows = draw(lanes(EVENTS), columns=44).splitlines()
+    assert rows[0].startswith("A |") and rows[1].startswith("B |")
+    assert all(len(row) <= 44 for row in rows[:3])
+    ahead = [i for i, mark in enumerate(rows[1]) if mark == "░"]
+    decode = [i for i, mark in enumerate(rows[0]) if mark == "█"]
+    assert set(ahead[5:]) <= set(decode) | set(range(12))
+    assert min(ahead) < min(decode) < max(ahead) < max(decode)
+    assert "10.00 s" in rows[2]
+
+
+def test_a_call_that_never_finished_has_no_bar() -> None:
+    assert lanes(EVENTS[:2])[0].bars == []
+    assert draw(lanes(EVENTS[:1])) == "(nothing happened)"

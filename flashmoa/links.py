@@ -13,8 +13,8 @@ from typing import Literal
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError, PluginMissing
-from flashmoa.observe import LinkAdvanced, LinkClosed, LinkOpened, Listener, ignore
+from flashmoa.engine import EngineClient, EngineError, EngineTimeout, PluginMissing, StreamState
+from flashmoa.observe import LinkAdvanced, LinkClosed, LinkOpened, Listener, contained, ignore
 from flashmoa.prompts import Prompt, Slot
 
 logger = logging.getLogger(__name__)
@@ -23,11 +23,13 @@ FailurePolicy = Literal["abort", "finalize"]
 
 # Between two appends: a token must not cost a request, which an engine on a CPU would feel.
 # An engine that is behind takes what has piled up in one go anyway.
-_PACE_SECONDS = 0.1
+_PACE_SECONDS = 0.15
 _BUSY_PACE_SECONDS = 0.5
 _BUSY_TOKENS = 128
 # How long the engine keeps a stream that hears nothing; for clients that vanish.
 _STREAM_TTL_SECONDS = 300.0
+_OPEN_SECONDS = 10.0
+_DELETE_SECONDS = 5.0
 _plain_engines: set[str] = set()
 
 
@@ -63,7 +65,7 @@ class Link:
         self.stream_id: str | None = None
         self._on_failure: FailurePolicy = on_failure
         self._unused_seconds = unused_seconds
-        self._listener = listener
+        self._listener = contained(listener)
         self._changed = anyio.Event()
         self._over: str | None = None
 
@@ -122,8 +124,10 @@ class Link:
             self._over = "plain engine"
             report_plain_engine(self.engine.url, error)
         except EngineError as error:
-            self._over = f"{type(error).__name__}: {error}"
-            logger.warning("Link to %s ends: %s", self.agent, error)
+            # An append that its own request overtook finds the stream used; that is no failure.
+            if not self.is_over:
+                self._over = f"{type(error).__name__}: {error}"
+                logger.warning("Link to %s ends: %s", self.agent, error)
         except BaseException:
             self._over = self._over if self.is_over else "closed"
             raise
@@ -134,9 +138,7 @@ class Link:
         first = self.prompt.take()
         if self.is_over or not first:
             return
-        state = await self.engine.open_stream(
-            text=first, add_special_tokens=False, ttl_seconds=_STREAM_TTL_SECONDS
-        )
+        state = await self._open(first)
         # From here on the id is known, so that the stream is given back on every path.
         self.stream_id = state.id
         upstream = tuple(slot.name for slot in self.prompt.slots)
@@ -169,6 +171,17 @@ class Link:
             with anyio.move_on_after(_BUSY_PACE_SECONDS if behind else _PACE_SECONDS):
                 await self._next_change(until_over=True)
 
+    async def _open(self, first: str) -> StreamState:
+        """Shielded: a stream the engine has must have its id known here."""
+        state: StreamState | None = None
+        with anyio.move_on_after(_OPEN_SECONDS, shield=True):
+            state = await self.engine.open_stream(
+                text=first, add_special_tokens=False, ttl_seconds=_STREAM_TTL_SECONDS
+            )
+        if state is None:
+            raise EngineTimeout(f"{self.engine.url} did not open a stream in time")
+        return state
+
     async def _next_change(self, until_over: bool = False) -> None:
         while not self.is_over:
             await self._changed.wait()
@@ -186,18 +199,24 @@ class Link:
 
     async def _give_back(self) -> None:
         reason = self._over or "closed"
-        # A used stream is closed by its request; any other one here, even when cancelled.
-        if self.stream_id is not None and reason != "used":
-            with anyio.move_on_after(5, shield=True):
-                try:
-                    await self.engine.delete_stream(self.stream_id)
-                except EngineError as error:
-                    logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
+        # A used stream is closed by its request.
+        if reason != "used":
+            await self.delete_stream()
         self._listener(
             LinkClosed(
                 agent=self.agent, engine=self.engine.url, stream_id=self.stream_id, reason=reason
             )
         )
+
+    async def delete_stream(self) -> None:
+        """Give the stream's KV back now, even when cancelled; harmless to repeat."""
+        if self.stream_id is None:
+            return
+        with anyio.move_on_after(_DELETE_SECONDS, shield=True):
+            try:
+                await self.engine.delete_stream(self.stream_id)
+            except EngineError as error:
+                logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
 
     def _open_slots(self, name: str) -> list[Slot]:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]

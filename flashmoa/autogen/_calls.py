@@ -32,7 +32,9 @@ class CallObserver(Protocol):
 
     def on_text(self, text: str) -> None: ...
 
-    def on_finish(self, result: CreateResult, usage: PromptUsage | None) -> None: ...
+    def on_finish(self, result: CreateResult, usage: PromptUsage | None, raw: bool) -> None:
+        """``raw``: whether the text reaches other agents as it is."""
+        ...
 
     def on_failure(self, error: BaseException) -> None: ...
 
@@ -50,9 +52,10 @@ class CallWatcher(Protocol):
 class Reporting:
     """Tells a call's observers how it ended, on every path."""
 
-    def __init__(self, observers: list[CallObserver], watch: Watch) -> None:
+    def __init__(self, observers: list[CallObserver], watch: Watch, raw: bool) -> None:
         self._observers = observers
         self._watch = watch
+        self._raw = raw
         self._finished = False
 
     def __enter__(self) -> Self:
@@ -70,7 +73,7 @@ class Reporting:
             )
         self._finished = True
         for observer in self._observers:
-            observer.on_finish(result, usage)
+            observer.on_finish(result, usage, self._raw)
         return result
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -69,6 +69,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             self._raw_config["base_url"],
             api_key=None if key == "EMPTY" else key,
             timeout=self._raw_config.get("timeout") or 600.0,
+            headers=self._raw_config.get("default_headers"),
         )
         self._context_length: int | None = None
 
@@ -123,7 +124,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                         return item
             raise EngineError("the answer ended without a result")
         watch = Watch()
-        with Reporting(observers, watch) as report:
+        # With tools a text answer still flows on as it is; only when it comes is not known.
+        with Reporting(observers, watch, json_output in (None, False)) as report:
             result = await super().create(
                 messages,
                 tools=tools,
@@ -176,7 +178,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         args = self._watched_args(extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
             include_usage = True
-        with Reporting(observers, watch) as report:
+        with Reporting(observers, watch, json_output in (None, False)) as report:
             async for item in super().create_stream(
                 messages,
                 tools=tools,
@@ -211,10 +213,12 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     async def close(self) -> None:
         """Close every link of this client's teams, then its connections."""
-        for watcher in list(self._watchers):
-            await watcher.close()
-        await self.engine.close()
-        await super().close()
+        try:
+            for watcher in list(self._watchers):
+                await watcher.close()
+            await self.engine.close()
+        finally:
+            await super().close()
 
     def count_tokens(
         self,

@@ -73,4 +73,7 @@ def _usage(result: Any) -> PromptUsage | None:
     usage = getattr(result, "usage", None)
     if usage is None:
         return None
-    return PromptUsage.from_openai(cast("dict[str, Any]", usage.model_dump()))
+    try:
+        return PromptUsage.from_openai(cast("dict[str, Any]", usage.model_dump()))
+    except (ValueError, AttributeError):  # Another server's idea of usage.
+        return None

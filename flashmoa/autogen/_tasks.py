@@ -22,9 +22,15 @@ class TaskHost:
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
         self._group: TaskGroup | None = None
+        self._closed = False
 
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work()`` in the group; what it raises is logged and goes no further."""
+        """Run ``work()`` in the group; what it raises is logged and goes no further.
+
+        Once closed, nothing is started any more.
+        """
+        if self._closed:
+            return
         if self._group is not None:
             try:
                 self._group.start_soon(_contained, work)
@@ -42,6 +48,7 @@ class TaskHost:
 
     async def close(self) -> None:
         """Cancel what runs and wait for it."""
+        self._closed = True
         task, self._task, self._group = self._task, None, None
         if task is not None and not task.done():
             task.cancel()

@@ -23,6 +23,7 @@ from flashmoa.observe import (
     CallStarted,
     FirstToken,
     Listener,
+    contained,
     ignore,
 )
 
@@ -97,11 +98,12 @@ class TeamLink:
         self._clients = clients
         self._ahead: Ahead = ahead
         self._on_failure: FailurePolicy = on_failure
-        self._listener = listener
+        self._listener = contained(listener)
         self._links: dict[str, Link] = {}
         self._unlinkable: set[str] = set()
         self._host = TaskHost()
         self._current: _Call | None = None
+        self._turn = 0
         for client in clients:
             client.add_watcher(self)
 
@@ -121,8 +123,7 @@ class TeamLink:
             return None
         name = agent_type.removesuffix(suffix)
         own = self._links.pop(name, None)
-        stream_id = own.take_over() if own is not None else None
-        call = self._current = _Call(self, name, engine_url, stream_id)
+        call = self._current = _Call(self, name, engine_url, own)
         # In the background: nothing the user waits for waits for a link.
         if self._ahead != "nothing":
             self._host.start(lambda: self._look_ahead(call))
@@ -173,6 +174,10 @@ class TeamLink:
         except EngineError as error:
             logger.warning("No link to %s this time: %s", name, error)
             return
+        except Exception as error:
+            # The agent's own code: its tools, its context. It must not cost the others theirs.
+            self._unlinkable_once(name, f"its next prompt could not be told: {error!r}")
+            return
         assert client is not None
         opened = Link(
             client.engine,
@@ -196,10 +201,11 @@ class TeamLink:
         manager = await self._instance(self._team._group_chat_manager_topic_type)
         if not isinstance(manager, RoundRobinGroupChatManager):
             raise NotForecastable("the team's manager is not the stock one")
-        if manager._current_turn == 0:  # A new run; the last one may have left links.
+        if manager._current_turn < self._turn:  # A new run; the last one may have left links.
             for old in self._links.values():
                 old.end("unused")
             self._links.clear()
+        self._turn = manager._current_turn
         return manager
 
     async def _container(self, name: str) -> ChatAgentContainer:
@@ -231,9 +237,10 @@ def _upcoming(manager: RoundRobinGroupChatManager, speaker: str) -> list[str]:
 class _Call:
     """One call of an agent of a linked team (a ``CallObserver``)."""
 
-    def __init__(self, team: TeamLink, agent: str, engine: str, stream_id: str | None) -> None:
+    def __init__(self, team: TeamLink, agent: str, engine: str, own: Link | None) -> None:
         self.agent = agent
-        self.prompt_stream_id = stream_id
+        self.prompt_stream_id = own.take_over() if own is not None else None
+        self._own = own
         # Also where nothing is linked: when the first token came is worth knowing.
         self.wants_text = True
         self._streams = team._ahead == "text"
@@ -242,7 +249,7 @@ class _Call:
         self._text: list[str] = []
         self._complete = False
         self._listener = team._listener
-        self._listener(CallStarted(agent=agent, engine=engine, stream_id=stream_id))
+        self._listener(CallStarted(agent=agent, engine=engine, stream_id=self.prompt_stream_id))
 
     def replay(self, opened: Link) -> None:
         """Give a link that was opened after the first tokens what it missed."""
@@ -258,7 +265,7 @@ class _Call:
         if self._streams:
             self._each(lambda link: link.feed(self.agent, text))
 
-    def on_finish(self, result: CreateResult, usage: PromptUsage | None) -> None:
+    def on_finish(self, result: CreateResult, usage: PromptUsage | None, raw: bool) -> None:
         text = result.content if isinstance(result.content, str) else None
         self._listener(
             CallFinished(agent=self.agent, engine=self._engine, text=text or "", usage=usage)
@@ -266,17 +273,27 @@ class _Call:
         if not self._streams:
             return
         streamed = "".join(self._text)
-        if text is not None and text.startswith(streamed):
+        if raw and text is not None and text.startswith(streamed):
             self._text, self._complete = [text], True
             self._each(lambda link: link.feed(self.agent, text[len(streamed) :]))
             self._each(lambda link: link.close_slot(self.agent))
         elif streamed:
             # A tool call, or text that is rewritten: what flows on is something else.
+            self._over()
             self._each(self._give_up)
 
     def on_failure(self, error: BaseException) -> None:
         self._listener(CallFailed(agent=self.agent, engine=self._engine, error=repr(error)))
+        self._over()
         self._each(lambda link: link.fail_slot(self.agent))
+        if self._own is not None:
+            # The request may not have reached the engine, which then still keeps its stream.
+            self._team._host.start(self._own.delete_stream)
+
+    def _over(self) -> None:
+        """No link is to be opened on this call's text any more."""
+        if self._team._current is self:
+            self._team._current = None
 
     def _give_up(self, running: Link) -> None:
         if running.waits_for(self.agent):

@@ -24,8 +24,8 @@ from flashmoa.observe.timeline import draw, lanes
 class Handoff:
     """One transition, medians over runs; seconds and tokens.
 
-    ``hidden_fraction`` is how much of what could have been hidden was: the time saved from
-    the upstream's first token to the downstream's first, over ``bound_seconds`` =
+    ``hidden_fraction`` is how much of what could have been hidden was: the time saved between
+    the upstream's last token and the downstream's first, over ``bound_seconds`` =
     min(T_decode of all upstream agents, T_prefill of the downstream) (FlashAgents Eq. 4).
     """
 

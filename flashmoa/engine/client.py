@@ -34,6 +34,7 @@ class EngineClient:
         base_url: ``http://HOST:PORT``, with or without ``/v1``.
         api_key: what the server was started with, if anything.
         timeout: seconds for one answer, and between two pieces of a streamed one.
+        headers: sent with every request.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
@@ -41,13 +42,20 @@ class EngineClient:
     """
 
     def __init__(
-        self, base_url: str, *, api_key: str | None = None, timeout: float = 600.0
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout = 600.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.url = engine_url(base_url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=10.0)
-        )
+        sent = dict(headers or {})
+        if api_key:
+            sent["Authorization"] = f"Bearer {api_key}"
+        if not isinstance(timeout, httpx.Timeout):
+            timeout = httpx.Timeout(timeout, connect=10.0)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=sent, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from flashmoa.observe.events import (
     LinkClosed,
     LinkOpened,
     Listener,
+    contained,
     ignore,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "LinkClosed",
     "LinkOpened",
     "Listener",
+    "contained",
     "ignore",
 ]

@@ -6,11 +6,14 @@ line up. Whoever wants to look (timeline, bench, a user's logger) passes a ``Lis
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashmoa.engine import PromptUsage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,18 @@ class LinkClosed(Event):
 
 
 Listener = Callable[[Event], None]
+
+
+def contained(listener: Listener) -> Listener:
+    """A listener whose exceptions are logged and go no further: watching changes nothing."""
+
+    def listen(event: Event) -> None:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("A listener failed at %s", type(event).__name__)
+
+    return listen
 
 
 def ignore(_event: Event) -> None:

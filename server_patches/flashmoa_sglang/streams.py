@@ -248,7 +248,14 @@ class StreamTable:
             self._expire(now)
             shared = self._engine.others_active()
             growing = (stream for stream in self._open.values() if stream.may_grow())
-            todo = due(growing, self._policy, now=now, shared=shared, resume_at=self._resume_at)
+            todo = due(
+                growing,
+                self._policy,
+                now=now,
+                shared=shared,
+                alone=len(self._open) == 1,
+                resume_at=self._resume_at,
+            )
             if todo.increments:
                 await self._prefill(todo.increments, shared)
             elif self._open:

@@ -30,12 +30,14 @@ class Policy:
     """Bounds of an increment, in tokens and seconds.
 
     ``chunk``: the most tokens in one go, over all streams. A request that arrives meanwhile
-    waits for them, so it is what a stream can cost its neighbours at worst.
+    waits for them, so it is what a stream can cost its neighbours at worst; ``lone_chunk``
+    where there is one stream only, and so nobody else's request to expect.
     """
 
-    idle_tokens: int = 8
+    idle_tokens: int = 16
     shared_tokens: int = 32
     chunk: int = 512
+    lone_chunk: int = 2048
     shared_chunk: int = 128
     # Of the engine's time, while other requests are running.
     share: float = 0.2
@@ -53,13 +55,20 @@ class Due(Generic[S]):
 
 
 def due(
-    streams: Iterable[S], policy: Policy, *, now: float, shared: bool, resume_at: float
+    streams: Iterable[S],
+    policy: Policy,
+    *,
+    now: float,
+    shared: bool,
+    alone: bool,
+    resume_at: float,
 ) -> Due[S]:
     """What to prefill now.
 
     Args:
         streams: those that may be prefilled further.
         shared: whether other requests are running on the engine.
+        alone: whether this is the engine's only stream.
         resume_at: with others running, not before this time.
     """
     need = policy.shared_tokens if shared else policy.idle_tokens
@@ -81,7 +90,8 @@ def due(
         return Due((), wait)
     if shared and now < resume_at:
         return Due((), resume_at - now)
-    return Due(_share_out(ready, policy.shared_chunk if shared else policy.chunk))
+    chunk = policy.lone_chunk if alone else policy.chunk
+    return Due(_share_out(ready, policy.shared_chunk if shared else chunk))
 
 
 def _share_out(ready: list[tuple[int, S]], budget: int) -> tuple[tuple[S, int], ...]:

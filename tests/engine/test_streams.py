@@ -202,6 +202,7 @@ async def test_a_request_aborted_before_its_first_token_frees_its_stream(
 
 
 async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: Words) -> None:
+    await client.flush_cache()
     opened = await client.open_stream(text=words(6000, 63))
     await prefilled(client, opened.id, 1)
     await client.delete_stream(opened.id)

@@ -22,8 +22,14 @@ class Stream:
         return self.certain
 
 
-def ask(*streams: Stream, now: float = 100.0, shared: bool = False, resume_at: float = 0.0):
-    return due(streams, POLICY, now=now, shared=shared, resume_at=resume_at)
+def ask(
+    *streams: Stream,
+    now: float = 100.0,
+    shared: bool = False,
+    resume_at: float = 0.0,
+    alone: bool = False,
+):
+    return due(streams, POLICY, now=now, shared=shared, alone=alone, resume_at=resume_at)
 
 
 def test_an_idle_engine_takes_little_and_a_shared_one_waits_for_more() -> None:
@@ -46,6 +52,12 @@ def test_with_others_running_increments_pause() -> None:
     paused = ask(stream, shared=True, resume_at=100.5)
     assert (paused.increments, paused.wait) == ((), 0.5)
     assert ask(stream, shared=True, resume_at=100.0).increments == ((stream, POLICY.shared_chunk),)
+
+
+def test_a_lone_stream_is_not_cut_into_small_chunks() -> None:
+    stream = Stream(certain=5000)
+    assert ask(stream).increments == ((stream, POLICY.chunk),)
+    assert ask(stream, alone=True).increments == ((stream, POLICY.lone_chunk),)
 
 
 @given(

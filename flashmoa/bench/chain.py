@@ -175,6 +175,7 @@ def _token_table(result: ChainResult) -> Table:
 
 def save(result: ChainResult, path: Path) -> None:
     """The same as JSON."""
-    document: dict[str, Any] = {"command": sys.argv, **asdict(result)}
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    document: dict[str, Any] = {"command": command, **asdict(result)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")

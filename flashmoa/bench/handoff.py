@@ -301,7 +301,7 @@ async def main() -> None:
                     )
     console.print(table(cells))
     if arguments.json:
-        document = {"command": sys.argv, "cells": [asdict(cell) for cell in cells]}
+        document = {"command": ["-m", "flashmoa.bench.handoff", *sys.argv[1:]], "cells": [asdict(cell) for cell in cells]}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -301,7 +301,8 @@ async def main() -> None:
                     )
     console.print(table(cells))
     if arguments.json:
-        document = {"command": ["-m", "flashmoa.bench.handoff", *sys.argv[1:]], "cells": [asdict(cell) for cell in cells]}
+        command = ["-m", "flashmoa.bench.handoff", *sys.argv[1:]]
+        document = {"command": command, "cells": [asdict(cell) for cell in cells]}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

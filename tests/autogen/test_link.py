@@ -152,8 +152,12 @@ async def test_cancelling_a_team_ends_its_links(
 
 
 async def test_a_plain_server_works_unlinked_and_says_so_once(
-    plain_engine: LocalEngine, guide: str, caplog: pytest.LogCaptureFixture
+    plain_engine: LocalEngine,
+    guide: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("flashmoa.links._plain_engines", set())
     plain = make(plain_engine)
     build: Callable[[], RoundRobinGroupChat] = lambda: chain((plain, plain), guide)  # noqa: E731
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.errors import EngineFailed
+from flashmoa_sglang.errors import Draining, EngineFailed, Malformed
 from flashmoa_sglang.messages import KvQuery, KvReport, ReleaseStream, RequestMark
 from flashmoa_sglang.token_buffer import CanonicalTokenizer
 
@@ -131,8 +131,10 @@ class Engine:
             async with aclosing(self._manager.generate_request(work, http_request)) as outputs:
                 async for output in outputs:
                     return output["meta_info"]
-        except (ValueError, HTTPException) as error:
-            raise EngineFailed(f"SGLang could not run the prefill: {error}") from error
+        except ValueError as error:
+            raise Malformed(f"SGLang refuses this prefill: {error}") from error
+        except HTTPException as error:
+            raise Draining(f"SGLang cannot take this prefill now: {error.detail}") from error
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
 
     def abort(self, rid: str) -> None:

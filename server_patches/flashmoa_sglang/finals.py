@@ -54,6 +54,10 @@ class Final:
         """
         if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
             raise ValueError(f"{FIELD} goes with one prompt; send a batch without it.")
+        params = obj.sampling_params or {}
+        custom = params.get("custom_params") or {} if isinstance(params, dict) else None
+        if not isinstance(custom, dict):
+            raise ValueError("sampling_params, and custom_params in it, must be objects.")
         stream = self._stream
         if stream is None:
             return
@@ -63,11 +67,9 @@ class Final:
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
         self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
-        params = dict(obj.sampling_params or {})
         late = max(0, len(obj.input_ids or ()) - stream.prefilled)
         mark = RequestMark(stream.id, final=True, late=late).to_custom_params()
-        params["custom_params"] = {**(params.get("custom_params") or {}), **mark}
-        obj.sampling_params = params
+        obj.sampling_params = {**params, "custom_params": {**custom, **mark}}
 
     def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
         if stream.buffer is not None and self._agreeing_text is not None:

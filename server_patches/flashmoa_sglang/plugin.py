@@ -8,6 +8,7 @@ failure stops the process with a message that names the release and the target.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import multiprocessing
@@ -89,9 +90,11 @@ def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> Non
     SGLang drops a request's state when its client is gone, and its abort, two seconds later,
     then finds nothing to abort: the request would decode to its last token.
     """
-    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
-    for rid in rids or ():
-        manager.abort_request(rid)
+    # Not for a request that was refused: it never ran, and SGLang aborts by prefix of the id.
+    if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
+        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
+        for rid in rids or ():
+            manager.abort_request(rid)
     original(manager, obj)
 
 

@@ -221,13 +221,16 @@ def _make_room(scheduler: Any, running_batch: Any) -> None:
 
 def _publish_increments(scheduler: Any, batch: Any) -> None:
     """KV of an increment can be hit by the very next step, and is locked for its stream."""
-    pinning = releases.can_pin(scheduler)
+    # Where a model keeps state beside plain KV, that state is not there before the forward.
+    if not releases.can_pin(scheduler):
+        return
     for req in batch.reqs:
-        if not _is_increment(req) or req is scheduler.chunked_req or req.finished():
+        if not _is_increment(req) or req is scheduler.chunked_req:
+            continue
+        if req.finished() or req.to_finish is not None:
             continue
         releases.publish(scheduler, req)
-        if pinning:
-            scheduler.flashmoa_pins.replace(_stream(req), releases.pin(scheduler, req))
+        scheduler.flashmoa_pins.replace(_stream(req), releases.pin(scheduler, req))
 
 
 def check_decode_memory(
@@ -251,6 +254,11 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwa
     return flushed
 
 
+def _is_ours(req: Any) -> bool:
+    mark = _mark(req)
+    return mark is not None and not mark.final and req.is_prefill_only and not req.return_logprob
+
+
 def stream_output(
     original: Callable[..., None],
     streamer: Any,
@@ -264,7 +272,7 @@ def stream_output(
     what a server without tokenizer sends), and not through the detokenizer.
     """
     direct = getattr(streamer.tree_cache, "flashmoa_direct", None)
-    ours = [req for req in reqs if req.is_prefill_only and _mark(req) is not None]
+    ours = [req for req in reqs if _is_ours(req)]
     if not ours or direct is None:
         original(streamer, reqs, return_logprob, skip_req)
         return

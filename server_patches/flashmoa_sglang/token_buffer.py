@@ -23,7 +23,6 @@ CUTS: dict[str, str] = {
     "word": r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])",
     "punctuation": r"(?<=[.,;:!?])(?= [A-Za-z])",
     "line": r"(?<=[A-Za-z0-9])(?=\n)",
-    "ideograph": r"(?<=[\u4e00-\u9fff])(?=[\u3001\u3002\uff0c\uff1a\uff1b][\u4e00-\u9fff])",
 }
 _RIGHT_CONTEXT = 2
 _SAMPLES = 96

@@ -53,7 +53,10 @@ def free_tokens(tree_cache: Any) -> int:
 
 
 def can_pin(scheduler: Any) -> bool:
-    """Hybrid pools check that nothing is locked when idle; streams there stay evictable."""
+    """Whether a request's KV may be published before its forward, and locked when idle.
+
+    Not in hybrid pools, which keep a state or a window beside it.
+    """
     return not getattr(scheduler, "is_hybrid_swa", False) and not getattr(
         scheduler, "is_hybrid_ssm", False
     )

@@ -28,7 +28,6 @@ class CallObserver(Protocol):
     """What a linked team does about one call of one of its agents."""
 
     prompt_stream_id: str | None
-    wants_text: bool
 
     def on_text(self, text: str) -> None: ...
 

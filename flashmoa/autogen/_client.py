@@ -111,9 +111,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
         observers = self._begin()
-        if _flows_raw(tools, json_output, self._create_args, extra_create_args) and any(
-            observer.wants_text for observer in observers
-        ):
+        # Streamed, so that its text is seen as it comes.
+        if observers and _flows_raw(tools, json_output, self._create_args, extra_create_args):
             stream = self._stream(
                 observers, messages, tools, tool_choice, json_output, extra_create_args,
                 cancellation_token, None,

@@ -241,8 +241,6 @@ class _Call:
         self.agent = agent
         self.prompt_stream_id = own.take_over() if own is not None else None
         self._own = own
-        # Also where nothing is linked: when the first token came is worth knowing.
-        self.wants_text = True
         self._streams = team._ahead == "text"
         self._team = team
         self._engine = engine

@@ -66,10 +66,6 @@ class Engine:
         return self._manager.model_config.vocab_size
 
     @property
-    def is_multimodal(self) -> bool:
-        return self._manager.model_config.is_multimodal
-
-    @property
     def draining(self) -> bool:
         return self._manager.gracefully_exit
 

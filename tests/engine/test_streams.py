@@ -182,7 +182,7 @@ async def test_a_client_that_disconnects_gives_its_kv_back(
     ) as deltas:
         async for _ in deltas:
             break
-    await settled(client)
+    assert (await settled(client)).pinned_streams == 0
 
 
 async def test_a_request_aborted_before_its_first_token_frees_its_stream(
@@ -198,7 +198,7 @@ async def test_a_request_aborted_before_its_first_token_frees_its_stream(
         ) as deltas:
             async for _ in deltas:
                 pass
-    await settled(client)
+    assert (await settled(client)).pinned_streams == 0
 
 
 async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: Words) -> None:
@@ -275,7 +275,7 @@ async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: 
             while link.stream_id is None:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
-    await settled(client)
+    assert (await settled(client)).pinned_streams == 0
 
 
 async def test_a_link_to_a_plain_or_dead_engine_ends_quietly(

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import finals, releases, rendering, scheduler
+from flashmoa_sglang import finals, options, releases, rendering, scheduler
 from flashmoa_sglang.engine import Engine
 from flashmoa_sglang.streams import StreamTable
 
@@ -110,6 +110,7 @@ SCHEDULER_HOOKS = [
     Hook(f"{_STREAMER}.stream_output", "around", scheduler.stream_output),
 ]
 HTTP_HOOKS = [
+    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_TOKENIZER_MANAGER}._discard_pending_req_states", "around", discard_states),

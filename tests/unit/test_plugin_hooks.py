@@ -51,7 +51,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("script", "target"),
-    [(MISSING, "no_such_method"), (NOT_APPLIED, "did not take the hook on sglang.srt.managers")],
+    [(MISSING, "no_such_method"), (NOT_APPLIED, "did not take the hook on sglang.srt.")],
 )
 def test_a_broken_hook_stops_the_start(script: str, target: str) -> None:
     done = run(script)

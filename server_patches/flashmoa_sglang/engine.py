@@ -103,7 +103,7 @@ class Engine:
                 "custom_params": RequestMark(stream).to_custom_params(),
             },
             priority=priority,
-            cache_salt=cache_salt,
+            **releases.salted(cache_salt),
             # Increments would count every prompt token many times over.
             log_metrics=stream is None,
         )

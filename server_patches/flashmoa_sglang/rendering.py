@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import finals
+from flashmoa_sglang import finals, releases
 from flashmoa_sglang.errors import Malformed
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _capture: ContextVar[Rendered | None] = ContextVar("flashmoa_capture", default=N
 
 def wrap_encode(tokenizer: Any) -> None:
     """Replace ``tokenizer.encode`` on this instance."""
+    releases.render_before_encoding(tokenizer)
     original: Callable[..., list[int]] = tokenizer.encode
 
     def encode(text: Any, *args: Any, **kwargs: Any) -> list[int]:
@@ -74,7 +75,7 @@ class ChatRenderer:
             request = ChatCompletionRequest(**body)
         except (ValidationError, TypeError) as error:
             raise Malformed(f"Not a chat request: {_short(error)}") from error
-        if request.input_ids is not None:
+        if getattr(request, "input_ids", None) is not None:
             raise Malformed("messages cannot be combined with input_ids.")
         problem = chat._validate_request(request)
         if problem:

@@ -80,7 +80,7 @@ def attach(_result: None, scheduler: Any) -> None:
     scheduler.flashmoa_pins = pins
     # Batches and output streamers know the tree, not the scheduler.
     scheduler.tree_cache.flashmoa_pins = pins
-    scheduler.tree_cache.flashmoa_direct = scheduler.ipc_channels.send_to_tokenizer
+    scheduler.tree_cache.flashmoa_direct = releases.tokenizer_channel(scheduler)
     dispatcher = scheduler._request_dispatcher
     releases.handle(dispatcher, ReleaseStream, lambda message: pins.release(message.stream))
     releases.handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
@@ -90,7 +90,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
     tree = scheduler.tree_cache
     report = KvReport(
         query=message.query,
-        dp_rank=scheduler.ps.dp_rank or 0,
+        dp_rank=releases.dp_rank(scheduler),
         total=scheduler.max_total_num_tokens,
         free=tree.token_to_kv_pool_allocator.available_size(),
         evictable=tree.evictable_size(),
@@ -107,17 +107,18 @@ def next_prefill_batch(
     if not scheduler.waiting_queue and scheduler.chunked_req is None:
         return original(scheduler, *args, **kwargs)
     _drop_superseded(scheduler)
-    _make_room(scheduler, kwargs["running_batch"])
+    _make_room(scheduler, releases.running_batch(scheduler, kwargs))
     held = _hold(scheduler, _behind_chunk(scheduler))
     held += _hold(scheduler, _behind_requests(scheduler))
     held += _hold(scheduler, _behind_shorter(scheduler))
     try:
-        batch, running = original(scheduler, *args, **kwargs)
+        result = original(scheduler, *args, **kwargs)
     finally:
         scheduler.waiting_queue += held
+    batch = releases.new_batch(result)
     if batch is not None:
         _publish_increments(scheduler, batch)
-    return batch, running
+    return result
 
 
 def _mark(req: Any) -> RequestMark | None:
@@ -266,7 +267,7 @@ def stream_output(
     return_logprob: bool,
     skip_req: Any = None,
 ) -> None:
-    """Around ``SchedulerOutputStreamer.stream_output``: prefill-only work has no text.
+    """Around ``releases.STREAM_OUTPUT``: prefill-only work has no text.
 
     Its answer goes straight to the HTTP process, which takes token-id batches too (that is
     what a server without tokenizer sends), and not through the detokenizer.

@@ -1,15 +1,23 @@
 """Everything that depends on which SGLang release is installed, and nothing else.
 
-The rest of the plugin touches SGLang's scheduler only through these functions, so supporting
-another release means adding a branch here.
+The rest of the plugin touches what moves between releases only through these names.
+``v0_5_18`` has them all and says what each is for; the other modules have what is different
+in theirs. A release between two modules is served by the older one, which the checks at
+start (``plugin.py``) accept or refuse.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import re
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-TESTED = ("0.5.18",)
+from flashmoa_sglang.releases import v0_5_18
+
+TESTED = ("0.5.12.post1", "0.5.18", "0.5.23")
+# The oldest first.
+_MODULES = {(0, 5, 12): "v0_5_12", (0, 5, 18): "v0_5_18", (0, 5, 23): "v0_5_23"}
 
 
 def installed() -> str:
@@ -17,23 +25,56 @@ def installed() -> str:
     return version("sglang")
 
 
+def module_for(release: str) -> str:
+    """The name of the module that serves a release."""
+    number = tuple(int(part) for part in re.findall(r"\d+", release)[:3])
+    known = [first for first in _MODULES if first <= number]
+    return _MODULES[max(known, default=min(_MODULES))]
+
+
+def _installed_module() -> Any:
+    try:
+        name = module_for(installed())
+    except PackageNotFoundError:  # Parts of the plugin are of use without SGLang.
+        return v0_5_18
+    return import_module(f"{__name__}.{name}")
+
+
+_release = _installed_module()
+
+
+def _chosen(name: str) -> Any:
+    return getattr(_release, name, getattr(v0_5_18, name))
+
+
+# Starting SGLang.
+prepare_import = _chosen("prepare_import")
+server_arguments = _chosen("server_arguments")
+# Hooks.
+STREAM_OUTPUT = _chosen("STREAM_OUTPUT")
+MENDED = _chosen("MENDED")
+# The scheduler.
+running_batch = _chosen("running_batch")
+new_batch = _chosen("new_batch")
+publish = _chosen("publish")
+dp_rank = _chosen("dp_rank")
+# Between processes.
+tokenizer_channel = _chosen("tokenizer_channel")
+to_scheduler = _chosen("to_scheduler")
+wrapped = _chosen("wrapped")
+# Requests.
+salted = _chosen("salted")
+render_before_encoding = _chosen("render_before_encoding")
+# The CPU platform.
+cpu_platform = _chosen("cpu_platform")
+write_location = _chosen("write_location")
+
+
 class Pin(NamedTuple):
     """A lock on a radix tree node and what unlocking it needs."""
 
     node: Any
     unlock: Any
-
-
-def publish(scheduler: Any, req: Any) -> None:
-    """Put the KV of a request that is about to run into the radix tree.
-
-    What chunked prefill does between chunks: the forward has not run yet, but everything
-    that could read these slots runs behind it. The batch is already built on the request's
-    prefix, so that is put back.
-    """
-    prefix = req.prefix_indices
-    scheduler.stash_chunked_request(req)
-    req.prefix_indices = prefix
 
 
 def pin(scheduler: Any, req: Any) -> Pin:
@@ -64,20 +105,7 @@ def can_pin(scheduler: Any) -> bool:
 
 def to_tokenizer(scheduler: Any, message: Any, req: Any = None) -> None:
     """Send a message of ours, or SGLang's own, to the HTTP process."""
-    scheduler.ipc_channels.send_to_tokenizer.send_output(message, req)
-
-
-def to_scheduler(tokenizer_manager: Any, message: Any) -> None:
-    """Send a message of ours to every scheduler."""
-    from sglang.srt.managers.io_struct import sock_send, wrap_as_pickle
-
-    sock_send(tokenizer_manager.send_to_scheduler, wrap_as_pickle(message))
-
-
-def wrapped(message: Any) -> Any:
-    from sglang.srt.managers.io_struct import wrap_as_pickle
-
-    return wrap_as_pickle(message)
+    tokenizer_channel(scheduler).send_output(message, req)
 
 
 def handle(dispatcher: Any, message_type: type, handler: Any) -> None:

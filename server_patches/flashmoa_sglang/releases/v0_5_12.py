@@ -1,0 +1,168 @@
+"""SGLang 0.5.12, where it differs from 0.5.18."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MANAGERS = "sglang.srt.managers"
+_TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_HOST_COPIES = "sgl_kernel.kvcacheio"
+
+# The scheduler itself is what streams its output.
+STREAM_OUTPUT = f"{_MANAGERS}.scheduler.Scheduler.stream_output"
+
+
+def prepare_import() -> None:
+    """Let the hierarchical cache be imported without the GPU kernels that it would call.
+
+    Only that one module of ``sgl_kernel`` is imported unconditionally. It gets no parent
+    package, so every guarded import of ``sgl_kernel`` still finds that there is none.
+    """
+    if find_spec("sgl_kernel") is None:
+        copies = ModuleType(_HOST_COPIES)
+        copies.__getattr__ = _missing_kernel  # type: ignore[method-assign]
+        sys.modules[_HOST_COPIES] = copies
+
+
+def _missing_kernel(name: str) -> Callable[..., None]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def call(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError(f"{_HOST_COPIES}.{name} needs a GPU build of sgl_kernel")
+
+    return call
+
+
+def server_arguments(argv: list[str]) -> list[str]:
+    """It neither asks the platform which device there is, nor takes every port.
+
+    For a gRPC server that is off it wants 10,000 more than ``--port`` to be a port too.
+    """
+    from sglang.srt.platforms import current_platform
+
+    if "SGLANG_ENABLE_GRPC" not in os.environ:
+        os.environ.setdefault("SGLANG_GRPC_PORT", "1")
+    given = any(argument.split("=")[0] == "--device" for argument in argv)
+    if given or not current_platform.is_out_of_tree():
+        return argv
+    return [*argv, "--device", current_platform.device_type]
+
+
+async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    """Around ``TokenizerManager._tokenize_one_request``: forget what is refused here.
+
+    Its state would stay, and the server would seem to be busy with it for ever.
+    """
+    try:
+        return await original(manager, obj)
+    except BaseException:
+        manager.rid_to_state.pop(obj.rid, None)
+        raise
+
+
+def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) -> None:
+    """Around ``TokenizerManager._handle_abort_req``: the same for what left the queue."""
+    state = manager.rid_to_state.get(message.rid)
+    if state is None:
+        return
+    original(manager, message)
+    if state.finished:
+        manager.rid_to_state.pop(message.rid, None)
+
+
+# A request whose client is gone is aborted two seconds later, which is right.
+MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenize_or_forget),
+    (f"{_TOKENIZER_MANAGER}._handle_abort_req", abort_and_forget),
+)
+
+
+def running_batch(scheduler: Any, _arguments: dict[str, Any]) -> Any:
+    return scheduler.running_batch
+
+
+def new_batch(result: Any) -> Any:
+    return result
+
+
+def dp_rank(scheduler: Any) -> int:
+    return scheduler.dp_rank or 0
+
+
+def tokenizer_channel(scheduler: Any) -> Any:
+    return scheduler.send_to_tokenizer
+
+
+def to_scheduler(tokenizer_manager: Any, message: Any) -> None:
+    tokenizer_manager.send_to_scheduler.send_pyobj(message)
+
+
+def wrapped(message: Any) -> Any:
+    # Every message is pickled here.
+    return message
+
+
+def salted(cache_salt: str | None) -> dict[str, Any]:
+    # What chat makes of its own ``cache_salt``; ``/generate`` takes an ``extra_key`` only.
+    return {"extra_key": cache_salt}
+
+
+def render_before_encoding(tokenizer: Any) -> None:
+    """Have chat prompts rendered to text first, as later releases do themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    render = tokenizer.apply_chat_template
+    # A tokenizer with a method of its own may have control tokens without a text form.
+    if getattr(render, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return
+
+    def apply_chat_template(messages: Any, **options: Any) -> Any:
+        if not options.get("tokenize", True) or options.get("return_dict", True):
+            return render(messages, **options)
+        text = render(messages, **{**options, "tokenize": False})
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    tokenizer.apply_chat_template = apply_chat_template
+
+
+def cpu_platform() -> type:
+    import psutil
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class CpuPlatform(SRTPlatform):
+        def get_device_total_memory(self, device_id: int = 0) -> int:
+            return int(psutil.virtual_memory().total)
+
+        def get_current_memory_usage(self, device: Any = None) -> float:
+            memory = psutil.virtual_memory()
+            return float(memory.total - memory.available)
+
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+            return PagedTokenToKVPoolAllocator
+
+        def init_backend(self) -> None:
+            from sglang.srt.layers.rotary_embedding import base
+
+            # It takes a platform it does not know for one that has vLLM's rotary kernel.
+            base._is_cpu = True
+
+    return CpuPlatform
+
+
+def write_location(_attention: Any, forward_batch: Any) -> Any:
+    return forward_batch.out_cache_loc

@@ -1,0 +1,131 @@
+"""SGLang 0.5.18, and what each name of :mod:`flashmoa_sglang.releases` is for."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MANAGERS = "sglang.srt.managers"
+
+# Takes ``(reqs, return_logprob, skip_req)`` and sends the answers on through its
+# ``send_to_detokenizer``; has the ``tree_cache``.
+STREAM_OUTPUT = (
+    f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+)
+
+
+def prepare_import() -> None:
+    """What must happen in each process before SGLang is imported: nothing."""
+
+
+def server_arguments(argv: list[str]) -> list[str]:
+    """The user's arguments and what this release cannot find out by itself."""
+    return argv
+
+
+def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:
+    """Around ``TokenizerManager._discard_pending_req_states``: stop what nobody will read.
+
+    SGLang drops a request's state when its client is gone, and its abort, two seconds later,
+    then finds nothing to abort: the request would decode to its last token.
+    """
+    # Not for a request that was refused: it never ran, and SGLang aborts by prefix of the id.
+    if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
+        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
+        for rid in rids or ():
+            manager.abort_request(rid)
+    original(manager, obj)
+
+
+# What the release does wrong where the plugin depends on it: targets, and what goes around.
+MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._discard_pending_req_states",
+        discard_states,
+    ),
+)
+
+
+def running_batch(_scheduler: Any, arguments: dict[str, Any]) -> Any:
+    """The decoding requests, from the arguments of ``_get_new_batch_prefill_raw``."""
+    return arguments["running_batch"]
+
+
+def new_batch(result: Any) -> Any:
+    """The prefill batch, or ``None``, from its result."""
+    return result[0]
+
+
+def publish(scheduler: Any, req: Any) -> None:
+    """Put the KV of a request that is about to run into the radix tree.
+
+    What chunked prefill does between chunks: the forward has not run yet, but everything
+    that could read these slots runs behind it. The batch is already built on the request's
+    prefix, so that is put back.
+    """
+    prefix = req.prefix_indices
+    scheduler.stash_chunked_request(req)
+    req.prefix_indices = prefix
+
+
+def dp_rank(scheduler: Any) -> int:
+    return scheduler.ps.dp_rank or 0
+
+
+def tokenizer_channel(scheduler: Any) -> Any:
+    """What sends from a scheduler to the HTTP process."""
+    return scheduler.ipc_channels.send_to_tokenizer
+
+
+def to_scheduler(tokenizer_manager: Any, message: Any) -> None:
+    """Send a message of ours to every scheduler."""
+    from sglang.srt.managers.io_struct import sock_send, wrap_as_pickle
+
+    sock_send(tokenizer_manager.send_to_scheduler, wrap_as_pickle(message))
+
+
+def wrapped(message: Any) -> Any:
+    """A message of ours as SGLang's channels take it."""
+    from sglang.srt.managers.io_struct import wrap_as_pickle
+
+    return wrap_as_pickle(message)
+
+
+def salted(cache_salt: str | None) -> dict[str, Any]:
+    """The fields of a ``GenerateReqInput`` that keep its KV apart from other salts'."""
+    return {"cache_salt": cache_salt}
+
+
+def render_before_encoding(_tokenizer: Any) -> None:
+    """See that chat prompts go through ``tokenizer.encode`` as text: they do."""
+
+
+def cpu_platform() -> type:
+    """What the CPU platform is derived from."""
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+        # In-tree classes; the base class has none.
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+            return PagedTokenToKVPoolAllocator
+
+    return CpuPlatform
+
+
+def write_location(attention: Any, forward_batch: Any) -> Any:
+    """Where a batch's new keys go, as the KV pool's ``set_kv_buffer`` takes it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    return KVWriteLoc(forward_batch.out_cache_loc, attention.swa_out_cache_loc)

@@ -91,6 +91,8 @@ class ChatRenderer:
             _capture.reset(token)
         if result.image_data or result.video_data or result.audio_data:
             raise Malformed("Only text can be rendered; send images with the request itself.")
+        if not rendered.pieces:
+            raise Malformed("This model's chat template makes tokens and no text; send input_ids.")
         return rendered
 
 

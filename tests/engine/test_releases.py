@@ -30,6 +30,13 @@ async def test_a_refused_request_does_not_count_as_running(
     await settled(client)
 
 
+async def test_long_chats_are_rendered_too(client: EngineClient) -> None:
+    content = " ".join(["Nepal"] * 4_000)
+    text = await client.render([{"role": "user", "content": content}] * 3)
+    turn = f"<|im_start|>user\n{content}<|im_end|>\n"
+    assert text == f"{turn * 3}<|im_start|>assistant\n"
+
+
 async def test_a_salted_stream_serves_salted_chat_only(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 Chat prompts are rendered and tokenised in a worker thread there, out of sight of the request's
 context: a chat request with a prompt stream is tokenised anew. Its KV is used all the same.
+Long prompts are encoded in parts, but not where a tokenizer's ``encode`` was replaced, as the
+plugin does.
 """
 
 from __future__ import annotations

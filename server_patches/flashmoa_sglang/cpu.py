@@ -32,7 +32,7 @@ def activate() -> str | None:
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """SGLang on plain torch CPU ops; page size 1, float32 or bfloat16."""
+    """SGLang on plain torch CPU ops, in float32 or bfloat16."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -68,9 +68,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+        from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
 
-        return PagedTokenToKVPoolAllocator
+        return CpuPagedAllocator
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False

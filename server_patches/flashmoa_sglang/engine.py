@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.errors import Draining, EngineFailed, Malformed
-from flashmoa_sglang.messages import KvQuery, KvReport, ReleaseStream, RequestMark
+from flashmoa_sglang.messages import NO_ROOM, KvQuery, KvReport, ReleaseStream, RequestMark
 from flashmoa_sglang.token_buffer import CanonicalTokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ _RID_PREFIX = "flashmoa-"
 
 class Superseded(Exception):
     """The scheduler dropped a prefill because a longer one of its stream was queued."""
+
+
+class NoRoom(Exception):
+    """The KV pool has no room that requests do not need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Engine:
 
         Raises:
             Superseded: a longer request of the same stream took this one's place.
+            NoRoom: requests need the KV pool; only increments of streams are refused so.
             EngineFailed: SGLang refused or aborted the prefill.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -115,7 +120,8 @@ class Engine:
             self._prefills -= 1
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
-            raise Superseded(reason.get("message", "aborted"))
+            message = reason.get("message", "aborted")
+            raise NoRoom(message) if message == NO_ROOM else Superseded(message)
         return Prefilled(
             meta["prompt_tokens"], meta["cached_tokens"], time.perf_counter() - started
         )

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import finals, options, releases, rendering, scheduler
+from flashmoa_sglang import answers, finals, options, releases, rendering, scheduler, waiting
 from flashmoa_sglang.engine import Engine
 from flashmoa_sglang.streams import StreamTable
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
+_POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
@@ -107,7 +108,9 @@ SCHEDULER_HOOKS = [
         "around",
         scheduler.check_decode_memory,
     ),
-    Hook(f"{_STREAMER}.stream_output", "around", scheduler.stream_output),
+    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", scheduler.admit),
+    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
+    Hook(f"{_STREAMER}.stream_output", "around", answers.stream_output),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),

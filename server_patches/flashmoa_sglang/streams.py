@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.engine import Superseded, new_rid
+from flashmoa_sglang.engine import NoRoom, Superseded, new_rid
 from flashmoa_sglang.errors import (
     Draining,
     OutOfOrder,
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from flashmoa_sglang.engine import Engine, Prefilled
 
 logger = logging.getLogger(__name__)
+
+# How long a stream for which there was no room waits before it asks again.
+_STALL_SECONDS = 0.2
 
 Ending = Literal["used", "deleted", "expired", "drained"]
 
@@ -86,6 +89,8 @@ class PromptStream:
     failure: str | None = None
     rid: str | None = None
     deadline: float = 0.0
+    # The KV pool is short of room: not before this time.
+    stalled_until: float = 0.0
 
     def certain(self) -> array[int] | list[int]:
         """The tokens that no later append can change."""
@@ -111,6 +116,7 @@ class PromptStream:
             "kind": "input_ids" if self.buffer is None else "text",
             "received_tokens": self.certain_tokens(),
             "prefilled_tokens": self.prefilled,
+            "computed_tokens": self.computed,
             "increments": self.increments,
             "next_seq": self.next_seq,
             "ended": self.ended_at is not None,
@@ -294,6 +300,9 @@ class StreamTable:
                 cache_salt=stream.cache_salt,
             )
         except Superseded:
+            return
+        except NoRoom:
+            stream.stalled_until = time.monotonic() + _STALL_SECONDS
             return
         except Exception as error:
             # The stream stays valid: its request computes what is missing.

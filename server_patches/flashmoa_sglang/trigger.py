@@ -18,6 +18,7 @@ class Buffered(Protocol):
 
     prefilled: int
     ended_at: float | None
+    stalled_until: float
 
     def certain_tokens(self) -> int: ...
 
@@ -78,12 +79,13 @@ def due(
         fresh = stream.certain_tokens() - stream.prefilled
         if fresh <= 0:
             continue
+        if stream.ended_at is None and fresh < need:
+            continue
+        not_before = stream.stalled_until
         if stream.ended_at is not None:
-            left = stream.ended_at + policy.end_grace - now
-            if left > 0:
-                wait = left if wait is None else min(wait, left)
-                continue
-        elif fresh < need:
+            not_before = max(not_before, stream.ended_at + policy.end_grace)
+        if not_before > now:
+            wait = min(wait or not_before - now, not_before - now)
             continue
         ready.append((fresh, stream))
     if not ready:

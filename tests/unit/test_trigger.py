@@ -17,6 +17,7 @@ class Stream:
     certain: int
     prefilled: int = 0
     ended_at: float | None = None
+    stalled_until: float = 0.0
 
     def certain_tokens(self) -> int:
         return self.certain

@@ -6,8 +6,16 @@ another release means adding a branch here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 TESTED = ("0.5.18",)
 
@@ -60,6 +68,142 @@ def can_pin(scheduler: Any) -> bool:
     return not getattr(scheduler, "is_hybrid_swa", False) and not getattr(
         scheduler, "is_hybrid_ssm", False
     )
+
+
+# Backends that write the keys and values of a whole batch before they read any of them.
+# FlashInfer's ragged prefill does not, nor do the MLA paths.
+_WRITE_FIRST = {"torch_native", "triton", "fa3"}
+
+
+def shares_within_forward(scheduler: Any) -> bool:
+    """Whether a request may read KV that another one of its batch writes."""
+    arguments = scheduler.server_args
+    backend = arguments.prefill_attention_backend or arguments.attention_backend
+    return (
+        backend in _WRITE_FIRST
+        and not scheduler.model_config.attention_arch.name.startswith("MLA")
+        and scheduler.spec_algorithm.is_none()
+    )
+
+
+def is_shareable(req: Any) -> bool:
+    """Whether equal tokens mean equal KV, and the radix tree is where it is kept."""
+    return (
+        req.session is None
+        and req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and not req.needs_host_load_back()
+        and req.to_finish is None
+    )
+
+
+def namespace(req: Any) -> Hashable:
+    """Requests share KV only within one: cache salt, LoRA adapter."""
+    return (req.extra_key, req.cache_salt)
+
+
+def last_node(req: Any) -> Hashable:
+    """Where the request's cached prefix ends in the radix tree."""
+    return req.last_node
+
+
+def cached_tokens(req: Any) -> int:
+    """Length of the prefix whose KV the request need not compute."""
+    return len(req.prefix_indices)
+
+
+def longest_prefix(req: Any) -> int:
+    """How long a prefix may be at most: one token at least is always computed."""
+    return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+
+
+def computed_until(req: Any) -> int:
+    """Where the part of the request that the batch computes ends."""
+    return req.extend_range.end
+
+
+def tokens(req: Any, start: int, end: int | None) -> NDArray[np.int64]:
+    """A copy of the request's tokens."""
+    import numpy
+
+    return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
+
+
+def grow_prefix(req: Any, count: int) -> None:
+    """Count ``count`` more tokens as cached; :func:`adopt` fills in where they are."""
+    import torch
+
+    req.prefix_indices = torch.cat([req.prefix_indices, req.prefix_indices.new_zeros(count)])
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    req.prefix_indices = req.prefix_indices[:length]
+
+
+def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
+    """Point a request of a built batch to KV that has been published meanwhile.
+
+    As if it had matched that when the batch was built: table row, prefix and lock.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tree = scheduler.tree_cache
+    key = RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt)
+    match = tree.match_prefix(MatchPrefixParams(key=key))
+    slots = match.device_indices
+    if len(slots) != end:
+        raise AssertionError(f"{len(slots)} of {end} shared tokens are in the radix tree")
+    scheduler.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), slots[start:])
+    req.prefix_indices = slots
+    req.cache_protected_len = end
+    tree.dec_lock_ref(req.last_node)
+    tree.inc_lock_ref(match.last_device_node)
+    req.last_node = match.last_device_node
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    """How many tokens of a waiting request are not in the radix tree."""
+    from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+    match_prefix_for_req(tree_cache, req, include_req=True)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - req.num_matched_prefix_tokens
+
+
+def is_decoding(batch: Any) -> bool:
+    """Whether the running batch has requests that wait for their next token."""
+    return not batch.is_empty() and not batch.is_prefill_only
+
+
+def can_mix(scheduler: Any, running: Any) -> bool:
+    """Whether prefill can ride in one forward with these decodes (SGLang's mixed chunk)."""
+    return (
+        scheduler.chunked_prefill_size is not None
+        and scheduler.spec_algorithm.is_none()
+        and not running.return_logprob
+        and not scheduler.require_mlp_sync
+        and scheduler.ps.pp_size == 1
+    )
+
+
+@contextmanager
+def mixing(scheduler: Any, tokens: int) -> Iterator[None]:
+    """For the prefill batch built inside: mix it with the decodes, ``tokens`` in all."""
+    usual = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
+    scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = True, tokens
+    try:
+        yield
+    finally:
+        scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = usual
+
+
+def go_on() -> Any:
+    """What ``PrefillAdder.add_one_req`` answers for: not this one, but ask for others."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.CONTINUE
 
 
 def to_tokenizer(scheduler: Any, message: Any, req: Any = None) -> None:

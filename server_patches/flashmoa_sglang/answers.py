@@ -30,6 +30,7 @@ def stream_output(
     if not ours or side is None:
         original(streamer, reqs, return_logprob, skip_req)
         return
+    side.timer.stop(ours)
     rest = [req for req in reqs if req not in ours]
     if rest:
         original(streamer, rest, return_logprob, skip_req)

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import releases
+from flashmoa_sglang.costs import UNMEASURED, CostCurve
 from flashmoa_sglang.errors import Draining, EngineFailed, Malformed
-from flashmoa_sglang.messages import NO_ROOM, KvQuery, KvReport, ReleaseStream, RequestMark
+from flashmoa_sglang.messages import (
+    NO_ROOM,
+    ForwardTime,
+    KvQuery,
+    KvReport,
+    MeasuredCosts,
+    ReleaseStream,
+    RequestMark,
+)
 from flashmoa_sglang.token_buffer import CanonicalTokenizer
 
 if TYPE_CHECKING:
@@ -52,7 +61,10 @@ class Engine:
         self._prefills = 0
         self._queries = itertools.count()
         self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
+        self._forward_seconds: dict[str, float] = {}
+        self.costs = UNMEASURED
         releases.handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
+        releases.handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
 
     @property
     def tokenizer(self) -> CanonicalTokenizer | None:
@@ -68,6 +80,18 @@ class Engine:
     @property
     def vocabulary(self) -> int:
         return self._manager.model_config.vocab_size
+
+    @property
+    def page_size(self) -> int:
+        return self._manager.server_args.page_size or 1
+
+    @property
+    def largest_forward(self) -> int:
+        """Prompt tokens that surely go in one forward, beside what others may have cached."""
+        arguments = self._manager.server_args
+        chunk = arguments.chunked_prefill_size or 0
+        longest = self._manager.max_req_input_len or self.context_length
+        return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     @property
     def draining(self) -> bool:
@@ -98,20 +122,24 @@ class Engine:
             NoRoom: requests need the KV pool; only increments of streams are refused so.
             EngineFailed: SGLang refused or aborted the prefill.
         """
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        work = GenerateReqInput(
+        return await self._prefill(
+            list(input_ids),
+            RequestMark(stream),
+            http_request=http_request,
             rid=rid or new_rid(),
-            input_ids=list(input_ids),
-            sampling_params={
-                "max_new_tokens": 0,
-                "custom_params": RequestMark(stream).to_custom_params(),
-            },
             priority=priority,
             cache_salt=cache_salt,
             # Increments would count every prompt token many times over.
             log_metrics=stream is None,
         )
+
+    async def _prefill(
+        self, input_ids: list[int], mark: RequestMark, http_request: Any = None, **fields: Any
+    ) -> Prefilled:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {"max_new_tokens": 0, "custom_params": mark.to_custom_params()}
+        work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
         started = time.perf_counter()
         self._prefills += 1
         try:
@@ -138,6 +166,21 @@ class Engine:
         except HTTPException as error:
             raise Draining(f"SGLang cannot take this prefill now: {error.detail}") from error
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+
+    async def time_forward(self, input_ids: Sequence[int]) -> float:
+        """Seconds of one forward with these tokens, as the scheduler sees it."""
+        rid = new_rid()
+        mark = RequestMark(timed=True)
+        await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
+        return self._forward_seconds.pop(rid)
+
+    def _on_time(self, report: ForwardTime) -> None:
+        self._forward_seconds[report.rid] = report.seconds
+
+    def use_costs(self, curve: CostCurve) -> None:
+        """Decide by these costs from now on, here and in every scheduler."""
+        self.costs = curve
+        releases.to_scheduler(self._manager, MeasuredCosts(curve.points))
 
     def abort(self, rid: str) -> None:
         """Stop a prefill that is queued or running; unknown ids are ignored."""

@@ -21,13 +21,15 @@ class RequestMark:
 
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
     that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
-    ``expected_output``: how many tokens the client expects it to generate.
+    ``expected_output``: how many tokens the client expects it to generate. ``timed``: it
+    measures the engine, and leaves nothing in the cache.
     """
 
     stream: str | None = None
     final: bool = False
     late: int = 0
     expected_output: int | None = None
+    timed: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
         return {CUSTOM_PARAMS_KEY: asdict(self)}
@@ -57,6 +59,14 @@ class MeasuredCosts:
     """To every scheduler: what a forward of this engine costs, as (tokens, seconds)."""
 
     points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """From a scheduler: how long the forward of a timed request took, in seconds."""
+
+    rid: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,17 @@ import multiprocessing
 import os
 import pkgutil
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmoa_sglang import answers, finals, options, releases, rendering, scheduler, waiting
+from flashmoa_sglang.calibration import calibrate
 from flashmoa_sglang.engine import Engine
 from flashmoa_sglang.streams import StreamTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,24 @@ def attach_api(_result: None, manager: Any) -> None:
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
     http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
     http_server.app.include_router(Api(engine, table, renderer).router())
+    _start_with(http_server.app, lambda: calibrate(engine))
+
+
+def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Have ``work`` done beside the application, from its start to its end at most."""
+    usual = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        async with usual(app) as state:
+            task = asyncio.create_task(work())
+            try:
+                yield state
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+    app.router.lifespan_context = lifespan
 
 
 def generate_request(

@@ -15,8 +15,9 @@ from flashmoa_sglang.costs import UNMEASURED, CostCurve
 from flashmoa_sglang.messages import KvQuery, KvReport, MeasuredCosts, ReleaseStream, mark_of
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.pins import StreamPins
-from flashmoa_sglang.scheduling import pause_steps, ride_tokens
+from flashmoa_sglang.scheduling import chunk_tokens, pause_steps, ride_tokens
 from flashmoa_sglang.sharing import SharedBatch
+from flashmoa_sglang.timer import ForwardTimer
 from flashmoa_sglang.waiting import is_increment, prepare
 
 
@@ -33,6 +34,7 @@ class Side:
         self.direct = scheduler.ipc_channels.send_to_tokenizer
         self.costs = UNMEASURED
         self.batch: SharedBatch | None = None
+        self.timer = ForwardTimer(scheduler)
         self.work = 0.0
         self.pause = 0
         self.avoided = 0
@@ -88,7 +90,7 @@ def next_prefill_batch(
     held = prepare(scheduler, running)
     side.batch = side.shared_batch(scheduler)
     try:
-        with _among_decodes(scheduler, running) as may_go:
+        with _among_others(scheduler, running) as may_go:
             if not may_go:
                 return None, running
             batch, running = original(scheduler, *args, **kwargs)
@@ -109,19 +111,26 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
 
 
 @contextmanager
-def _among_decodes(scheduler: Any, running: Any) -> Iterator[bool]:
-    """Where others decode and only streams want to prefill: how they may.
+def _among_others(scheduler: Any, running: Any) -> Iterator[bool]:
+    """Where only streams want to prefill: how much of the engine they may take.
 
-    A few tokens ride along with each decode step; where SGLang cannot mix the two, streams
-    have a forward of their own now and then. Yields whether they may go in this step.
+    On an idle engine, a forward short enough for a request that comes meanwhile. Where others
+    decode, a few tokens ride along with each step; and where SGLang cannot mix the two,
+    streams have a forward of their own now and then. Yields whether they may go in this step.
     """
     side: Side = scheduler.flashmoa
     chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
-    decoding = len(running.reqs) if releases.is_decoding(running) else 0
-    if not decoding or not all(map(is_increment, scheduler.waiting_queue + chunked)):
+    wanting = scheduler.waiting_queue + chunked
+    if not all(map(is_increment, wanting)):
         yield True
         return
+    decoding = len(running.reqs) if releases.is_decoding(running) else 0
     share, page = side.options.stream_share, scheduler.page_size
+    if not decoding:
+        chunk = chunk_tokens(side.costs, page)
+        with releases.chunking(scheduler, chunk if len(wanting) > 1 else 4 * chunk):
+            yield True
+        return
     tokens = ride_tokens(side.costs, decoding, share, page)
     if releases.free_tokens(scheduler.tree_cache) < 2 * (tokens + decoding * page):
         yield False
@@ -141,6 +150,7 @@ def _settle(scheduler: Any, batch: Any) -> None:
     """The batch is built: share, publish, pin, count."""
     side: Side = scheduler.flashmoa
     side.work += batch.extend_num_tokens
+    side.timer.start(batch.reqs)
     if side.batch is not None:
         side.batch.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
         side.avoided += side.batch.avoided

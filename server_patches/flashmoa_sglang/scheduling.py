@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import CostCurve
 
+# Seconds that a forward for streams may hold up a request that comes meanwhile.
+_DELAY = 0.35
+_LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
 # A request is passed over at most this many times.
 HELD_STEPS = 16
 LITTLE_LEFT = 128
@@ -98,6 +101,12 @@ def shortest_first(jobs: Sequence[Job], curve: CostCurve) -> list[int]:
         return job.priority, job.queued_at + job.uncached + step * job.output, position
 
     return sorted(range(len(jobs)), key=key)
+
+
+def chunk_tokens(curve: CostCurve, page: int) -> int:
+    """The most tokens of streams in a forward of their own, in whole pages."""
+    tokens = min(max(curve.tokens(_DELAY), _LEAST_CHUNK), _LARGEST_CHUNK)
+    return max(page, tokens - tokens % page)
 
 
 def ride_tokens(curve: CostCurve, decoding: int, share: float, page: int) -> int:

@@ -190,13 +190,31 @@ def can_mix(scheduler: Any, running: Any) -> bool:
 
 @contextmanager
 def mixing(scheduler: Any, tokens: int) -> Iterator[None]:
-    """For the prefill batch built inside: mix it with the decodes, ``tokens`` in all."""
-    usual = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
-    scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = True, tokens
+    """The prefill batch built inside is mixed with the decodes, ``tokens`` in all."""
+    usual = scheduler.is_mixed_chunk
+    scheduler.is_mixed_chunk = True
+    try:
+        with chunking(scheduler, tokens):
+            yield
+    finally:
+        scheduler.is_mixed_chunk = usual
+
+
+@contextmanager
+def chunking(scheduler: Any, tokens: int) -> Iterator[None]:
+    """The prefill batch built inside has at most so many tokens, unless SGLang's is lower."""
+    usual = scheduler.chunked_prefill_size
+    if usual is not None:
+        scheduler.chunked_prefill_size = min(tokens, usual)
     try:
         yield
     finally:
-        scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = usual
+        scheduler.chunked_prefill_size = usual
+
+
+def keep_nothing(req: Any) -> None:
+    """A running request leaves nothing in the radix tree when it ends."""
+    req.skip_radix_cache_insert = True
 
 
 def go_on() -> Any:

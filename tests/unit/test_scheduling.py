@@ -1,0 +1,151 @@
+"""Who goes first, and how much of a step streams may take."""
+
+from __future__ import annotations
+
+import pytest
+from flashmoa_sglang.costs import CostCurve
+from flashmoa_sglang.scheduling import (
+    HELD_STEPS,
+    Job,
+    Waiting,
+    chunk_tokens,
+    held_back,
+    pause_steps,
+    ride_tokens,
+    shortest_first,
+    superseded,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+# A decode step of 10 ms; 0.1 ms for each token more.
+CURVE = CostCurve(((1, 0.0101), (1001, 0.1101)))
+CURVES = st.lists(
+    st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0)),
+    min_size=2,
+    max_size=6,
+    unique_by=lambda point: point[0],
+).map(lambda points: CostCurve(tuple(points)))
+QUEUES = st.lists(
+    st.builds(
+        Waiting,
+        stream=st.sampled_from([None, "a", "b"]),
+        increment=st.booleans(),
+        late=st.one_of(st.none(), st.integers(0, 5000)),
+        length=st.integers(1, 5000),
+        held=st.integers(0, 2 * HELD_STEPS),
+    ),
+    max_size=8,
+)
+
+
+@given(curve=CURVES, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
+def test_a_cost_curve_rises_and_is_inverted(curve: CostCurve, tokens: int, seconds: float) -> None:
+    assert curve.seconds(tokens + 1) >= curve.seconds(tokens) - 1e-9
+    most = curve.tokens(seconds)
+    if 0 < most < 1 << 20:
+        assert curve.seconds(most) <= seconds + 1e-9
+    if most < 1 << 19:
+        assert curve.seconds(most + 1) > seconds - 1e-9
+
+
+def test_a_curve_needs_two_sizes() -> None:
+    with pytest.raises(ValueError, match="two different sizes"):
+        CostCurve(((5, 0.1), (5, 0.2)))
+
+
+@given(queue=QUEUES)
+def test_only_increments_are_dropped_and_never_the_last_word_of_a_stream(
+    queue: list[Waiting],
+) -> None:
+    dropped = superseded(queue)
+    assert all(queue[position].increment for position in dropped)
+    for stream in {waiting.stream for waiting in queue} - {None}:
+        kept = [w for p, w in enumerate(queue) if w.stream == stream and p not in dropped]
+        assert kept
+        growing = [waiting.length for waiting in kept if waiting.increment]
+        assert len(set(growing)) <= 1
+        assert not growing or len(growing) == len(kept)
+
+
+@given(queue=QUEUES)
+def test_nobody_is_held_for_nobody_and_nobody_for_long(queue: list[Waiting]) -> None:
+    held = held_back(queue)
+    assert len(held) < max(1, len(queue))
+    assert all(queue[position].held < HELD_STEPS for position in held)
+    if all(waiting.increment for waiting in queue):
+        assert not held
+    goes = [w for p, w in enumerate(queue) if p not in held and w.held < HELD_STEPS]
+    if any(not waiting.increment for waiting in queue):
+        assert not any(waiting.increment for waiting in goes)
+
+
+def test_a_request_whose_stream_is_ready_does_not_wait_for_one_whose_is_not() -> None:
+    ready, behind = Waiting(stream="a", late=10), Waiting(stream="b", late=3000)
+    assert held_back([behind, ready]) == {0}
+    assert held_back([behind, Waiting()]) == set()
+
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        uncached=st.integers(0, 5000),
+        output=st.integers(0, 500),
+        queued_at=st.floats(0, 1e5),
+        priority=st.integers(-1, 1),
+    ),
+    max_size=10,
+)
+
+
+@given(jobs=JOBS)
+def test_shortest_first_is_an_order_by_priority_then_size(jobs: list[Job]) -> None:
+    order = shortest_first(jobs, CURVE)
+    assert sorted(order) == list(range(len(jobs)))
+    ordered = [jobs[position] for position in order]
+    assert [job.priority for job in ordered] == sorted(job.priority for job in jobs)
+
+
+@given(uncached=st.integers(0, 5000), output=st.integers(0, 500), later=st.floats(1, 1e5))
+def test_a_job_is_overtaken_for_no_longer_than_it_takes(
+    uncached: int, output: int, later: float
+) -> None:
+    long = Job(uncached, output, queued_at=0.0)
+    size = uncached + CURVE.decode_weight() * output
+    assert shortest_first([long, Job(0, 0, queued_at=size + later)], CURVE) == [0, 1]
+
+
+def test_shorter_jobs_go_first_and_equal_ones_in_their_order() -> None:
+    assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], CURVE) == [1, 0]
+    assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], CURVE) == [0, 1]
+
+
+@given(
+    curve=CURVES,
+    decoding=st.integers(1, 64),
+    share=st.floats(0.01, 1.0),
+    page=st.sampled_from([1, 16]),
+)
+def test_what_rides_along_stays_within_its_share(
+    curve: CostCurve, decoding: int, share: float, page: int
+) -> None:
+    tokens = ride_tokens(curve, decoding, share, page)
+    assert tokens >= page and tokens % page == 0
+    if tokens > page and share < 1:
+        longer = curve.seconds(decoding + tokens)
+        assert longer - curve.seconds(decoding) <= share * longer + 1e-9
+
+
+def test_a_share_of_one_step_and_of_many() -> None:
+    # 20 % of 12.5 ms: 25 tokens beside a step of 10 ms.
+    assert ride_tokens(CURVE, 1, 0.2, 1) == pytest.approx(25, abs=1)
+    # A forward of 20 ms is 20 % of 100 ms: 8 steps of 10 ms beside it.
+    assert pause_steps(CURVE, 100, 1, 0.2) == pytest.approx(8, abs=1)
+    assert pause_steps(CURVE, 100, 1, 1.0) == 0
+
+
+def test_chunks_follow_the_cost_and_are_whole_pages() -> None:
+    assert chunk_tokens(CURVE, 1) == pytest.approx(3400, rel=0.01)
+    assert chunk_tokens(CURVE, 64) % 64 == 0
+    slow = CostCurve(((1, 0.1), (1000, 10.0)))
+    assert chunk_tokens(slow, 1) == 128

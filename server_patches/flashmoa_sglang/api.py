@@ -126,7 +126,7 @@ class Api:
                 "cuts": tokenizer.cuts if tokenizer else [],
             },
             "context_length": self._engine.context_length,
-            "forward_seconds": self._engine.costs.points,
+            "costs": asdict(self._engine.costs),
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
             "kv": [asdict(report) for report in await self._engine.kv()],

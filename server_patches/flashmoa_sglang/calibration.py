@@ -11,7 +11,7 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
-from flashmoa_sglang.costs import CostCurve
+from flashmoa_sglang.costs import Costs
 
 if TYPE_CHECKING:
     from flashmoa_sglang.engine import Engine
@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 _REPEATS = 3
+_DECODE_STEPS = 8
 # Larger forwards follow a straight line from here on.
 _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
 
 
-async def measure(engine: Engine) -> CostCurve:
-    """The engine's cost curve; the least of a few tries each, since noise only adds."""
+async def measure(engine: Engine) -> Costs:
+    """What forwards cost; the least of a few tries each, since noise only adds."""
     dice = random.Random(0)
     points: list[tuple[int, float]] = []
     for tokens in _SIZES:
@@ -40,7 +41,11 @@ async def measure(engine: Engine) -> CostCurve:
         points.append((tokens, min(seconds)))
         if points[-1][1] > _LONG_SECONDS:
             break
-    return CostCurve(tuple(points))
+    steps: list[float] = []
+    for _ in range(_REPEATS):
+        await _until_idle(engine)
+        steps.append(await engine.time_decode(_DECODE_STEPS))
+    return Costs(tuple(points), min(steps))
 
 
 async def _until_idle(engine: Engine) -> None:
@@ -51,12 +56,13 @@ async def _until_idle(engine: Engine) -> None:
 async def calibrate(engine: Engine) -> None:
     """Measure and tell the schedulers; a failure leaves the guess in place and is logged."""
     try:
-        curve = await measure(engine)
+        costs = await measure(engine)
     except Exception as error:
         logger.warning("The cost of a forward could not be measured: %s", error)
         return
-    engine.use_costs(curve)
+    engine.use_costs(costs)
     logger.info(
-        "Cost of a forward: %s",
-        ", ".join(f"{tokens} tokens {1000 * seconds:.1f} ms" for tokens, seconds in curve.points),
+        "A decode step takes %.1f ms, a prefill %s",
+        1000 * costs.decode_step,
+        ", ".join(f"of {tokens} tokens {1000 * time:.1f} ms" for tokens, time in costs.points),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.costs import UNMEASURED, CostCurve
+from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.errors import Draining, EngineFailed, Malformed
 from flashmoa_sglang.messages import (
     NO_ROOM,
@@ -136,16 +136,9 @@ class Engine:
     async def _prefill(
         self, input_ids: list[int], mark: RequestMark, http_request: Any = None, **fields: Any
     ) -> Prefilled:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        sampling = {"max_new_tokens": 0, "custom_params": mark.to_custom_params()}
-        work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
         started = time.perf_counter()
-        self._prefills += 1
-        try:
-            meta = await self._run(work, http_request)
-        finally:
-            self._prefills -= 1
+        sampling = {"max_new_tokens": 0}
+        meta = await self._generate(input_ids, mark, sampling, http_request, **fields)
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             message = reason.get("message", "aborted")
@@ -153,6 +146,25 @@ class Engine:
         return Prefilled(
             meta["prompt_tokens"], meta["cached_tokens"], time.perf_counter() - started
         )
+
+    async def _generate(
+        self,
+        input_ids: list[int],
+        mark: RequestMark,
+        sampling: dict[str, Any],
+        http_request: Any = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """A request of the plugin's own; the ``meta_info`` of its answer."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {**sampling, "ignore_eos": True, "custom_params": mark.to_custom_params()}
+        work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
+        self._prefills += 1
+        try:
+            return await self._run(work, http_request)
+        finally:
+            self._prefills -= 1
 
     async def _run(self, work: Any, http_request: Any) -> dict[str, Any]:
         from fastapi import HTTPException
@@ -174,13 +186,22 @@ class Engine:
         await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
         return self._forward_seconds.pop(rid)
 
+    async def time_decode(self, steps: int) -> float:
+        """Seconds of one decode step of one request."""
+        seconds: list[float] = []
+        for tokens in (1, 1 + steps):
+            started = time.perf_counter()
+            await self._generate([0] * 4, RequestMark(timed=True), {"max_new_tokens": tokens})
+            seconds.append(time.perf_counter() - started)
+        return max(0.0, (seconds[1] - seconds[0]) / steps)
+
     def _on_time(self, report: ForwardTime) -> None:
         self._forward_seconds[report.rid] = report.seconds
 
-    def use_costs(self, curve: CostCurve) -> None:
+    def use_costs(self, costs: Costs) -> None:
         """Decide by these costs from now on, here and in every scheduler."""
-        self.costs = curve
-        releases.to_scheduler(self._manager, MeasuredCosts(curve.points))
+        self.costs = costs
+        releases.to_scheduler(self._manager, MeasuredCosts(costs.points, costs.decode_step))
 
     def abort(self, rid: str) -> None:
         """Stop a prefill that is queued or running; unknown ids are ignored."""

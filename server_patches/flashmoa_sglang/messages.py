@@ -56,9 +56,10 @@ class ReleaseStream:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """To every scheduler: what a forward of this engine costs, as (tokens, seconds)."""
+    """To every scheduler: what this engine's forwards cost; as in ``costs.Costs``."""
 
     points: tuple[tuple[int, float], ...]
+    decode_step: float
 
 
 @dataclass(frozen=True, slots=True)

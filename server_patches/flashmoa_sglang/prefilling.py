@@ -51,8 +51,7 @@ class Prefiller:
                     [stream for stream in self._streams if stream.may_grow() and not stream.rid],
                     self._policy(),
                     now=now,
-                    shared=self._engine.others_active(),
-                    alone=len(self._streams) == 1,
+                    alone=len(self._streams) == 1 and not self._engine.others_active(),
                 )
                 for stream, target in todo.increments:
                     stream.rid = new_rid()

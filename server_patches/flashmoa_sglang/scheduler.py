@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.costs import UNMEASURED, CostCurve
+from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.messages import KvQuery, KvReport, MeasuredCosts, ReleaseStream, mark_of
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.pins import StreamPins
 from flashmoa_sglang.scheduling import chunk_tokens, pause_steps, ride_tokens
 from flashmoa_sglang.sharing import SharedBatch
 from flashmoa_sglang.timer import ForwardTimer
-from flashmoa_sglang.waiting import is_increment, prepare
+from flashmoa_sglang.waiting import is_increment, one_at_a_time, prepare
 
 
 class Side:
@@ -60,7 +60,7 @@ def attach(_result: None, scheduler: Any) -> None:
 
 
 def _use_costs(side: Side, message: MeasuredCosts) -> None:
-    side.costs = CostCurve(message.points)
+    side.costs = Costs(message.points, message.decode_step)
 
 
 def _report_kv(scheduler: Any, message: KvQuery) -> None:
@@ -88,17 +88,28 @@ def next_prefill_batch(
         return original(scheduler, *args, **kwargs)
     side: Side = scheduler.flashmoa
     held = prepare(scheduler, running)
-    side.batch = side.shared_batch(scheduler)
     try:
-        with _among_others(scheduler, running) as may_go:
+        if not _only_streams_want(scheduler):
+            return _build(original, scheduler, *args, **kwargs)
+        with _in_the_gaps(scheduler, running) as may_go:
             if not may_go:
                 return None, running
-            batch, running = original(scheduler, *args, **kwargs)
-        if batch is not None:
-            _settle(scheduler, batch)
+            full = running.batch_is_full
+            batch, running = _build(original, scheduler, *args, **kwargs)
+            # That an increment found no room says nothing about requests.
+            running.batch_is_full = full
+            return batch, running
     finally:
         side.batch = None
         scheduler.waiting_queue = held + scheduler.waiting_queue
+
+
+def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    side: Side = scheduler.flashmoa
+    side.batch = side.shared_batch(scheduler)
+    batch, running = original(scheduler, *args, **kwargs)
+    if batch is not None:
+        _settle(scheduler, batch)
     return batch, running
 
 
@@ -110,40 +121,41 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     return side.batch.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
 
 
+def _only_streams_want(scheduler: Any) -> bool:
+    chunked = scheduler.chunked_req
+    return (chunked is None or is_increment(chunked)) and all(
+        map(is_increment, scheduler.waiting_queue)
+    )
+
+
 @contextmanager
-def _among_others(scheduler: Any, running: Any) -> Iterator[bool]:
-    """Where only streams want to prefill: how much of the engine they may take.
+def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
+    """Only streams want to prefill: how much of the engine they may take.
 
     On an idle engine, a forward short enough for a request that comes meanwhile. Where others
-    decode, a few tokens ride along with each step; and where SGLang cannot mix the two,
-    streams have a forward of their own now and then. Yields whether they may go in this step.
+    decode, tokens of one stream ride along with each step; and where SGLang cannot mix the
+    two, or too few tokens could, streams have a forward of their own now and then. Yields
+    whether they may go in this step.
     """
     side: Side = scheduler.flashmoa
-    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
-    wanting = scheduler.waiting_queue + chunked
-    if not all(map(is_increment, wanting)):
-        yield True
-        return
-    decoding = len(running.reqs) if releases.is_decoding(running) else 0
     share, page = side.options.stream_share, scheduler.page_size
+    chunk, decoding = chunk_tokens(side.costs, page), releases.decoding(running)
+    ride = ride_tokens(side.costs, decoding, share, page)
     if not decoding:
-        chunk = chunk_tokens(side.costs, page)
-        with releases.chunking(scheduler, chunk if len(wanting) > 1 else 4 * chunk):
+        alone = len(scheduler.waiting_queue) <= 1
+        with releases.chunking(scheduler, 4 * chunk if alone else chunk):
             yield True
-        return
-    tokens = ride_tokens(side.costs, decoding, share, page)
-    if releases.free_tokens(scheduler.tree_cache) < 2 * (tokens + decoding * page):
+    elif releases.free_tokens(scheduler.tree_cache) < chunk + decoding * page:
         yield False
-    elif releases.can_mix(scheduler, running):
-        with releases.mixing(scheduler, tokens + decoding):
+    elif ride and releases.can_mix(scheduler, running):
+        with one_at_a_time(scheduler), releases.mixing(scheduler, ride + decoding):
             yield True
     elif side.pause > 0:
         yield False
     else:
-        size = sum(releases.uncached(scheduler.tree_cache, req) for req in scheduler.waiting_queue)
-        size += sum(len(req.origin_input_ids) - releases.cached_tokens(req) for req in chunked)
-        side.pause = pause_steps(side.costs, size, decoding, share)
-        yield True
+        side.pause = pause_steps(side.costs, chunk, decoding, share)
+        with releases.chunking(scheduler, chunk):
+            yield True
 
 
 def _settle(scheduler: Any, batch: Any) -> None:
@@ -185,7 +197,7 @@ def check_decode_memory(
     side: Side | None = getattr(batch.tree_cache, "flashmoa", None)
     if side is None:
         return fits
-    side.work += side.costs.decode_weight()
+    side.work += side.costs.decode_weight
     side.pause = max(0, side.pause - 1)
     if fits or not side.pins:
         return fits

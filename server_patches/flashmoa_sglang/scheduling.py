@@ -11,11 +11,13 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.costs import CostCurve
+    from flashmoa_sglang.costs import Costs
 
 # Seconds that a forward for streams may hold up a request that comes meanwhile.
 _DELAY = 0.35
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
+_LEAST_RIDE = 16
+_RARELY = 128
 # A request is passed over at most this many times.
 HELD_STEPS = 16
 LITTLE_LEFT = 128
@@ -87,14 +89,14 @@ class Job:
     priority: int = 0
 
 
-def shortest_first(jobs: Sequence[Job], curve: CostCurve) -> list[int]:
+def shortest_first(jobs: Sequence[Job], costs: Costs) -> list[int]:
     """The order in which to serve: positions, shortest job first (FlashAgents §6.6).
 
     A job's size is its prefill and its decode steps, in prefill tokens. It ages by the work
     the engine has done meanwhile: a job is overtaken by shorter ones for at most as long as
     it would take itself, so none starves. Priorities go before sizes.
     """
-    step = curve.decode_weight()
+    step = costs.decode_weight
 
     def key(position: int) -> tuple[int, float, int]:
         job = jobs[position]
@@ -103,24 +105,31 @@ def shortest_first(jobs: Sequence[Job], curve: CostCurve) -> list[int]:
     return sorted(range(len(jobs)), key=key)
 
 
-def chunk_tokens(curve: CostCurve, page: int) -> int:
+def chunk_tokens(costs: Costs, page: int) -> int:
     """The most tokens of streams in a forward of their own, in whole pages."""
-    tokens = min(max(curve.tokens(_DELAY), _LEAST_CHUNK), _LARGEST_CHUNK)
+    tokens = min(max(costs.tokens_within(_DELAY), _LEAST_CHUNK), _LARGEST_CHUNK)
     return max(page, tokens - tokens % page)
 
 
-def ride_tokens(curve: CostCurve, decoding: int, share: float, page: int) -> int:
-    """How many tokens of streams may ride along with one decode step.
+def ride_tokens(costs: Costs, decoding: int, share: float, page: int) -> int:
+    """How many tokens of streams may ride along with one decode step, in whole pages.
 
-    As many as make the step longer by no more than ``share`` of the longer step, in whole
-    pages, and one page at least.
+    As many as make the step longer by no more than ``share`` of the longer step. 0 where
+    that is too few to be worth it: such an engine does better with a forward for streams
+    alone now and then.
     """
-    longest = curve.seconds(decoding) / (1 - share) if share < 1 else float("inf")
-    tokens = curve.tokens(longest) - decoding
-    return max(page, tokens - tokens % page)
+    longest = costs.decode(decoding) / (1 - share) if share < 1 else float("inf")
+    tokens = costs.tokens_within(longest) - decoding
+    tokens -= tokens % page
+    return tokens if tokens >= _LEAST_RIDE else 0
 
 
-def pause_steps(curve: CostCurve, tokens: int, decoding: int, share: float) -> int:
-    """Decode steps that others get after a forward of ``tokens`` for streams alone."""
-    cost, step = curve.seconds(tokens), max(curve.seconds(decoding), 1e-9)
-    return ceil(cost * (1 - share) / share / step)
+def pause_steps(costs: Costs, tokens: int, decoding: int, share: float) -> int:
+    """Decode steps that others get after a forward of ``tokens`` for streams alone.
+
+    Enough for its share, and so many that fewer than one step in a hundred is held up.
+    """
+    if share >= 1:
+        return 0
+    cost, step = costs.prefill(tokens), max(costs.decode(decoding), 1e-9)
+    return max(_RARELY, ceil(cost * (1 - share) / share / step))

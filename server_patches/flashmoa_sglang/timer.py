@@ -24,6 +24,8 @@ class ForwardTimer:
             mark = mark_of(req)
             if mark is not None and mark.timed:
                 releases.keep_nothing(req)
+                if not req.is_prefill_only:
+                    continue
                 self._started[req.rid] = time.perf_counter()
 
     def stop(self, reqs: list[Any]) -> None:

@@ -38,8 +38,6 @@ class Policy:
     least: int = 16
     chunk: int = 512
     page: int = 1
-    # While others decode, an increment is spread over many of their steps.
-    shared_chunk: int = 128
     # The real request usually follows the end at once and carries the rest along.
     end_grace: float = 0.01
 
@@ -57,15 +55,14 @@ class Due(Generic[S]):
     wait: float | None = None
 
 
-def due(streams: Iterable[S], policy: Policy, *, now: float, shared: bool, alone: bool) -> Due[S]:
+def due(streams: Iterable[S], policy: Policy, *, now: float, alone: bool) -> Due[S]:
     """What to prefill now, the least remaining first.
 
     Args:
         streams: those that may be prefilled further and have no increment running.
-        shared: whether other requests are running on the engine.
-        alone: whether this is the engine's only stream.
+        alone: whether this is the engine's only stream, and nobody else uses the engine.
     """
-    chunk = policy.shared_chunk if shared else policy.lone_chunk if alone else policy.chunk
+    chunk = policy.lone_chunk if alone else policy.chunk
     ready: list[tuple[int, S, int]] = []
     wait: float | None = None
     for stream in streams:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flashmoa_sglang import releases
@@ -35,6 +37,21 @@ def prepare(scheduler: Any, running: Any) -> list[Any]:
         req for position, req in enumerate(queue) if position not in positions
     ]
     return held
+
+
+@contextmanager
+def one_at_a_time(scheduler: Any) -> Iterator[None]:
+    """Only the first waiting request may join, and only if none is chunked already.
+
+    Looking at each of many in every decode step would cost more than the step.
+    """
+    queue = scheduler.waiting_queue
+    first = 0 if scheduler.chunked_req is not None else 1
+    scheduler.waiting_queue = queue[:first]
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = scheduler.waiting_queue + queue[first:]
 
 
 def _view(queue: list[Any]) -> list[Waiting]:
@@ -84,7 +101,10 @@ def _make_room(scheduler: Any, running: Any) -> None:
     refused = set[int]()
     for position, req in enumerate(queue):
         if is_increment(req):
-            room -= releases.uncached(tree, req)
+            # Once is enough: it changes little while the request waits.
+            if not hasattr(req, "flashmoa_uncached"):
+                req.flashmoa_uncached = releases.uncached(tree, req)
+            room -= req.flashmoa_uncached
             if room < 0:
                 refused.add(position)
     if refused:

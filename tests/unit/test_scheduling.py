@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_sglang.costs import CostCurve
+from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.scheduling import (
     HELD_STEPS,
     Job,
@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # A decode step of 10 ms; 0.1 ms for each token more.
-CURVE = CostCurve(((1, 0.0101), (1001, 0.1101)))
-CURVES = st.lists(
+COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+ANY_COSTS = st.lists(
     st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0)),
     min_size=2,
     max_size=6,
     unique_by=lambda point: point[0],
-).map(lambda points: CostCurve(tuple(points)))
+).map(lambda points: Costs(tuple(points), decode_step=min(seconds for _, seconds in points)))
 QUEUES = st.lists(
     st.builds(
         Waiting,
@@ -39,19 +39,19 @@ QUEUES = st.lists(
 )
 
 
-@given(curve=CURVES, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
-def test_a_cost_curve_rises_and_is_inverted(curve: CostCurve, tokens: int, seconds: float) -> None:
-    assert curve.seconds(tokens + 1) >= curve.seconds(tokens) - 1e-9
-    most = curve.tokens(seconds)
+@given(costs=ANY_COSTS, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
+def test_costs_rise_and_are_inverted(costs: Costs, tokens: int, seconds: float) -> None:
+    assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
+    most = costs.tokens_within(seconds)
     if 0 < most < 1 << 20:
-        assert curve.seconds(most) <= seconds + 1e-9
+        assert costs.prefill(most) <= seconds + 1e-9
     if most < 1 << 19:
-        assert curve.seconds(most + 1) > seconds - 1e-9
+        assert costs.prefill(most + 1) > seconds - 1e-9
 
 
-def test_a_curve_needs_two_sizes() -> None:
+def test_costs_need_two_sizes() -> None:
     with pytest.raises(ValueError, match="two different sizes"):
-        CostCurve(((5, 0.1), (5, 0.2)))
+        Costs(((5, 0.1), (5, 0.2)), 0.1)
 
 
 @given(queue=QUEUES)
@@ -100,7 +100,7 @@ JOBS = st.lists(
 
 @given(jobs=JOBS)
 def test_shortest_first_is_an_order_by_priority_then_size(jobs: list[Job]) -> None:
-    order = shortest_first(jobs, CURVE)
+    order = shortest_first(jobs, COSTS)
     assert sorted(order) == list(range(len(jobs)))
     ordered = [jobs[position] for position in order]
     assert [job.priority for job in ordered] == sorted(job.priority for job in jobs)
@@ -111,41 +111,44 @@ def test_a_job_is_overtaken_for_no_longer_than_it_takes(
     uncached: int, output: int, later: float
 ) -> None:
     long = Job(uncached, output, queued_at=0.0)
-    size = uncached + CURVE.decode_weight() * output
-    assert shortest_first([long, Job(0, 0, queued_at=size + later)], CURVE) == [0, 1]
+    size = uncached + COSTS.decode_weight * output
+    assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
 
 
 def test_shorter_jobs_go_first_and_equal_ones_in_their_order() -> None:
-    assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], CURVE) == [1, 0]
-    assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], CURVE) == [0, 1]
+    assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
+    assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]
 
 
 @given(
-    curve=CURVES,
+    costs=ANY_COSTS,
     decoding=st.integers(1, 64),
     share=st.floats(0.01, 1.0),
-    page=st.sampled_from([1, 16]),
+    page=st.sampled_from([1, 16, 64]),
 )
 def test_what_rides_along_stays_within_its_share(
-    curve: CostCurve, decoding: int, share: float, page: int
+    costs: Costs, decoding: int, share: float, page: int
 ) -> None:
-    tokens = ride_tokens(curve, decoding, share, page)
-    assert tokens >= page and tokens % page == 0
-    if tokens > page and share < 1:
-        longer = curve.seconds(decoding + tokens)
-        assert longer - curve.seconds(decoding) <= share * longer + 1e-9
+    tokens = ride_tokens(costs, decoding, share, page)
+    assert tokens == 0 or (tokens >= page and tokens % page == 0)
+    if tokens and share < 1:
+        longer = costs.prefill(decoding + tokens)
+        assert longer - costs.decode(decoding) <= share * longer + 1e-9
 
 
 def test_a_share_of_one_step_and_of_many() -> None:
     # 20 % of 12.5 ms: 25 tokens beside a step of 10 ms.
-    assert ride_tokens(CURVE, 1, 0.2, 1) == pytest.approx(25, abs=1)
-    # A forward of 20 ms is 20 % of 100 ms: 8 steps of 10 ms beside it.
-    assert pause_steps(CURVE, 100, 1, 0.2) == pytest.approx(8, abs=1)
-    assert pause_steps(CURVE, 100, 1, 1.0) == 0
+    assert ride_tokens(COSTS, 1, 0.2, 1) == pytest.approx(24, abs=1)
+    # Fewer than 16 are not worth it.
+    assert ride_tokens(COSTS, 1, 0.1, 1) == 0
+    # A forward of 0.5 s is 20 % of 2.5 s: 200 steps of 10 ms beside it.
+    assert pause_steps(COSTS, 4900, 1, 0.2) == pytest.approx(200, abs=1)
+    assert pause_steps(COSTS, 100, 1, 0.2) > 100
+    assert pause_steps(COSTS, 100, 1, 1.0) == 0
 
 
 def test_chunks_follow_the_cost_and_are_whole_pages() -> None:
-    assert chunk_tokens(CURVE, 1) == pytest.approx(3400, rel=0.01)
-    assert chunk_tokens(CURVE, 64) % 64 == 0
-    slow = CostCurve(((1, 0.1), (1000, 10.0)))
+    assert chunk_tokens(COSTS, 1) == pytest.approx(3400, rel=0.01)
+    assert chunk_tokens(COSTS, 64) % 64 == 0
+    slow = Costs(((1, 0.1), (1000, 10.0)), 0.1)
     assert chunk_tokens(slow, 1) == 128

@@ -27,10 +27,9 @@ def ask(
     *streams: Stream,
     policy: Policy = POLICY,
     now: float = 100.0,
-    shared: bool = False,
     alone: bool = False,
 ) -> Due[Stream]:
-    return due(streams, policy, now=now, shared=shared, alone=alone)
+    return due(streams, policy, now=now, alone=alone)
 
 
 def test_a_few_tokens_are_worth_an_increment_and_fewer_are_not() -> None:
@@ -47,9 +46,8 @@ def test_the_end_is_due_after_its_grace() -> None:
     assert ask(stream, now=100.0 + 2 * POLICY.end_grace).increments == ((stream, 3),)
 
 
-def test_increments_are_small_where_others_decode_and_large_for_a_lone_stream() -> None:
+def test_increments_are_larger_for_a_lone_stream() -> None:
     stream = Stream(certain=5000)
-    assert ask(stream, shared=True).increments == ((stream, POLICY.shared_chunk),)
     assert ask(stream).increments == ((stream, POLICY.chunk),)
     assert ask(stream, alone=True).increments == ((stream, POLICY.lone_chunk),)
 
@@ -63,20 +61,19 @@ def test_a_stream_without_room_asks_again_later() -> None:
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=12),
     ended=st.booleans(),
-    shared=st.booleans(),
     page=st.sampled_from([1, 16, 64, 1024]),
 )
 def test_each_stream_moves_forward_within_its_bounds(
-    sizes: list[tuple[int, int]], ended: bool, shared: bool, page: int
+    sizes: list[tuple[int, int]], ended: bool, page: int
 ) -> None:
     policy = Policy(page=page)
     streams = [
         Stream(max(size), prefilled=min(size) - min(size) % page, ended_at=0.0 if ended else None)
         for size in sizes
     ]
-    todo = ask(*streams, policy=policy, shared=shared)
+    todo = ask(*streams, policy=policy)
     chosen = {id(stream): target for stream, target in todo.increments}
-    most = max(page, policy.shared_chunk if shared else policy.chunk)
+    most = max(page, policy.chunk)
     for stream in streams:
         whole = stream.certain if ended else stream.certain - stream.certain % page
         left = whole - stream.prefilled

@@ -172,9 +172,9 @@ def uncached(tree_cache: Any, req: Any) -> int:
     return total - req.num_matched_prefix_tokens
 
 
-def is_decoding(batch: Any) -> bool:
-    """Whether the running batch has requests that wait for their next token."""
-    return not batch.is_empty() and not batch.is_prefill_only
+def decoding(batch: Any) -> int:
+    """How many requests of the running batch wait for their next token."""
+    return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
 
 
 def can_mix(scheduler: Any, running: Any) -> bool:

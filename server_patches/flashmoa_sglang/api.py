@@ -19,7 +19,8 @@ from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.engine import Engine, Superseded
 from flashmoa_sglang.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
 from flashmoa_sglang.rendering import ChatRenderer, Rendered
-from flashmoa_sglang.streams import PromptStream, StreamTable
+from flashmoa_sglang.stream import PromptStream
+from flashmoa_sglang.streams import StreamTable
 from flashmoa_sglang.token_buffer import TokenBuffer
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]

@@ -17,7 +17,8 @@ from flashmoa_sglang.messages import RequestMark
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from flashmoa_sglang.streams import PromptStream, StreamTable
+    from flashmoa_sglang.stream import PromptStream
+    from flashmoa_sglang.streams import StreamTable
 
 FIELD = "prompt_stream_id"
 

@@ -1,4 +1,4 @@
-"""Prompt streams in the HTTP process: buffer, trigger, lifetime.
+"""All prompt streams of a server, in its HTTP process: trigger and lifetime.
 
 A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1,
 Algorithm 1). All timing is decided here, in one process (``trigger.py`` says when); the
@@ -11,11 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
-from array import array
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flashmoa_sglang.engine import Superseded, new_rid
 from flashmoa_sglang.errors import (
@@ -26,7 +24,7 @@ from flashmoa_sglang.errors import (
     TooManyStreams,
     UnknownStream,
 )
-from flashmoa_sglang.token_buffer import TokenBuffer
+from flashmoa_sglang.stream import Ending, PromptStream, Span
 from flashmoa_sglang.trigger import Policy, due
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from flashmoa_sglang.engine import Engine, Prefilled
 
 logger = logging.getLogger(__name__)
-
-Ending = Literal["used", "deleted", "expired", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,74 +45,6 @@ class Limits:
     # A prompt of more characters than this per token of context cannot be text.
     characters_per_token: int = 64
     remembered: int = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One increment: when (Unix seconds, waiting included), and tokens computed."""
-
-    start: float
-    end: float
-    tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class PromptStream:
-    """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
-
-    A text stream's ``ids`` are filled once, when it has ended.
-    """
-
-    ttl_seconds: float
-    buffer: TokenBuffer | None
-    priority: int | None = None
-    cache_salt: str | None = None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    ids: array[int] = field(default_factory=lambda: array("q"))
-    next_seq: int = 0
-    ended_at: float | None = None
-    claimed: bool = False
-    closed: Ending | None = None
-    prefilled: int = 0
-    # Of these, tokens that were not in the radix cache already.
-    computed: int = 0
-    increments: int = 0
-    # The last ones, for timelines.
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
-    failure: str | None = None
-    rid: str | None = None
-    deadline: float = 0.0
-
-    def certain(self) -> array[int] | list[int]:
-        """The tokens that no later append can change."""
-        if self.buffer is None:
-            return self.ids
-        if self.ended_at is None:
-            return self.buffer.tokens
-        if not self.ids:
-            self.ids = array("q", self.buffer.all_tokens())
-        return self.ids
-
-    def certain_tokens(self) -> int:
-        return len(self.certain())
-
-    def may_grow(self) -> bool:
-        """Whether prefilling further is of use and possible."""
-        return not self.claimed and self.closed is None and self.failure is None
-
-    def state(self) -> dict[str, Any]:
-        """What ``GET /prompt_streams/{id}`` answers."""
-        return {
-            "id": self.id,
-            "kind": "input_ids" if self.buffer is None else "text",
-            "received_tokens": self.certain_tokens(),
-            "prefilled_tokens": self.prefilled,
-            "increments": self.increments,
-            "next_seq": self.next_seq,
-            "ended": self.ended_at is not None,
-            "ttl_seconds": self.ttl_seconds,
-            "failure": self.failure,
-        }
 
 
 class StreamTable:

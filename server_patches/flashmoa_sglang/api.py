@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from pydantic_core import from_json
 
 from flashmoa_sglang import __version__, releases
-from flashmoa_sglang.engine import Engine, Superseded
+from flashmoa_sglang.engine import Engine, Superseded, Terms
 from flashmoa_sglang.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
 from flashmoa_sglang.rendering import ChatRenderer, Rendered
 from flashmoa_sglang.stream import PromptStream
@@ -126,6 +126,7 @@ class Api:
                 "cuts": tokenizer.cuts if tokenizer else [],
             },
             "context_length": self._engine.context_length,
+            "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
             "kv": [asdict(report) for report in await self._engine.kv()],
@@ -142,8 +143,7 @@ class Api:
         try:
             done = await self._engine.prefill(
                 ids,
-                priority=prompt.priority,
-                cache_salt=prompt.cache_salt,
+                terms=Terms(prompt.priority, prompt.cache_salt),
                 http_request=request,
             )
         except Superseded as error:
@@ -168,17 +168,13 @@ class Api:
         stream = PromptStream(
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=None,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
+            terms=Terms(body.priority, body.cache_salt, self._engine.next_rank()),
         )
         piece: str | list[int]
         if kind == "input_ids":
             piece = self._checked_ids(body.input_ids or [])
         else:
-            rendered = self._render(body) if kind == "messages" else None
-            special = rendered.special if rendered else body.add_special_tokens
-            stream.buffer = TokenBuffer(self._tokenizer(), special)
-            piece = rendered.text if rendered else body.text or ""
+            stream.buffer, piece = self._buffer(body)
         self._table.add(stream, piece)
         self._table.open(stream)
         return stream.state()
@@ -209,18 +205,20 @@ class Api:
         return {"id": stream.id, "freed_tokens": stream.prefilled}
 
     def _tokens(self, prompt: _Prompt) -> list[int]:
-        kind = prompt.one_of("messages")
-        if kind == "input_ids":
+        if prompt.one_of("messages") == "input_ids":
             return self._checked_ids(prompt.input_ids or [])
-        if kind == "text":
-            text, special = prompt.text or "", prompt.add_special_tokens
-        else:
-            rendered = self._render(prompt)
-            text, special = rendered.text, rendered.special
-        room = self._engine.context_length
+        buffer, text = self._buffer(prompt)
+        room = self._engine.max_prompt_tokens
         if len(text) > room * self._table.limits.characters_per_token:
             self._check_room(len(text))
-        return self._tokenizer().encode(text, special)
+        buffer.append(text)
+        return buffer.all_tokens()
+
+    def _buffer(self, prompt: _Prompt) -> tuple[TokenBuffer, str]:
+        """A buffer for a prompt's text, and the text to begin with."""
+        if prompt.messages is not None:
+            return self._render(prompt).buffer(self._tokenizer())
+        return TokenBuffer(self._tokenizer(), prompt.add_special_tokens), prompt.text or ""
 
     def _render(self, prompt: _Prompt) -> Rendered:
         self._tokenizer()
@@ -228,7 +226,7 @@ class Api:
 
     def _tokenizer(self) -> Any:
         if self._engine.tokenizer is None:
-            raise Malformed("This server runs without a tokenizer; send input_ids.")
+            raise Malformed("This server has no tokenizer for text prompts; send input_ids.")
         return self._engine.tokenizer
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
@@ -238,10 +236,10 @@ class Api:
         return ids
 
     def _check_room(self, tokens: int) -> None:
-        room = self._engine.context_length - 1
+        room = self._engine.max_prompt_tokens
         if tokens > room:
             raise TooLarge(
-                f"The prompt has {tokens} tokens; the model takes {room}.", max_tokens=room
+                f"The prompt has {tokens} tokens; this server takes {room}.", max_tokens=room
             )
 
 

@@ -19,11 +19,13 @@ class RequestMark:
 
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
     that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
+    ``expected_output``: how many tokens its client expects it to decode, if it said.
     """
 
     stream: str | None = None
     final: bool = False
     late: int = 0
+    expected_output: int | None = None
 
     def to_custom_params(self) -> dict[str, Any]:
         return {CUSTOM_PARAMS_KEY: asdict(self)}
@@ -39,7 +41,13 @@ def mark_of(custom_params: Any) -> RequestMark | None:
     stream, late = fields.get("stream"), fields.get("late")
     if not isinstance(stream, str | None):
         return None
-    return RequestMark(stream, bool(fields.get("final")), late if isinstance(late, int) else 0)
+    expected = fields.get("expected_output")
+    return RequestMark(
+        stream,
+        bool(fields.get("final")),
+        late if isinstance(late, int) else 0,
+        expected if isinstance(expected, int) else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import finals, options, releases, rendering, scheduler
-from flashmoa_sglang.engine import Engine
+from flashmoa_sglang import finals, options, releases, rendering, scheduler, usage
+from flashmoa_sglang.engine import Engine, is_ours
 from flashmoa_sglang.streams import StreamTable
 
 if TYPE_CHECKING:
@@ -68,10 +68,9 @@ def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
     """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
-    final = finals.current() or finals.bind(manager.flashmoa_table, request)
-    if final is None or not hasattr(obj, "sampling_params") or not hasattr(obj, "stream"):
+    if is_ours(obj):
         return original(manager, obj, request)
-    return finals.generate(original, manager, obj, request, final)
+    return finals.generate_request(original, manager, obj, request)
 
 
 async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw: Any) -> Any:
@@ -81,7 +80,7 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw)
-    return result if final is None else finals.annotate_chat(result, final)
+    return result if final is None else usage.annotate_chat(result, final)
 
 
 def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:

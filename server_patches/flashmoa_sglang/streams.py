@@ -28,11 +28,14 @@ from flashmoa_sglang.stream import Ending, PromptStream, Span
 from flashmoa_sglang.trigger import Policy, due
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from flashmoa_sglang.engine import Engine, Prefilled
 
 logger = logging.getLogger(__name__)
+
+_LIFETIME_CHECK = 0.1
+_PAUSE_AFTER_MISTAKE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class StreamTable:
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reported: set[str] = set()
         self._resume_at = 0.0
 
     def __len__(self) -> int:
@@ -100,12 +104,17 @@ class StreamTable:
             )
         self._open[stream.id] = stream
         self._touch(stream)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="prompt-streams")
+        self._keep("prompt-streams", self._run)
+        # By itself, so that no stream outlives its time because another one is prefilled.
+        self._keep("prompt-stream-lifetimes", self._watch_lifetimes)
 
-    def add(self, stream: PromptStream, piece: str | list[int]) -> None:
-        """Buffer text or token ids. Raises: TooLarge, with the stream as it was before."""
-        room = self._engine.context_length - 1
+    def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
+        """Buffer text or token ids; ``end``: the last ones.
+
+        Raises:
+            TooLarge: with the stream as it was before.
+        """
+        room = self._engine.max_prompt_tokens
         if stream.buffer is None:
             assert not isinstance(piece, str)
             if len(stream.ids) + len(piece) > room:
@@ -117,7 +126,9 @@ class StreamTable:
             raise _over_context(room)
         before = stream.buffer.checkpoint()
         stream.buffer.append(piece)
-        if len(stream.buffer.tokens) > room:
+        # What is held back counts once nothing can change it any more.
+        tokens = stream.buffer.all_tokens() if end else stream.buffer.tokens
+        if len(tokens) > room:
             stream.buffer.restore(before)
             raise _over_context(room)
 
@@ -137,8 +148,8 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
-        if piece:
-            self.add(stream, piece)
+        if piece or (end and stream.buffer is not None):
+            self.add(stream, piece, end)
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
@@ -168,12 +179,39 @@ class StreamTable:
         stream.deadline = time.monotonic() + stream.ttl_seconds
         self._changed.set()
 
+    def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Have ``work``, which returns when no stream is open, done in a task of its own."""
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            self._tasks[name] = asyncio.create_task(self._go_on(name, work), name=name)
+
+    async def _go_on(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        while self._open:
+            try:
+                await work()
+            except Exception as error:
+                # A mistake of ours must not leave streams that nobody serves and nobody ends.
+                self._report(name, error)
+                for stream in self.all():
+                    stream.failure = stream.failure or f"{type(error).__name__}: {error}"
+                await asyncio.sleep(_PAUSE_AFTER_MISTAKE)
+
+    def _report(self, name: str, error: Exception) -> None:
+        if type(error).__name__ not in self._reported:
+            self._reported.add(type(error).__name__)
+            logger.error("%s: streams stop prefilling, requests go on", name, exc_info=error)
+
+    async def _watch_lifetimes(self) -> None:
+        while self._open:
+            self._expire(time.monotonic())
+            # Often enough: draining is a flag that SGLang sets and tells nobody about.
+            await asyncio.sleep(_LIFETIME_CHECK)
+
     async def _run(self) -> None:
-        """While streams are open: prefill what is due, expire what is silent."""
+        """While streams are open: prefill what is due."""
         while self._open:
             self._changed.clear()
             now = time.monotonic()
-            self._expire(now)
             shared = self._engine.others_active()
             growing = (stream for stream in self._open.values() if stream.may_grow())
             todo = due(
@@ -187,7 +225,7 @@ class StreamTable:
             if todo.increments:
                 await self._prefill(todo.increments, shared)
             elif self._open:
-                await _wait(self._changed, self._until_next(now, todo.wait))
+                await _wait(self._changed, todo.wait)
 
     def _expire(self, now: float) -> None:
         for stream in self.all():
@@ -197,12 +235,6 @@ class StreamTable:
             if now >= stream.deadline and not stream.claimed:
                 logger.info("Prompt stream %s expired after %.0f s", stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")
-
-    def _until_next(self, now: float, wait: float | None) -> float | None:
-        times = [stream.deadline - now for stream in self._open.values() if not stream.claimed]
-        if wait is not None:
-            times.append(wait)
-        return max(0.001, min(times)) if times else None
 
     async def _prefill(self, increments: Sequence[tuple[PromptStream, int]], shared: bool) -> None:
         started = time.monotonic()
@@ -218,8 +250,7 @@ class StreamTable:
                 stream.certain()[:target],
                 stream=stream.id,
                 rid=stream.rid,
-                priority=stream.priority,
-                cache_salt=stream.cache_salt,
+                terms=stream.terms,
             )
         except Superseded:
             return
@@ -243,7 +274,7 @@ class StreamTable:
 
 def _over_context(room: int) -> TooLarge:
     return TooLarge(
-        f"The prompt would not fit the model's context: {room} tokens are the most. "
+        f"The prompt would not fit this server: {room} tokens are the most. "
         "Nothing of this piece was taken.",
         max_tokens=room,
     )

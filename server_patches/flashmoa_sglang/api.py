@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
@@ -97,8 +97,9 @@ class Api:
         self._table = table
         self._renderer = renderer
 
-    def router(self) -> APIRouter:
-        router = APIRouter()
+    def add_to(self, app: FastAPI) -> None:
+        """Each route by itself: SGLang counts a router's by the path that was asked for, and
+        that would be a time series per stream."""
         routes: list[tuple[str, str, Handler]] = [
             ("GET", "/flashmoa/info", self.info),
             ("POST", "/prefill_only", self.prefill_only),
@@ -110,8 +111,7 @@ class Api:
             ("DELETE", "/prompt_streams/{stream_id}", self.delete),
         ]
         for method, path, handler in routes:
-            router.add_api_route(path, _answering(handler), methods=[method])
-        return router
+            app.add_api_route(path, _answering(handler), methods=[method])
 
     async def info(self, request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import hints, sampling
+from flashmoa_sglang import hints, metrics, sampling
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ class Final:
             return
         cached = meta["cached_tokens"]
         streamed = min(cached, self._stream.computed) if self._stream is not None else 0
+        if self.usage is None:
+            metrics.final(self.status, meta["prompt_tokens"] - cached)
         self.usage = {
             "cached_tokens": cached,
             "streamed_tokens": streamed,

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import finals, options, releases, rendering, scheduler, usage
+from flashmoa_sglang import finals, metrics, options, releases, rendering, scheduler, usage
 from flashmoa_sglang.engine import Engine, is_ours
 from flashmoa_sglang.streams import StreamTable
 
@@ -47,6 +47,7 @@ class Hook:
 def attach_api(_result: None, manager: Any) -> None:
     """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
     _refuse_unsupported(manager.server_args)
+    metrics.start(manager.server_args)
     engine = Engine(manager)
     table = StreamTable(engine)
     manager.flashmoa_table = table
@@ -61,7 +62,7 @@ def attach_api(_result: None, manager: Any) -> None:
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
     http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
-    http_server.app.include_router(Api(engine, table, renderer).router())
+    Api(engine, table, renderer).add_to(http_server.app)
 
 
 def generate_request(

@@ -15,9 +15,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashmoa_sglang import metrics
 from flashmoa_sglang.engine import Superseded, new_rid
 from flashmoa_sglang.errors import (
     Draining,
+    EngineBusy,
     OutOfOrder,
     StreamGone,
     TooLarge,
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _LIFETIME_CHECK = 0.1
 _PAUSE_AFTER_MISTAKE = 1.0
+_PAUSE_WHEN_BUSY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class StreamTable:
                 "Delete some, or send the request without one."
             )
         self._open[stream.id] = stream
+        metrics.streams_open(len(self._open))
+        metrics.buffered(stream.certain_tokens())
         self._touch(stream)
         self._keep("prompt-streams", self._run)
         # By itself, so that no stream outlives its time because another one is prefilled.
@@ -148,11 +153,13 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
+        certain = stream.certain_tokens()
         if piece or (end and stream.buffer is not None):
             self.add(stream, piece, end)
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
+        metrics.buffered(stream.certain_tokens() - certain)
         self._touch(stream)
 
     def claim(self, stream: PromptStream) -> None:
@@ -167,6 +174,8 @@ class StreamTable:
         stream.closed = ending
         del self._open[stream.id]
         self._ended[stream.id] = ending
+        metrics.streams_open(len(self._open))
+        metrics.ended(ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
         if stream.rid is not None:
@@ -254,6 +263,9 @@ class StreamTable:
             )
         except Superseded:
             return
+        except EngineBusy:
+            await asyncio.sleep(_PAUSE_WHEN_BUSY)
+            return
         except Exception as error:
             # The stream stays valid: its request computes what is missing.
             logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
@@ -270,6 +282,7 @@ class StreamTable:
         stream.spans.append(Span(now - done.seconds, now, computed))
         stream.prefilled = done.prompt_tokens
         stream.computed += computed
+        metrics.prefilled(computed)
 
 
 def _over_context(room: int) -> TooLarge:

@@ -17,7 +17,7 @@ from flashmoa.engine import (
     StreamOutOfOrder,
     StreamUnknown,
 )
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine
 
 from ..conftest import POOL
 from .support import generate, prefilled, settled
@@ -252,19 +252,3 @@ async def test_a_batch_with_a_stream_is_refused(engine: LocalEngine, client: Eng
     assert answer.status_code == 400
     assert "one prompt" in answer.text
     await client.delete_stream(stream.id)
-
-
-async def test_the_servers_api_key_guards_the_routes(
-    engines: LocalEngines, engine: LocalEngine, model: Any
-) -> None:
-    guarded = await engines.start(
-        model, core=0, arguments=["--api-key", "secret", "--max-total-tokens", "2000"]
-    )
-    try:
-        async with httpx.AsyncClient(base_url=guarded.url) as http:
-            for method, path in (("GET", "/flashmoa/info"), ("POST", "/prompt_streams")):
-                assert (await http.request(method, path)).status_code == 401
-        async with EngineClient(guarded.url, api_key="secret") as allowed:
-            assert (await allowed.info()).context_length
-    finally:
-        await guarded.stop()

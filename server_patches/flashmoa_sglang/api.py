@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.engine import Engine, Superseded, Terms
@@ -24,6 +25,8 @@ from flashmoa_sglang.streams import StreamTable
 from flashmoa_sglang.token_buffer import TokenBuffer
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
+# What proxies write in their logs for it.
+_CLIENT_GONE = 499
 T = TypeVar("T", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -129,6 +132,7 @@ class Api:
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
+            "in_flight": self._engine.in_flight(),
             "kv": [asdict(report) for report in await self._engine.kv()],
         }
 
@@ -251,6 +255,9 @@ def _answering(handler: Handler) -> Handler:
             return JSONResponse(await handler(request))
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
+        except ClientDisconnect:
+            # Nobody reads this; raised, it would be a stack trace in the log per lost client.
+            return JSONResponse(None, status_code=_CLIENT_GONE)
 
     return answer
 

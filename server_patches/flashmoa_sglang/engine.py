@@ -101,6 +101,10 @@ class Engine:
         size = self._manager.server_args.dp_size or 1
         return next(self._ranks) % size if size > 1 else None
 
+    def in_flight(self) -> dict[str, int]:
+        """What this process is busy with; the same again and again where nothing leaks."""
+        return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
+
     def others_active(self) -> bool:
         """Whether ordinary requests are in flight beside our own prefills."""
         return len(self._manager.rid_to_state) > self._prefills

@@ -78,6 +78,8 @@ class PromptStream:
             "increments": self.increments,
             "next_seq": self.next_seq,
             "ended": self.ended_at is not None,
+            "prefilling": self.rid is not None,
+            "in_use": self.claimed,
             "ttl_seconds": self.ttl_seconds,
             "failure": self.failure,
         }

@@ -3,6 +3,10 @@
 Who fails: the **upstream** client, which appends; the **downstream** client, whose request uses
 the stream; the engine's own **abort**; the **ttl**; a **drain** of the server. When: a *moment* in
 the life of a stream. How: a *manner* in which a connection can go wrong.
+
+Cells there cannot be: **abort**, **ttl** and **drain** have no manners, for they do not come over a
+connection; an abort is repeated instead, and what connections do meanwhile are the cells of the two
+clients. **ttl** during prefill and decode is a stream in use, which has no deadline: tested as such.
 """
 
 from __future__ import annotations
@@ -27,16 +31,6 @@ Manner = Literal["reset", "half-close", "stall", "garbage", "repeated", "reorder
 EARLY: tuple[Moment, ...] = ("before the first append", "mid-append", "after the last append")
 LATE: tuple[Late, ...] = ("during prefill", "during decode")
 MANNERS: tuple[Manner, ...] = ("reset", "half-close", "stall", "garbage", "repeated", "reordered")
-
-# The cells there cannot be, and why.
-LEFT_OUT = {
-    "abort x manners of a connection": "An abort is SGLang's own doing; it can only be repeated.",
-    "ttl x manners of a connection": "Time runs out without a connection; mid-append there is one, "
-    "and that is the upstream's stall.",
-    "drain x manners of a connection": "SIGTERM comes from outside; connections go on working, and "
-    "those that do not are the upstream's and downstream's cells.",
-    "ttl x during decode": "A stream in use has no deadline; tested as such, with the prefill.",
-}
 
 # A stream whose upstream is gone for good is heard of no more; it need not take long here.
 BRIEF = 0.6

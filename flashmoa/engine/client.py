@@ -244,6 +244,11 @@ async def _generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[
         text: str = event.get("text") or ""
         meta: dict[str, Any] = event["meta_info"]
         reason = meta.get("finish_reason")
+        if reason and "prompt_tokens" not in meta:
+            # Aborted before it ran: a full queue, a server that shuts down.
+            status = int(reason.get("status_code") or 503)
+            refused = errors.BY_STATUS.get(status, errors.RequestRefused)
+            raise refused(str(reason.get("message") or reason["type"]), status, "aborted")
         yield Delta(
             text=text[seen:],
             token_ids=event["output_ids"][tokens:],

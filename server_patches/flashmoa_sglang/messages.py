@@ -21,8 +21,8 @@ class RequestMark:
 
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
     that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
-    ``expected_output``: how many tokens the client expects it to generate. ``timed``: it
-    measures the engine, and leaves nothing in the cache.
+    ``expected_output``: how many tokens its client expects it to decode, if it said.
+    ``timed``: it measures the engine, and leaves nothing in the cache.
     """
 
     stream: str | None = None
@@ -68,6 +68,14 @@ class ForwardTime:
 
     rid: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """From a scheduler, for the metrics: what has happened since its last message."""
+
+    duplicates_avoided: int
+    gave_way: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,10 @@ class StreamPins:
     def __len__(self) -> int:
         return len(self._pins)
 
+    @property
+    def streams(self) -> set[str]:
+        return set(self._pins)
+
     def __contains__(self, stream: object) -> bool:
         return stream in self._pins
 

@@ -19,9 +19,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import answers, finals, options, releases, rendering, scheduler, waiting
+from flashmoa_sglang import (
+    answers,
+    finals,
+    metrics,
+    options,
+    releases,
+    rendering,
+    scheduler,
+    usage,
+    waiting,
+)
 from flashmoa_sglang.calibration import calibrate
-from flashmoa_sglang.engine import Engine
+from flashmoa_sglang.engine import Engine, is_ours
 from flashmoa_sglang.streams import StreamTable
 
 if TYPE_CHECKING:
@@ -50,6 +60,7 @@ class Hook:
 def attach_api(_result: None, manager: Any) -> None:
     """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
     _refuse_unsupported(manager.server_args)
+    metrics.start(manager.server_args)
     engine = Engine(manager)
     table = StreamTable(engine)
     manager.flashmoa_table = table
@@ -64,7 +75,7 @@ def attach_api(_result: None, manager: Any) -> None:
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
     http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
-    http_server.app.include_router(Api(engine, table, renderer).router())
+    Api(engine, table, renderer).add_to(http_server.app)
     _start_with(http_server.app, lambda: calibrate(engine))
 
 
@@ -89,10 +100,9 @@ def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
     """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
-    final = finals.current() or finals.bind(manager.flashmoa_table, request)
-    if final is None or not hasattr(obj, "sampling_params") or not hasattr(obj, "stream"):
+    if is_ours(obj):
         return original(manager, obj, request)
-    return finals.generate(original, manager, obj, request, final)
+    return finals.generate_request(original, manager, obj, request)
 
 
 async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw: Any) -> Any:
@@ -102,7 +112,7 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw)
-    return result if final is None else finals.annotate_chat(result, final)
+    return result if final is None else usage.annotate_chat(result, final)
 
 
 def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:

@@ -8,7 +8,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from flashmoa_sglang import metrics
 from flashmoa_sglang.engine import NoRoom, Superseded, new_rid
+from flashmoa_sglang.errors import EngineBusy
 from flashmoa_sglang.scheduling import chunk_tokens
 from flashmoa_sglang.stream import Span
 from flashmoa_sglang.trigger import Policy, due
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a stream for which there was no room waits before it asks again.
+# How long a stream that the engine could not serve waits before it asks again.
 _STALL_SECONDS = 0.2
 
 
@@ -68,13 +70,12 @@ class Prefiller:
                 stream.certain()[:target],
                 stream=stream.id,
                 rid=stream.rid,
-                priority=stream.priority,
-                cache_salt=stream.cache_salt,
+                terms=stream.terms,
             )
             self._account(stream, done)
         except Superseded:
             return
-        except NoRoom:
+        except (NoRoom, EngineBusy):
             stream.stalled_until = time.monotonic() + _STALL_SECONDS
         except Exception as error:
             # The stream stays valid: its request computes what is missing.
@@ -91,6 +92,7 @@ class Prefiller:
         stream.spans.append(Span(now - done.seconds, now, computed))
         stream.prefilled = done.prompt_tokens
         stream.computed += computed
+        metrics.prefilled(computed)
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:

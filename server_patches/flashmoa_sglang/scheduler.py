@@ -12,7 +12,14 @@ from typing import Any
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.messages import KvQuery, KvReport, MeasuredCosts, ReleaseStream, mark_of
+from flashmoa_sglang.messages import (
+    Happened,
+    KvQuery,
+    KvReport,
+    MeasuredCosts,
+    ReleaseStream,
+    mark_of,
+)
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.pins import StreamPins
 from flashmoa_sglang.scheduling import chunk_tokens, pause_steps, ride_tokens
@@ -38,6 +45,19 @@ class Side:
         self.work = 0.0
         self.pause = 0
         self.avoided = 0
+        self._told = Happened(0, 0)
+
+    def tell(self, scheduler: Any) -> None:
+        """Let the HTTP process know what it shows on ``/metrics``."""
+        now = Happened(self.avoided, self.pins.gave_way)
+        if now == self._told:
+            return
+        news = Happened(
+            now.duplicates_avoided - self._told.duplicates_avoided,
+            now.gave_way - self._told.gave_way,
+        )
+        self._told = now
+        releases.to_tokenizer(scheduler, releases.wrapped(news))
 
     def shared_batch(self, scheduler: Any) -> SharedBatch | None:
         """A new one, where equal tokens can be shared at all."""
@@ -102,6 +122,7 @@ def next_prefill_batch(
     finally:
         side.batch = None
         scheduler.waiting_queue = held + scheduler.waiting_queue
+        side.tell(scheduler)
 
 
 def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashmoa_sglang.engine import Terms
+
 if TYPE_CHECKING:
     from flashmoa_sglang.token_buffer import TokenBuffer
 
@@ -32,8 +34,7 @@ class PromptStream:
 
     ttl_seconds: float
     buffer: TokenBuffer | None
-    priority: int | None = None
-    cache_salt: str | None = None
+    terms: Terms = field(default_factory=Terms)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     ids: array[int] = field(default_factory=lambda: array("q"))
     next_seq: int = 0
@@ -80,6 +81,8 @@ class PromptStream:
             "increments": self.increments,
             "next_seq": self.next_seq,
             "ended": self.ended_at is not None,
+            "prefilling": self.rid is not None,
+            "in_use": self.claimed,
             "ttl_seconds": self.ttl_seconds,
             "failure": self.failure,
         }

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashmoa_sglang import metrics
 from flashmoa_sglang.errors import (
     Draining,
     OutOfOrder,
@@ -98,13 +99,20 @@ class StreamTable:
                 "Delete some, or send the request without one."
             )
         self._open[stream.id] = stream
+        metrics.streams_open(len(self._open))
+        metrics.buffered(stream.certain_tokens())
         self._touch(stream)
         self._keep("prompt streams, prefilling", self._prefiller.run)
+        # By itself, so that no stream outlives its time because another one is prefilled.
         self._keep("prompt streams, lifetimes", self._watch_lifetimes)
 
-    def add(self, stream: PromptStream, piece: str | list[int]) -> None:
-        """Buffer text or token ids. Raises: TooLarge, with the stream as it was before."""
-        room = self._engine.context_length - 1
+    def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
+        """Buffer text or token ids; ``end``: the last ones.
+
+        Raises:
+            TooLarge: with the stream as it was before.
+        """
+        room = self._engine.max_prompt_tokens
         if stream.buffer is None:
             assert not isinstance(piece, str)
             if len(stream.ids) + len(piece) > room:
@@ -116,7 +124,9 @@ class StreamTable:
             raise _over_context(room)
         before = stream.buffer.checkpoint()
         stream.buffer.append(piece)
-        if len(stream.buffer.tokens) > room:
+        # What is held back counts once nothing can change it any more.
+        tokens = stream.buffer.all_tokens() if end else stream.buffer.tokens
+        if len(tokens) > room:
             stream.buffer.restore(before)
             raise _over_context(room)
 
@@ -136,11 +146,13 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
-        if piece:
-            self.add(stream, piece)
+        certain = stream.certain_tokens()
+        if piece or (end and stream.buffer is not None):
+            self.add(stream, piece, end)
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
+        metrics.buffered(stream.certain_tokens() - certain)
         self._touch(stream)
 
     def claim(self, stream: PromptStream) -> None:
@@ -155,6 +167,8 @@ class StreamTable:
         stream.closed = ending
         del self._open[stream.id]
         self._ended[stream.id] = ending
+        metrics.streams_open(len(self._open))
+        metrics.ended(ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
         if stream.rid is not None:
@@ -177,8 +191,9 @@ class StreamTable:
         while self._open:
             try:
                 await work()
-            except Exception as error:
+            except Exception as mistake:
                 # A mistake of ours must not leave streams that nobody serves and nobody ends.
+                error = mistake.exceptions[0] if isinstance(mistake, ExceptionGroup) else mistake
                 self._report(name, error)
                 for stream in self.all():
                     stream.failure = stream.failure or f"{type(error).__name__}: {error}"
@@ -207,7 +222,7 @@ class StreamTable:
 
 def _over_context(room: int) -> TooLarge:
     return TooLarge(
-        f"The prompt would not fit the model's context: {room} tokens are the most. "
+        f"The prompt would not fit this server: {room} tokens are the most. "
         "Nothing of this piece was taken.",
         max_tokens=room,
     )

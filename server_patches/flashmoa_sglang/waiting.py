@@ -12,7 +12,8 @@ from flashmoa_sglang.scheduling import Job, Waiting, held_back, shortest_first, 
 
 # SGLang reserves at most this many output tokens when it admits a request.
 _RESERVED_OUTPUT = 4096
-# Of the KV pool, what increments leave free for requests that are still to come.
+# Of the KV pool, what increments leave free for requests that are still to come, unless one
+# stream is all there is.
 _HEADROOM = 1 / 16
 # Matching a prompt with the radix tree takes time; further down the queue a guess will do.
 _MATCHED_JOBS = 128
@@ -97,7 +98,9 @@ def _make_room(scheduler: Any, running: Any) -> None:
     if real and side.pins.make_room(max(real) + reserved):
         running.batch_is_full = False
     room = releases.free_tokens(tree) - reserved - sum(real)
-    room -= int(scheduler.max_total_num_tokens * _HEADROOM)
+    streams = {mark.stream for req in queue if (mark := mark_of(req))}
+    if running.reqs or len(side.pins.streams | streams) > 1:
+        room -= int(scheduler.max_total_num_tokens * _HEADROOM)
     refused = set[int]()
     for position, req in enumerate(queue):
         if is_increment(req):

@@ -4,9 +4,10 @@ Who fails: the **upstream** client, which appends; the **downstream** client, wh
 the stream; the engine's own **abort**; the **ttl**; a **drain** of the server. When: a *moment* in
 the life of a stream. How: a *manner* in which a connection can go wrong.
 
-Cells there cannot be: **abort**, **ttl** and **drain** have no manners, for they do not come over a
-connection; an abort is repeated instead, and what connections do meanwhile are the cells of the two
-clients. **ttl** during prefill and decode is a stream in use, which has no deadline: tested as such.
+Cells there cannot be: **abort**, **ttl** and **drain** have no manners, for they do not come
+over a connection; an abort is repeated instead, and what connections do meanwhile are the cells
+of the two clients. **ttl** during prefill and decode is a stream in use, which has no deadline:
+tested as such.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import hints, metrics, sampling
+from flashmoa_sglang import checks, hints, metrics, sampling
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def generate_request(
     Raises:
         ValueError: a hint is malformed, or the plugin's own mark is forged.
     """
-    sampling.check(obj)
+    checks.check(obj, manager.model_config.vocab_size)
     if not hasattr(obj, "stream"):  # An embedding.
         return original(manager, obj, http_request)
     expected_output = hints.of(http_request).expected_output

@@ -1,5 +1,6 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
 # make test    set everything up and pass the tests
+# make soak    ten thousand prompt streams: nothing grows (minutes)
 # make check   lint, format and types
 # make clean   remove what these made
 
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 SOURCES := flashmoa server_patches examples tests
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test soak check format clean
 setup: $(READY)
 
 $(READY): requirements/*.txt pyproject.toml server_patches/pyproject.toml
@@ -36,6 +37,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest
+
+soak: $(READY)
+	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/engine/test_soak.py -s
 
 check: $(READY)
 	@$(BIN)/ruff check $(SOURCES)

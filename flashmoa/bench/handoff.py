@@ -12,7 +12,6 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import anyio
@@ -61,14 +60,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def workloads(arguments: argparse.Namespace) -> list[Workload]:
     """The grid: what is said of a dimension, else the default's or, with --full, the large."""
-    tps, prefix, upstream = _FULL if arguments.full else _DEFAULT
-    dimensions = product(
-        arguments.tps or tps,
-        arguments.prefix or prefix,
-        arguments.upstream or upstream,
-        arguments.concurrency,
-    )
-    return [Workload(pace, known, text, at_once) for pace, known, text, at_once in dimensions]
+    all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
+    return [
+        Workload(tps, prefix, upstream, concurrency)
+        for tps in arguments.tps or all_tps
+        for prefix in arguments.prefix or prefixes
+        for upstream in arguments.upstream or upstreams
+        for concurrency in arguments.concurrency
+    ]
 
 
 async def _main(arguments: argparse.Namespace) -> None:

@@ -40,12 +40,14 @@ def command_line(
 def _add_engines(
     parser: argparse.ArgumentParser, own: argparse._ArgumentGroup, roles: Sequence[Role]
 ) -> None:
-    own.add_argument(
-        "--engine-arguments", type=shlex.split, default=[], help="more SGLang arguments, in quotes"
-    )
-    own.add_argument(
-        "--plugin-arguments", type=shlex.split, default=[], help="only for those with the plugin"
-    )
+    for kind, whose in (("engine", "every engine"), ("plugin", "those with the plugin")):
+        own.add_argument(
+            f"--{kind}-arguments",
+            type=shlex.split,
+            default=[],
+            metavar="TEXT",
+            help=f'more arguments for {whose}: --{kind}-arguments="--flag value"',
+        )
     running = parser.add_argument_group("running engines instead")
     for role in roles:
         left_out = "; may be left out" if role.optional else ""

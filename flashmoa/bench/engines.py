@@ -67,13 +67,14 @@ async def connected(
     Raises: EngineError where some URLs are missing, or an engine does not start.
     """
     urls = _urls(roles, arguments)
+    origin = "running, meant to be " if urls else ""
     async with AsyncExitStack() as stack:
         if not urls:
             urls = await stack.enter_async_context(_started(roles, arguments, tokens, console))
         clients = {
             name: await stack.enter_async_context(EngineClient(url)) for name, url in urls.items()
         }
-        notes = {role.name: role.description() for role in roles if role.name in urls}
+        notes = {role.name: origin + role.description() for role in roles if role.name in urls}
         await _check(roles, clients)
         yield Engines(clients, notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,8 +27,24 @@ from rich.progress import (
 )
 
 from flashmoa.bench.engines import Engines
-from flashmoa.engine import EngineInfo, PluginMissing
+from flashmoa.engine import PluginMissing
 
+# Of SGLang's own, what explains a result.
+_SETTINGS = (
+    "version",
+    "model_path",
+    "device",
+    "dtype",
+    "attention_backend",
+    "schedule_policy",
+    "chunked_prefill_size",
+    "max_running_requests",
+    "max_total_num_tokens",
+    "page_size",
+    "tp_size",
+    "disable_overlap_schedule",
+    "disable_cuda_graph",
+)
 _PACKAGES = ("flashmoa", "flashmoa-sglang", "sglang", "torch")
 
 
@@ -51,11 +69,10 @@ class Report:
         """Record what the engines say of themselves."""
         described: dict[str, Any] = {}
         for name, client in engines.clients.items():
-            described[name] = {"url": client.url, "is": engines.notes[name]}
-            try:
-                described[name] |= _facts(await client.info())
-            except PluginMissing:
-                described[name]["plugin"] = None
+            described[name] = {"url": client.url, "is": engines.notes[name], "plugin": None}
+            described[name] |= await _settings(client.url)
+            with contextlib.suppress(PluginMissing):
+                described[name]["plugin"] = (await client.info()).plugin.get("version")
         self._document["engines"] = described
 
     def head(self, console: Console) -> None:
@@ -132,13 +149,15 @@ def _gpus() -> list[str]:
     return asked.stdout.strip().splitlines() if asked.returncode == 0 else []
 
 
-def _facts(info: EngineInfo) -> dict[str, Any]:
-    return {
-        "plugin": info.plugin.get("version"),
-        "sglang": info.sglang.get("version"),
-        "model": info.model.get("name"),
-        "kv_tokens": sum(kv.total for kv in info.kv),
-    }
+async def _settings(url: str) -> dict[str, Any]:
+    """What matters here of an engine's own account of its settings."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        try:
+            answer = await http.get(f"{url}/server_info")
+            told: dict[str, Any] = answer.json() if answer.is_success else {}
+        except (httpx.TransportError, ValueError):
+            told = {}
+    return {name: told[name] for name in _SETTINGS if name in told}
 
 
 def _plain(value: Any) -> Any:

@@ -31,11 +31,13 @@ class Answer:
 
     Attributes:
         times: when each token arrived, one entry per token.
+        begun: set with the first token.
     """
 
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     usage: PromptUsage | None = None
+    begun: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def first(self) -> float:
@@ -80,6 +82,7 @@ async def ask(
             answer.ids += delta.token_ids
             answer.times += [now] * len(delta.token_ids)
             answer.usage = delta.usage or answer.usage
+            answer.begun.set()
     return answer
 
 

@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from statistics import median
 
-from flashmoa.bench.requests import Feeder, ask, random_ids
+import anyio
+
+from flashmoa.bench.requests import Answer, Feeder, ask, random_ids
 from flashmoa.bench.stats import gaps, percentile
 from flashmoa.engine import EngineClient
 
@@ -61,29 +63,43 @@ def most_fed(tps: float) -> int:
 
 
 async def play(engine: EngineClient, tokens: int, streams: Streams, dice: random.Random) -> Round:
-    """One round on an empty cache: the stranger decodes ``tokens`` beside ``streams``.
+    """One round on an empty cache: a stranger decodes ``tokens`` beside ``streams``.
 
     The streams are opened once the stranger's first token is there, and deleted after its
-    last.
+    last one.
     """
     await engine.flush_cache()
-    known = [random_ids(dice, streams.prefix) for _ in range(streams.count)]
-    fed = [random_ids(dice, most_fed(streams.tps)) for _ in range(streams.count)]
+    answer, over, found = Answer(), anyio.Event(), 0.0
+
+    async def decode() -> None:
+        await ask(engine, random_ids(dice, _PROMPT_TOKENS), tokens, into=answer)
+        over.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(decode)
+        await answer.begun.wait()
+        found = await _filled(engine, streams, dice, over)
+    return Round(tuple(gaps(answer.times)), found)
+
+
+async def _filled(
+    engine: EngineClient, streams: Streams, dice: random.Random, over: anyio.Event
+) -> float:
+    """Fill the streams until ``over``: tokens prefilled per second, over all of them."""
+    started = time.perf_counter()
     async with AsyncExitStack() as stack:
-        started = time.perf_counter()
-        feeders = [
-            await stack.enter_async_context(
-                Feeder(engine, prefix, _paced(text, streams.tps, started))
-            )
-            for prefix, text in zip(known, fed, strict=True)
-        ]
-        answer = await ask(engine, random_ids(dice, _PROMPT_TOKENS), tokens)
-        prefilled = 0
+        feeders: list[Feeder] = []
+        for _ in range(streams.count):
+            known = random_ids(dice, streams.prefix)
+            more = random_ids(dice, most_fed(streams.tps))
+            feeder = Feeder(engine, known, _paced(more, streams.tps, started))
+            feeders.append(await stack.enter_async_context(feeder))
+        await over.wait()
+        seconds, prefilled = time.perf_counter() - started, 0
         for feeder in feeders:
             if feeder.stream_id is not None:
                 prefilled += (await engine.stream_state(feeder.stream_id)).prefilled_tokens
-        seconds = time.perf_counter() - started
-    return Round(tuple(gaps(answer.times)), prefilled / seconds)
+    return prefilled / seconds
 
 
 def _paced(text: list[int], tps: float, started: float) -> Callable[[], Sequence[int]]:

@@ -1,7 +1,8 @@
 """What streaming and the intra-turn cache each contribute (FlashAgents §6.4, Table 1).
 
-Pipelines as in bench handoff, at one pace: sequential on stock SGLang, linked on FlashMoA
-without its intra-turn cache, and linked on FlashMoA as it is.
+Pipelines as in bench handoff, at one pace: sequential on stock SGLang (the pipelines' requests
+one by one, and as one batch), linked on FlashMoA without its intra-turn cache, and linked on
+FlashMoA as it is.
 """
 
 from __future__ import annotations
@@ -19,18 +20,29 @@ from rich.table import Table
 
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Engines, Role, connected
-from flashmoa.bench.pipelines import Round, Workload, play
-from flashmoa.bench.report import Report, progress
+from flashmoa.bench.pipelines import Round, Way, Workload, play
+from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
 
+# What SGLang takes on the paper's GPU; it takes less on a CPU. It decides how many prompts stock
+# SGLang starts at once, and so how often it computes what they share.
+_CHUNK = ("--chunked-prefill-size", "8192")
 ROLES = (
-    Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
-    Role("streaming", plugin=True, arguments=("--flashmoa-intra-turn", "off")),
-    Role("flashmoa", plugin=True),
+    Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs", *_CHUNK)),
+    Role("streaming", plugin=True, arguments=("--flashmoa-intra-turn", "off", *_CHUNK)),
+    Role("flashmoa", plugin=True, arguments=_CHUNK),
 )
-# By variant of Table 1: the engine's role.
-_VARIANTS = {"baseline": "stock", "streaming": "streaming", "full": "flashmoa"}
-# Table 1 by prefix and pipelines, Qwen3-32B on one A100: seconds for the variants in order.
+# By variant: the engine's role, and how it is asked.
+_VARIANTS: dict[str, tuple[str, Way]] = {
+    "baseline": ("stock", "sequential"),
+    "batched": ("stock", "batch"),
+    "streaming": ("streaming", "linked"),
+    "full": ("flashmoa", "linked"),
+}
+# The paper's pace, and the tokens that its floor of some 4 s amounts to.
+_TPS, _UPSTREAM = 50.0, 200
+# Table 1 by prefix and pipelines, Qwen3-32B on one A100: seconds, as it calls its variants.
+_COLUMNS = ("baseline", "streaming", "full")
 PAPER: dict[tuple[int, int], tuple[float, float, float]] = {
     (1000, 1): (4.46, 4.16, 4.11),
     (1000, 8): (6.93, 4.11, 4.11),
@@ -47,6 +59,7 @@ class Row:
         seconds: T of Eq. 6.
         duplicates: prompt tokens computed over unique prompt tokens; 1 is none twice.
         floor: seconds to the first token of fully cached prompts, on the full variant.
+        speedup: over the baseline and over the batched one, of the full variant.
         paper: the paper's seconds by variant, where it has this row.
     """
 
@@ -56,7 +69,7 @@ class Row:
     floor: float
     seconds: Mapping[str, float]
     duplicates: Mapping[str, float]
-    speedup: float
+    speedup: Mapping[str, float]
     paper: Mapping[str, float] | None
 
 
@@ -65,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_line("ablation", __doc__, ROLES)
     parser.add_argument("--prefix", type=positive, nargs="+", default=[1000, 2000])
     parser.add_argument("--pipelines", type=positive, nargs="+", default=[1, 8])
-    parser.add_argument("--tps", type=float, default=50.0, help="upstream tokens per second")
-    parser.add_argument("--upstream", type=positive, default=200, help="upstream tokens")
+    parser.add_argument("--tps", type=float, default=_TPS, help="upstream tokens per second")
+    parser.add_argument("--upstream", type=positive, default=_UPSTREAM, help="upstream tokens")
     chosen = parser.parse_args(arguments)
     if chosen.tps <= 0:
         parser.error("--tps must be above 0")
@@ -75,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = terminal()
     grid = [
         Workload(arguments.tps, prefix, arguments.upstream, pipelines)
         for prefix, pipelines in product(arguments.prefix, arguments.pipelines)
@@ -98,8 +111,8 @@ async def _measure(
     variants = list(_VARIANTS)
 
     async def run(variant: str, workload: Workload) -> Round:
-        engine = engines[_VARIANTS[variant]]
-        return await play(engine, workload, dice, linked=variant != "baseline")
+        role, way = _VARIANTS[variant]
+        return await play(engines[role], workload, dice, way)
 
     with progress(console) as bars:
         bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(variants))
@@ -119,7 +132,6 @@ def row(workload: Workload, rounds: Mapping[str, Sequence[Round]]) -> Row:
     """What the rounds of one workload come to; ``rounds`` by variant."""
     seconds = {name: median(one.seconds for one in group) for name, group in rounds.items()}
     unique = workload.unique_tokens
-    paper = PAPER.get((workload.prefix, workload.concurrency))
     return Row(
         prefix=workload.prefix,
         pipelines=workload.concurrency,
@@ -130,36 +142,54 @@ def row(workload: Workload, rounds: Mapping[str, Sequence[Round]]) -> Row:
             name: median(one.computed_tokens for one in group) / unique
             for name, group in rounds.items()
         },
-        speedup=seconds["baseline"] / seconds["full"],
-        paper=dict(zip(_VARIANTS, paper, strict=True)) if paper else None,
+        speedup={name: seconds[name] / seconds["full"] for name in ("baseline", "batched")},
+        paper=_paper(workload),
     )
+
+
+def _paper(workload: Workload) -> dict[str, float] | None:
+    if (workload.tps, workload.upstream) != (_TPS, _UPSTREAM):
+        return None
+    seconds = PAPER.get((workload.prefix, workload.concurrency))
+    return dict(zip(_COLUMNS, seconds, strict=True)) if seconds else None
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the table beside the paper's numbers."""
-    table = Table(title="Ablation: T in seconds, FlashMoA | paper", title_justify="left")
-    names = ("prefix", "pipelines", *_VARIANTS, "speed-up")
-    for name in (*names, "T_A + floor", *(f"computed/unique {name}" for name in _VARIANTS)):
+    table = Table(title="Ablation: T in seconds, here | paper", title_justify="left")
+    names = ("prefix", "pipelines", *_VARIANTS, "T_A + floor")
+    for name in (*names, "baseline/full", "batched/full"):
         table.add_column(name, justify="right")
     for one in rows:
-        paper = one.paper
+        paper = one.paper or {}
         theirs = paper["baseline"] / paper["full"] if paper else None
         table.add_row(
             str(one.prefix),
             str(one.pipelines),
-            *(_beside(one.seconds[name], paper[name] if paper else None) for name in _VARIANTS),
-            _beside(one.speedup, theirs, "x"),
+            *(_beside(one.seconds[name], paper.get(name)) for name in _VARIANTS),
             f"{one.decode + one.floor:.2f}",
-            *(f"{one.duplicates[name]:.2f}" for name in _VARIANTS),
+            _beside(one.speedup["baseline"], theirs, "x"),
+            _beside(one.speedup["batched"], theirs, "x"),
         )
     console.print(table)
     console.print(
-        "paper: Qwen3-32B on one A100. T_A + floor: the least any overlap can reach. "
-        "computed/unique: prompt tokens computed, over those of a round with each shared one "
-        "counted once.\n"
+        "baseline: stock, each pipeline's request by itself; batched: all of them as one; "
+        "streaming: linked, intra-turn cache off; full: as it is. T_A + floor: the least any "
+        "overlap can reach. paper: Qwen3-32B on one A100.\n"
     )
+    console.print(_duplicates(rows))
+
+
+def _duplicates(rows: Sequence[Row]) -> Table:
+    title = "Prompt tokens computed over unique ones (each shared one counted once)"
+    table = Table(title=title, title_justify="left")
+    for name in ("prefix", "pipelines", *_VARIANTS):
+        table.add_column(name, justify="right")
+    for one in rows:
+        ratios = (f"{one.duplicates[name]:.2f}" for name in _VARIANTS)
+        table.add_row(str(one.prefix), str(one.pipelines), *ratios)
+    return table
 
 
 def _beside(ours: float, theirs: float | None, unit: str = "") -> str:
-    paper = f"{theirs:.2f}{unit}" if theirs is not None else "-"
-    return f"{ours:.2f}{unit} | {paper}"
+    return f"{ours:.2f}{unit}" + (f" | {theirs:.2f}{unit}" if theirs is not None else "")

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Role, connected
-from flashmoa.bench.report import Report, progress
+from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.requests import random_ids
 from flashmoa.bench.rounds import order
 from flashmoa.engine import BadAnswer, EngineClient
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = terminal()
     report = Report("chunk", arguments)
     async with connected(ROLES, arguments, 4096 + 2 * arguments.context, console) as engines:
         await report.describe(engines)

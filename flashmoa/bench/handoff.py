@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import anyio
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -22,8 +23,8 @@ from flashmoa.bench import heatmap
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Engines, Role, connected
 from flashmoa.bench.overlap import LINKED, Cell, Summary, cell, summarise
-from flashmoa.bench.pipelines import Round, Workload, play
-from flashmoa.bench.report import Report, progress
+from flashmoa.bench.pipelines import Round, Way, Workload, play
+from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
 
 ROLES = (
@@ -31,8 +32,12 @@ ROLES = (
     Role("lpm", plugin=False, arguments=("--schedule-policy", "lpm"), optional=True),
     Role("flashmoa", plugin=True),
 )
-# By way: the engine's role.
-_WAYS = {"fcfs": "stock", "lpm": "lpm", LINKED: "flashmoa"}
+# By what a column is called: the engine's role, and how it is asked.
+_WAYS: dict[str, tuple[str, Way]] = {
+    "fcfs": ("stock", "sequential"),
+    "lpm": ("lpm", "sequential"),
+    LINKED: ("flashmoa", "linked"),
+}
 # TPS, prefix, upstream.
 _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
@@ -71,7 +76,7 @@ def workloads(arguments: argparse.Namespace) -> list[Workload]:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = terminal()
     grid = workloads(arguments)
     report = Report("handoff", arguments)
     pool = max(workload.pool_tokens for workload in grid)
@@ -93,20 +98,24 @@ async def _main(arguments: argparse.Namespace) -> None:
 async def _measure(
     engines: Engines, grid: Sequence[Workload], arguments: argparse.Namespace, console: Console
 ) -> list[Cell]:
-    ways = [way for way, role in _WAYS.items() if role in engines]
+    names = [name for name, (role, _) in _WAYS.items() if role in engines]
     dice = random.Random(arguments.seed)
     cells: list[Cell] = []
+
+    async def run(name: str, workload: Workload) -> Round:
+        role, way = _WAYS[name]
+        return await play(engines[role], workload, dice, way)
+
     with progress(console) as bars:
-        bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(ways))
+        bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(names))
         largest = max(grid, key=lambda workload: workload.pool_tokens)
-        for way in ways:
-            await play(engines[_WAYS[way]], largest, dice, linked=way == LINKED)
+        for name in names:
+            await run(name, largest)
         for workload in grid:
             bars.update(bar, description=f"{heatmap.label(workload)} C={workload.concurrency}")
-            rounds: dict[str, list[Round]] = {way: [] for way in ways}
-            for way in order(arguments.repeats, ways):
-                engine = engines[_WAYS[way]]
-                rounds[way].append(await play(engine, workload, dice, linked=way == LINKED))
+            rounds: dict[str, list[Round]] = {name: [] for name in names}
+            for name in order(arguments.repeats, names):
+                rounds[name].append(await run(name, workload))
                 bars.advance(bar)
             cells.append(cell(workload, rounds))
     return cells
@@ -125,7 +134,8 @@ def show(cells: Sequence[Cell], console: Console) -> None:
 
 
 def _table(cells: Sequence[Cell]) -> Table:
-    table = Table(title="Handoff: TPS/Prefix/Upstream, seconds", title_justify="left")
+    title = "Handoff: TPS/Prefix/Upstream, seconds"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     ways = list(cells[0].speedup)
     names = ["workload", "C", *(f"T {way}" for way in ways), "T linked"]
     names += [f"vs {way}" for way in ways]

@@ -20,7 +20,7 @@ from rich.table import Table
 from flashmoa.bench import stranger, traffic
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Engines, Role, connected
-from flashmoa.bench.report import Report, progress
+from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = terminal()
     report = Report("neighbours", arguments)
     async with connected(ROLES, arguments, _pool_tokens(arguments), console) as engines:
         await report.describe(engines)

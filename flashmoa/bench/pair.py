@@ -19,12 +19,11 @@ from statistics import mean, median
 from typing import Literal
 
 import anyio
-from rich.console import Console
 from rich.table import Table
 
 from flashmoa.bench.arguments import command_line
 from flashmoa.bench.models import single_token_words, texts, tiny_model
-from flashmoa.bench.report import Report
+from flashmoa.bench.report import Report, terminal
 from flashmoa.bench.rounds import order
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import local_engines
@@ -262,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = terminal()
     model = tiny_model(arguments.shape, texts(arguments), arguments.cache / "models")
     words = single_token_words(model)
     cells: list[Cell] = []

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import Literal, TypeVar
 
 import anyio
 
-from flashmoa.bench.requests import Answer, Feeder, ask, random_ids
+from flashmoa.bench.requests import Answer, Feeder, ask, ask_batch, random_ids
 from flashmoa.engine import EngineClient
 
+Way = Literal["sequential", "batch", "linked"]
 SUFFIX_TOKENS = 10
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +96,12 @@ class Round:
     floor: float | None = None
 
 
-async def play(
-    engine: EngineClient, workload: Workload, dice: random.Random, *, linked: bool
-) -> Round:
-    """One round on an empty cache, with fresh tokens."""
+async def play(engine: EngineClient, workload: Workload, dice: random.Random, way: Way) -> Round:
+    """One round on an empty cache, with fresh tokens.
+
+    ``way``: *sequential* sends B's request when A has written its last token; *batch* sends
+    those of all pipelines as one; *linked* feeds what A writes into B's prompt stream.
+    """
     await engine.flush_cache()
     prefix = random_ids(dice, workload.prefix)
     parts = [
@@ -105,48 +110,65 @@ async def play(
     ]
     started = time.perf_counter()
     pipelines = [Pipeline(prefix, text, end, workload.tps, started) for text, end in parts]
-    answers: list[Answer] = []
-
-    async def one(pipeline: Pipeline) -> None:
-        run = _linked if linked else _sequential
-        answers.append(await run(engine, pipeline))
-
-    async with anyio.create_task_group() as group:
-        for pipeline in pipelines:
-            group.start_soon(one, pipeline)
+    answers = await _PLAYS[way](engine, pipelines)
     return Round(
         seconds=mean(answer.first for answer in answers) - started,
         late_tokens=mean(answer.late_tokens for answer in answers),
         computed_tokens=sum(answer.late_tokens + answer.ahead_tokens for answer in answers),
-        floor=await _floor(engine, pipelines) if linked else None,
+        floor=await _floor(engine, pipelines) if way == "linked" else None,
     )
 
 
-async def _sequential(engine: EngineClient, pipeline: Pipeline) -> Answer:
-    """B's request goes out when A has written its last token."""
-    await _until(pipeline.end)
-    return await ask(engine, pipeline.prompt, 1)
-
-
-async def _linked(engine: EngineClient, pipeline: Pipeline) -> Answer:
-    """What A writes goes into B's prompt stream meanwhile (Algorithm 1)."""
-    async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
+async def _sequential(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
+    async def one(pipeline: Pipeline) -> Answer:
         await _until(pipeline.end)
-        return await ask(engine, pipeline.prompt, 1, feeder.take_over())
+        return await ask(engine, pipeline.prompt, 1)
+
+    return await _all(one, pipelines)
+
+
+async def _batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
+    await _until(max(pipeline.end for pipeline in pipelines))
+    return await ask_batch(engine, [pipeline.prompt for pipeline in pipelines])
+
+
+async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
+    """Algorithm 1."""
+
+    async def one(pipeline: Pipeline) -> Answer:
+        async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
+            await _until(pipeline.end)
+            return await ask(engine, pipeline.prompt, 1, feeder.take_over())
+
+    return await _all(one, pipelines)
+
+
+_PLAYS = {"sequential": _sequential, "batch": _batch, "linked": _linked}
 
 
 async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline]) -> float:
     """Seconds to the first token of fully cached prompts, all at once: nothing can hide it."""
-    waits: list[float] = []
 
-    async def one(prompt: list[int]) -> None:
+    async def one(pipeline: Pipeline) -> float:
         started = time.perf_counter()
-        waits.append((await ask(engine, prompt, 1)).first - started)
+        return (await ask(engine, pipeline.prompt, 1)).first - started
+
+    return mean(await _all(one, pipelines))
+
+
+async def _all(
+    run: Callable[[Pipeline], Awaitable[Result]], pipelines: Sequence[Pipeline]
+) -> list[Result]:
+    """All at once; the results in the order they came."""
+    results: list[Result] = []
+
+    async def one(pipeline: Pipeline) -> None:
+        results.append(await run(pipeline))
 
     async with anyio.create_task_group() as group:
         for pipeline in pipelines:
-            group.start_soon(one, pipeline.prompt)
-    return mean(waits)
+            group.start_soon(one, pipeline)
+    return results
 
 
 async def _until(moment: float) -> None:

@@ -45,6 +45,7 @@ _SETTINGS = (
     "disable_overlap_schedule",
     "disable_cuda_graph",
 )
+_LOG_WIDTH = 140
 _PACKAGES = ("flashmoa", "flashmoa-sglang", "sglang", "torch")
 
 
@@ -97,6 +98,12 @@ class Report:
         document = {**self._document, "results": results}
         self._json.write_text(json.dumps(document, indent=2) + "\n")
         console.print(f"The same as JSON: {self._json}")
+
+
+def terminal() -> Console:
+    """Where results are printed: the terminal, or a log that is wide enough for every table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _LOG_WIDTH))
 
 
 def progress(console: Console) -> Progress:

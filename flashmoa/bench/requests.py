@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -10,14 +11,16 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import httpx
 
-from flashmoa.engine import EngineClient, EngineTimeout, PromptUsage, StreamGone
+from flashmoa.engine import BadAnswer, EngineClient, EngineTimeout, PromptUsage, StreamGone
 
 # Every vocabulary has these ids, and they are nobody's special tokens.
 _IDS = (1000, 4000)
 # Between two appends, as a client sends them: a token must not cost a request.
 TICK_SECONDS = 0.04
 _OPEN_SECONDS = 30.0
+_BATCH_SECONDS = 600.0
 
 
 def random_ids(dice: random.Random, count: int) -> list[int]:
@@ -84,6 +87,37 @@ async def ask(
             answer.usage = delta.usage or answer.usage
             answer.begun.set()
     return answer
+
+
+async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """The first token of each prompt, sent as one batch request: they reach the scheduler at
+    once. Raises: BadAnswer where the engine does not answer them all."""
+    answers = [Answer() for _ in prompts]
+    body = {
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        "stream": True,
+    }
+    async with (
+        httpx.AsyncClient(base_url=engine.url, timeout=_BATCH_SECONDS) as http,
+        http.stream("POST", "/generate", json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _note(json.loads(line.removeprefix("data: ")), answers)
+    if not all(answer.times for answer in answers):
+        raise BadAnswer(f"{engine.url} did not answer every prompt of a batch")
+    return answers
+
+
+def _note(event: dict[str, Any], answers: Sequence[Answer]) -> None:
+    if "index" not in event:
+        return
+    place: int = event["index"]
+    answer = answers[place]
+    if not answer.times:
+        answer.times.append(time.perf_counter())
+    answer.usage = PromptUsage.model_validate(event["meta_info"])
 
 
 class Feeder:

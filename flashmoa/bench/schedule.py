@@ -19,7 +19,7 @@ from rich.table import Table
 
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Engines, Role, connected
-from flashmoa.bench.report import Report, progress
+from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
 from flashmoa.bench.stats import percentile
 from flashmoa.bench.workflows import KINDS, Workflow, play, pool_tokens, workflows
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = terminal()
     report = Report("schedule", arguments)
     limit = ("--max-running-requests", str(arguments.max_running_requests))
     roles = [replace(role, arguments=(*role.arguments, *limit)) for role in ROLES]

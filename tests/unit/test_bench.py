@@ -141,14 +141,16 @@ def test_ablation_rows_stand_beside_the_papers() -> None:
     unique = workload.unique_tokens
     measured = {
         "baseline": rounds(10, 12, 11, computed=3 * unique),
+        "batched": rounds(12, computed=4 * unique),
         "streaming": rounds(6, computed=2 * unique),
         "full": rounds(5, floor=0.2, computed=unique),
     }
     row = ablation.row(workload, measured)
-    assert row.seconds == {"baseline": 11, "streaming": 6, "full": 5}
-    assert row.duplicates == {"baseline": 3, "streaming": 2, "full": 1}
-    assert row.speedup == pytest.approx(2.2)
+    assert row.seconds == {"baseline": 11, "batched": 12, "streaming": 6, "full": 5}
+    assert row.duplicates == {"baseline": 3, "batched": 4, "streaming": 2, "full": 1}
+    assert row.speedup == {"baseline": pytest.approx(2.2), "batched": pytest.approx(2.4)}
     assert row.paper == {"baseline": 10.10, "streaming": 5.32, "full": 4.20}
+    assert ablation.row(Workload(50, 2000, 30, 8), measured).paper is None
     assert ablation.row(WORKLOAD, measured).paper is None
 
 

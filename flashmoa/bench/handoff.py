@@ -87,7 +87,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     show(cells, console)
     if arguments.picture:
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        arguments.picture.write_text(heatmap.draw(cells, "Speed-up of T, linked over sequential"))
+        arguments.picture.write_text(heatmap.draw(cells, "Speed-up: T sequential / T linked"))
         console.print(f"Heat map: {arguments.picture}")
     report.save(
         console,

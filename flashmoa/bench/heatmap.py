@@ -26,6 +26,7 @@ def draw(cells: Sequence[Cell], title: str) -> str:
     width = _LABELS + panel * len(ways)
     height = _TOP + _CELL[1] * len(rows) + 16
     parts = [_text(8, 18, title, weight="bold")]
+    parts.append(_text(_LABELS - 8, 58, "TPS/Prefix/Upstream", anchor="end"))
     parts += [
         _text(_LABELS - 8, _middle(place), row, anchor="end") for place, row in enumerate(rows)
     ]

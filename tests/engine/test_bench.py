@@ -81,3 +81,12 @@ async def test_neighbours(benches: Bench) -> None:
     assert found["throughput"]["ratio"] > 0
     assert found["stranger"]["alone"]["stream_tokens_per_second"] == 0
     assert found["stranger"]["beside"]["stream_tokens_per_second"] > 0
+
+
+async def test_an_engine_that_is_not_there_is_an_error_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["chunk", "--flashmoa-url", "http://127.0.0.1:9"]
+    assert await anyio.to_thread.run_sync(bench.main, command) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")

@@ -166,16 +166,19 @@ class EngineClient:
         input_ids: Sequence[int] | None = None,
         sampling: Mapping[str, Any] | None = None,
         prompt_stream_id: str | None = None,
+        expected_output_tokens: int | None = None,
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         """Stream a generation (``/generate``). Leaving the context aborts it.
 
-        ``sampling``: SGLang's sampling parameters.
+        ``sampling``: SGLang's sampling parameters. ``expected_output_tokens``: for an engine
+        that schedules by it.
         """
         body = {
             "text": text,
             "input_ids": input_ids,
             "sampling_params": dict(sampling or {}),
             "prompt_stream_id": prompt_stream_id,
+            "expected_output_tokens": expected_output_tokens,
             "stream": True,
         }
         async with self._events("/generate", body) as events:

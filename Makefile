@@ -1,5 +1,6 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
 # make test    set everything up and pass the tests
+# make soak    ten thousand prompt streams: nothing grows (minutes)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
 # make check   lint, format and types
@@ -16,7 +17,7 @@ PROJECTS := pyproject.toml server_patches/pyproject.toml
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test test-releases $(RELEASE_TESTS) check format clean
+.PHONY: setup demo test soak test-releases $(RELEASE_TESTS) check format clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -47,6 +48,9 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest
 
+soak: $(READY)
+	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/engine/test_soak.py -s
+
 test-releases: $(RELEASE_TESTS)
 
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
@@ -62,7 +66,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@$(RELEASE_PIP) -r requirements/torch.txt
 	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
 	@$(RELEASE_PIP) -r $<
-	@$(RELEASE_PIP) -e . -e server_patches $$(grep ^pytest requirements/dev.txt) -c $<
+	@$(RELEASE_PIP) -e . -e server_patches $$(grep -E '^(pytest|hypothesis)' requirements/dev.txt) -c $<
 	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
 	@$(RELEASE_PIP) --no-deps sglang==$*
 	@touch $@

@@ -92,7 +92,7 @@ def words(model: Path) -> Callable[[int, int], str]:
     """``words(count, seed)``: a text of that many single-token words."""
     import random
 
-    from flashmoa.bench.handoff import single_token_words
+    from flashmoa.bench.models import single_token_words
 
     vocabulary = single_token_words(model)
 

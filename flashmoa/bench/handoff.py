@@ -1,318 +1,169 @@
-"""One upstream agent, one downstream agent, C pairs at once (FlashAgents §6.1).
+"""The handoff of FlashAgents §6.1 (Figure 6), over a grid of workloads.
 
-For each pair: the time from A's first token to B's first token, when B's prompt is sent after
-A's last token (*sequential*), when its growing prefix is sent in stateless prefill requests
-(*probe*: what a client can do with any server), and when it is *linked*. Engines A and B are
-two real SGLang engines with a tiny model, one per core.
-
-    python -m flashmoa.bench.handoff --json handoff.json
+C pipelines at once: a known prefix shared by the C, an upstream agent's tokens arriving at
+so many per second, a suffix of 10 tokens, and the downstream's first token. T is the time
+from A's first token to B's (Eq. 6): sequential on stock SGLang with its fcfs policy and with
+lpm, and linked on FlashMoA.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import mean, median
-from typing import Literal
 
 import anyio
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa.bench.models import tiny_model
+from flashmoa.bench import heatmap
+from flashmoa.bench.arguments import command_line, positive
+from flashmoa.bench.engines import Engines, Role, connected
+from flashmoa.bench.overlap import LINKED, Cell, Summary, cell, summarise
+from flashmoa.bench.pipelines import Round, Way, Workload, play
+from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
-from flashmoa.engine import EngineClient
-from flashmoa.engine.local import local_engines
-from flashmoa.links import Link
-from flashmoa.prompts import Prompt, Slot
 
-Way = Literal["sequential", "probe", "linked"]
-WAYS: tuple[Way, ...] = ("sequential", "probe", "linked")
-
-_PROBE_CHUNK = 32
-# On a CPU, sending every token by itself costs the engines and this client, which share its
-# two cores, several per cent of them.
-_STREAM_INTERVAL = 4
-_SUFFIX = " and so it ends"
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One pair's times, in seconds from A's first token."""
-
-    upstream_end: float
-    downstream_first: float
-    late_tokens: int | None
+ROLES = (
+    Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
+    Role("lpm", plugin=False, arguments=("--schedule-policy", "lpm"), optional=True),
+    Role("flashmoa", plugin=True),
+)
+# By what a column is called: the engine's role, and how it is asked.
+_WAYS: dict[str, tuple[str, Way]] = {
+    "fcfs": ("stock", "sequential"),
+    "lpm": ("lpm", "sequential"),
+    LINKED: ("flashmoa", "linked"),
+}
+# TPS, prefix, upstream.
+_Grid = tuple[list[float], list[int], list[int]]
+_DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
+_FULL: _Grid = ([40.0, 80.0, 160.0], [256, 512, 1024, 2048], [32, 64, 96, 128, 192])
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One workload at one concurrency; medians over rounds of the mean over pairs.
-
-    ``hidden``: (sequential - linked) / min(T_decode of A, T_prefill of B), FlashAgents Eq. 4.
-    Two engines on one machine slow each other down, so A also decodes longer while B computes;
-    ``hidden_own`` takes A's decode time from the linked run itself, as Eq. 3 does.
-    """
-
-    prefix: int
-    streamed: int
-    concurrency: int
-    sequential: float
-    probe: float
-    linked: float
-    decode_a: float
-    prefill_b: float
-    hidden: float
-    hidden_own: float
-    hidden_probe: float
-    handoff: float
-    late_tokens: float
+def main(arguments: Sequence[str]) -> int:
+    """``flashmoa bench handoff``; returns the exit status."""
+    parser = command_line("handoff", __doc__, ROLES)
+    grid = parser.add_argument_group("the grid; 24 cells unless said otherwise")
+    grid.add_argument("--full", action="store_true", help="240 cells")
+    grid.add_argument("--tps", type=float, nargs="+", help="upstream tokens per second")
+    grid.add_argument("--prefix", type=positive, nargs="+", help="tokens known beforehand")
+    grid.add_argument("--upstream", type=positive, nargs="+", help="tokens the upstream writes")
+    grid.add_argument("--concurrency", type=positive, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="a heat map")
+    chosen = parser.parse_args(arguments)
+    if chosen.picture and chosen.picture.suffix != ".svg":
+        parser.error("--picture writes SVG; give a name that ends in .svg")
+    if chosen.tps and min(chosen.tps) <= 0:
+        parser.error("--tps must be above 0")
+    anyio.run(_main, chosen)
+    return 0
 
 
-class Bench:
-    """Workloads on two engines.
-
-    Args:
-        words: single-token words, as the tokenizer writes them inside a text.
-    """
-
-    def __init__(self, a: EngineClient, b: EngineClient, words: list[str], seed: int = 0) -> None:
-        self._a = a
-        self._b = b
-        self._words = words
-        self._dice = random.Random(seed)
-
-    def _text(self, tokens: int) -> str:
-        return "The" + "".join(self._dice.choices(self._words, k=tokens - 1))
-
-    async def round(self, way: Way, prefix: int, streamed: int, concurrency: int) -> list[Pair]:
-        """One run of ``concurrency`` pairs, on empty caches and fresh random texts."""
-        await self._a.flush_cache()
-        await self._b.flush_cache()
-        run: Callable[[str, int], Awaitable[Pair]] = {
-            "sequential": self._sequential,
-            "probe": self._probe,
-            "linked": self._linked,
-        }[way]
-        pairs: list[Pair] = []
-
-        async def one() -> None:
-            pairs.append(await run(self._text(prefix), streamed))
-
-        async with anyio.create_task_group() as group:
-            for _ in range(concurrency):
-                group.start_soon(one)
-        return pairs
-
-    async def _decode(
-        self, streamed: int, on_text: Callable[[str, list[int]], None]
-    ) -> tuple[float, float, str]:
-        """A's first and last token, and its text."""
-        sampling = {
-            "max_new_tokens": streamed,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream_interval": _STREAM_INTERVAL,
-        }
-        first, parts = 0.0, list[str]()
-        async with self._a.generate(text=self._text(32), sampling=sampling) as deltas:
-            async for delta in deltas:
-                first = first or time.perf_counter()
-                parts.append(delta.text)
-                on_text(delta.text, delta.token_ids)
-        return first, time.perf_counter(), "".join(parts)
-
-    async def _first_token(
-        self, text: str, stream_id: str | None = None
-    ) -> tuple[float, int | None]:
-        sampling = {"max_new_tokens": 1, "temperature": 0}
-        at, late = 0.0, None
-        async with self._b.generate(
-            text=text, sampling=sampling, prompt_stream_id=stream_id
-        ) as deltas:
-            async for delta in deltas:
-                at = at or time.perf_counter()
-                late = delta.usage.late_tokens if delta.usage else None
-        return at, late
-
-    async def _sequential(self, prefix: str, streamed: int) -> Pair:
-        first, last, text = await self._decode(streamed, lambda _text, _ids: None)
-        done, late = await self._first_token(prefix + text + _SUFFIX)
-        return Pair(last - first, done - first, late)
-
-    async def _probe(self, prefix: str, streamed: int) -> Pair:
-        """Prefill requests with ever longer prompts, one at a time, 32 new tokens each."""
-        parts: list[str] = []
-        sent, tokens, new, finished = 0, 0, anyio.Event(), False
-        first, last, text = 0.0, 0.0, ""
-
-        def on_text(text: str, ids: list[int]) -> None:
-            nonlocal tokens
-            parts.append(text)
-            tokens += len(ids)
-            new.set()
-
-        async def follow() -> None:
-            nonlocal sent, new
-            await self._stateless_prefill(prefix)
-            while not finished:
-                await new.wait()
-                new = anyio.Event()
-                if not finished and tokens - sent >= _PROBE_CHUNK:
-                    sent = tokens
-                    await self._stateless_prefill(prefix + "".join(parts))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(follow)
-            first, last, text = await self._decode(streamed, on_text)
-            finished = True
-            new.set()
-        done, late = await self._first_token(prefix + text + _SUFFIX)
-        return Pair(last - first, done - first, late)
-
-    async def _stateless_prefill(self, text: str) -> None:
-        async with self._b.generate(text=text, sampling={"max_new_tokens": 0}) as deltas:
-            async for _ in deltas:
-                pass
-
-    async def _linked(self, prefix: str, streamed: int) -> Pair:
-        prompt = Prompt([prefix, Slot("A"), _SUFFIX])
-        link = Link(self._b, prompt, agent="B")
-        first, last, done = 0.0, 0.0, 0.0
-        late: int | None = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(link.run)
-            first, last, text = await self._decode(
-                streamed, lambda text, _ids: link.feed("A", text)
-            )
-            link.close_slot("A")
-            done, late = await self._first_token(prefix + text + _SUFFIX, link.take_over())
-        return Pair(last - first, done - first, late)
-
-
-async def measure_cell(
-    bench: Bench, prefix: int, streamed: int, concurrency: int, repeats: int
-) -> Cell:
-    rounds: dict[Way, list[list[Pair]]] = {way: [] for way in WAYS}
-    for way in order(repeats, WAYS):
-        rounds[way].append(await bench.round(way, prefix, streamed, concurrency))
-
-    def middle(way: Way, value: Callable[[Pair], float]) -> float:
-        return median(mean(value(pair) for pair in pairs) for pairs in rounds[way])
-
-    times = {way: middle(way, lambda pair: pair.downstream_first) for way in WAYS}
-    decode = middle("sequential", lambda pair: pair.upstream_end)
-    prefill = middle("sequential", lambda pair: pair.downstream_first - pair.upstream_end)
-    bound = min(decode, prefill)
-    handoff = middle("linked", lambda pair: pair.downstream_first - pair.upstream_end)
-    return Cell(
-        prefix=prefix,
-        streamed=streamed,
-        concurrency=concurrency,
-        sequential=times["sequential"],
-        probe=times["probe"],
-        linked=times["linked"],
-        decode_a=decode,
-        prefill_b=prefill,
-        hidden=(times["sequential"] - times["linked"]) / bound,
-        hidden_own=(prefill - handoff) / bound,
-        handoff=handoff,
-        hidden_probe=(times["sequential"] - times["probe"]) / bound,
-        late_tokens=middle("linked", lambda pair: pair.late_tokens or 0),
-    )
-
-
-def table(cells: list[Cell]) -> Table:
-    shown = Table(title="Handoff: from A's first token to B's first token", title_justify="left")
-    names = (
-        "prefix",
-        "streamed",
-        "C",
-        "sequential",
-        "probe",
-        "linked",
-        "T_decode A",
-        "T_prefill B",
-    )
-    hidden = ("hidden probe", "hidden", "hidden own")
-    for name in (*names, "A end to B", "seq/probe", "seq/linked", *hidden, "late tokens"):
-        shown.add_column(name, justify="right")
-    for cell in cells:
-        shown.add_row(
-            *(str(value) for value in (cell.prefix, cell.streamed, cell.concurrency)),
-            *(
-                f"{value:.2f} s"
-                for value in (
-                    cell.sequential,
-                    cell.probe,
-                    cell.linked,
-                    cell.decode_a,
-                    cell.prefill_b,
-                )
-            ),
-            f"{cell.handoff * 1000:.0f} ms",
-            f"{cell.sequential / cell.probe:.2f}x",
-            f"{cell.sequential / cell.linked:.2f}x",
-            f"{cell.hidden_probe:.2f}",
-            f"{cell.hidden:.2f}",
-            f"{cell.hidden_own:.2f}",
-            f"{cell.late_tokens:.0f}",
-        )
-    return shown
-
-
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--text", type=Path, required=True, help="trains the tiny tokenizer")
-    parser.add_argument("--prefix", type=int, default=2000)
-    parser.add_argument("--streamed", type=int, nargs="+", default=[256, 128])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path(".cache"))
-    arguments = parser.parse_args()
-    console = Console()
-    model = tiny_model("bench", [arguments.text], arguments.cache / "models")
-    words = single_token_words(model)
-    cells: list[Cell] = []
-    async with local_engines() as engines:
-        memory = ["--max-total-tokens", "16000"]
-        a = await engines.start(model, core=0, arguments=memory, wait=False)
-        b = await engines.start(model, core=1, arguments=memory)
-        await a.wait_until_ready()
-        async with EngineClient(a.url) as client_a, EngineClient(b.url) as client_b:
-            bench = Bench(client_a, client_b, words)
-            await bench.round("linked", arguments.prefix, 64, 1)
-            for streamed in arguments.streamed:
-                for concurrency in arguments.concurrency:
-                    cell = await measure_cell(
-                        bench, arguments.prefix, streamed, concurrency, arguments.repeats
-                    )
-                    cells.append(cell)
-                    console.print(
-                        f"{streamed} streamed, C={concurrency}: hidden {cell.hidden:.2f} "
-                        f"(probe {cell.hidden_probe:.2f})"
-                    )
-    console.print(table(cells))
-    if arguments.json:
-        command = ["-m", "flashmoa.bench.handoff", *sys.argv[1:]]
-        document = {"command": command, "cells": [asdict(cell) for cell in cells]}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def single_token_words(model: Path) -> list[str]:
-    """Words of a byte-level vocabulary that are one token with the space before them."""
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+def workloads(arguments: argparse.Namespace) -> list[Workload]:
+    """The grid: what is said of a dimension, else the default's or, with --full, the large."""
+    all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
     return [
-        " " + token[1:] for token in vocabulary if token.startswith("Ġ") and token[1:].isalpha()
+        Workload(tps, prefix, upstream, concurrency)
+        for tps in arguments.tps or all_tps
+        for prefix in arguments.prefix or prefixes
+        for upstream in arguments.upstream or upstreams
+        for concurrency in arguments.concurrency
     ]
 
 
-if __name__ == "__main__":
-    anyio.run(main)
+async def _main(arguments: argparse.Namespace) -> None:
+    console = terminal()
+    grid = workloads(arguments)
+    report = Report("handoff", arguments)
+    pool = max(workload.pool_tokens for workload in grid)
+    async with connected(ROLES, arguments, pool, console) as engines:
+        await report.describe(engines)
+        report.head(console)
+        cells = await _measure(engines, grid, arguments, console)
+    show(cells, console)
+    if arguments.picture:
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+        arguments.picture.write_text(heatmap.draw(cells, "Speed-up: T sequential / T linked"))
+        console.print(f"Heat map: {arguments.picture}")
+    report.save(
+        console,
+        {"cells": [asdict(one) for one in cells], "summary": asdict(summarise(cells))},
+    )
+
+
+async def _measure(
+    engines: Engines, grid: Sequence[Workload], arguments: argparse.Namespace, console: Console
+) -> list[Cell]:
+    names = [name for name, (role, _) in _WAYS.items() if role in engines]
+    dice = random.Random(arguments.seed)
+    cells: list[Cell] = []
+
+    async def run(name: str, workload: Workload) -> Round:
+        role, way = _WAYS[name]
+        return await play(engines[role], workload, dice, way)
+
+    with progress(console) as bars:
+        bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(names))
+        largest = max(grid, key=lambda workload: workload.pool_tokens)
+        for name in names:
+            await run(name, largest)
+        for workload in grid:
+            bars.update(bar, description=f"{heatmap.label(workload)} C={workload.concurrency}")
+            rounds: dict[str, list[Round]] = {name: [] for name in names}
+            for name in order(arguments.repeats, names):
+                rounds[name].append(await run(name, workload))
+                bars.advance(bar)
+            cells.append(cell(workload, rounds))
+    return cells
+
+
+def show(cells: Sequence[Cell], console: Console) -> None:
+    """Print the table and what it comes to."""
+    console.print(_table(cells))
+    console.print(
+        "T: from A's first token to B's (Eq. 6). bound: min(T_A, P_B - floor), P_B what the "
+        "better baseline adds to T_A, the floor B's first token when its whole prompt is cached. "
+        "hidden: T of the better baseline - T linked. late: prompt tokens left when B's request "
+        "came.\n"
+    )
+    _show_summary(summarise(cells), console)
+
+
+def _table(cells: Sequence[Cell]) -> Table:
+    title = "Handoff: TPS/Prefix/Upstream, seconds"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    ways = list(cells[0].speedup)
+    names = ["workload", "C", *(f"T {way}" for way in ways), "T linked"]
+    names += [f"vs {way}" for way in ways]
+    for name in (*names, "T_A", "P_B", "floor", "bound", "hidden", "fraction", "late"):
+        table.add_column(name, justify="right")
+    for one in cells:
+        fraction = one.hidden_fraction
+        times = (one.decode, one.prefill, one.floor, one.bound, one.hidden)
+        table.add_row(
+            heatmap.label(one.workload),
+            str(one.workload.concurrency),
+            *(f"{one.seconds[way]:.2f}" for way in (*ways, LINKED)),
+            *(f"{one.speedup[way]:.2f}x" for way in ways),
+            *(f"{value:.2f}" for value in times),
+            f"{fraction:.2f}" if fraction is not None and one.is_worth_hiding else "-",
+            f"{one.late_tokens:.0f}",
+        )
+    return table
+
+
+def _show_summary(summary: Summary, console: Console) -> None:
+    for way, won in summary.won.items():
+        least, middle, most = summary.speedups[way]
+        console.print(
+            f"vs {way}: {won} of {summary.cells} cells won; speed-up {least:.2f}x to {most:.2f}x, "
+            f"median {middle:.2f}x"
+        )
+    console.print(
+        f"hidden fraction >= 0.95 in {summary.well_hidden} of {summary.worth_hiding} cells whose "
+        "bound is above 10 % of T"
+    )

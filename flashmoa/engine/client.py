@@ -166,16 +166,19 @@ class EngineClient:
         input_ids: Sequence[int] | None = None,
         sampling: Mapping[str, Any] | None = None,
         prompt_stream_id: str | None = None,
+        expected_output_tokens: int | None = None,
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         """Stream a generation (``/generate``). Leaving the context aborts it.
 
-        ``sampling``: SGLang's sampling parameters.
+        ``sampling``: SGLang's sampling parameters. ``expected_output_tokens``: for an engine
+        that schedules by it.
         """
         body = {
             "text": text,
             "input_ids": input_ids,
             "sampling_params": dict(sampling or {}),
             "prompt_stream_id": prompt_stream_id,
+            "expected_output_tokens": expected_output_tokens,
             "stream": True,
         }
         async with self._events("/generate", body) as events:
@@ -244,6 +247,11 @@ async def _generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[
         text: str = event.get("text") or ""
         meta: dict[str, Any] = event["meta_info"]
         reason = meta.get("finish_reason")
+        if reason and "prompt_tokens" not in meta:
+            # Aborted before it ran: a full queue, a server that shuts down.
+            status = int(reason.get("status_code") or 503)
+            refused = errors.BY_STATUS.get(status, errors.RequestRefused)
+            raise refused(str(reason.get("message") or reason["type"]), status, "aborted")
         yield Delta(
             text=text[seen:],
             token_ids=event["output_ids"][tokens:],

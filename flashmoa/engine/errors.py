@@ -81,7 +81,7 @@ class TooManyStreams(RequestRefused):
 
 
 class EngineDraining(RequestRefused):
-    """503: the engine is shutting down."""
+    """503: the engine is shutting down, or takes no more requests (``engine_busy``)."""
 
 
 BY_STATUS: dict[int, type[RequestRefused]] = {

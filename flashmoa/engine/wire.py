@@ -25,6 +25,8 @@ class KvState(_Answer):
     evictable: int
     protected: int
     pinned_streams: int
+    gave_way: int
+    duplicates_avoided: int
 
 
 class EngineInfo(_Answer):
@@ -50,11 +52,15 @@ class Prefilled(_Answer):
 
 
 class StreamState(_Answer):
-    """A prompt stream: tokens that are certain, and of those how many have their KV."""
+    """A prompt stream: tokens that are certain, and of those how many have their KV.
+
+    ``computed_tokens``: what its increments computed; the rest was in the cache, or shared.
+    """
 
     id: str
     received_tokens: int
     prefilled_tokens: int
+    computed_tokens: int
     increments: int
     next_seq: int
     ended: bool

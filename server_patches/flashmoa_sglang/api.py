@@ -10,19 +10,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang import __version__, releases
-from flashmoa_sglang.engine import Engine, Superseded
+from flashmoa_sglang.costs import UNMEASURED
+from flashmoa_sglang.engine import Engine, Superseded, Terms
 from flashmoa_sglang.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
 from flashmoa_sglang.rendering import ChatRenderer, Rendered
-from flashmoa_sglang.streams import PromptStream, StreamTable
+from flashmoa_sglang.stream import PromptStream
+from flashmoa_sglang.streams import StreamTable
 from flashmoa_sglang.token_buffer import TokenBuffer
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
+# What proxies write in their logs for it.
+_CLIENT_GONE = 499
 T = TypeVar("T", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -96,8 +101,9 @@ class Api:
         self._table = table
         self._renderer = renderer
 
-    def router(self) -> APIRouter:
-        router = APIRouter()
+    def add_to(self, app: FastAPI) -> None:
+        """Each route by itself: SGLang counts a router's by the path that was asked for, and
+        that would be a time series per stream."""
         routes: list[tuple[str, str, Handler]] = [
             ("GET", "/flashmoa/info", self.info),
             ("POST", "/prefill_only", self.prefill_only),
@@ -109,8 +115,7 @@ class Api:
             ("DELETE", "/prompt_streams/{stream_id}", self.delete),
         ]
         for method, path, handler in routes:
-            router.add_api_route(path, _answering(handler), methods=[method])
-        return router
+            app.add_api_route(path, _answering(handler), methods=[method])
 
     async def info(self, request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
@@ -125,8 +130,11 @@ class Api:
                 "cuts": tokenizer.cuts if tokenizer else [],
             },
             "context_length": self._engine.context_length,
+            "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
+            "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
+            "in_flight": self._engine.in_flight(),
             "kv": [asdict(report) for report in await self._engine.kv()],
         }
 
@@ -141,8 +149,7 @@ class Api:
         try:
             done = await self._engine.prefill(
                 ids,
-                priority=prompt.priority,
-                cache_salt=prompt.cache_salt,
+                terms=Terms(prompt.priority, prompt.cache_salt),
                 http_request=request,
             )
         except Superseded as error:
@@ -167,17 +174,13 @@ class Api:
         stream = PromptStream(
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=None,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
+            terms=Terms(body.priority, body.cache_salt, self._engine.next_rank()),
         )
         piece: str | list[int]
         if kind == "input_ids":
             piece = self._checked_ids(body.input_ids or [])
         else:
-            rendered = self._render(body) if kind == "messages" else None
-            special = rendered.special if rendered else body.add_special_tokens
-            stream.buffer = TokenBuffer(self._tokenizer(), special)
-            piece = rendered.text if rendered else body.text or ""
+            stream.buffer, piece = self._buffer(body)
         self._table.add(stream, piece)
         self._table.open(stream)
         return stream.state()
@@ -208,18 +211,20 @@ class Api:
         return {"id": stream.id, "freed_tokens": stream.prefilled}
 
     def _tokens(self, prompt: _Prompt) -> list[int]:
-        kind = prompt.one_of("messages")
-        if kind == "input_ids":
+        if prompt.one_of("messages") == "input_ids":
             return self._checked_ids(prompt.input_ids or [])
-        if kind == "text":
-            text, special = prompt.text or "", prompt.add_special_tokens
-        else:
-            rendered = self._render(prompt)
-            text, special = rendered.text, rendered.special
-        room = self._engine.context_length
+        buffer, text = self._buffer(prompt)
+        room = self._engine.max_prompt_tokens
         if len(text) > room * self._table.limits.characters_per_token:
             self._check_room(len(text))
-        return self._tokenizer().encode(text, special)
+        buffer.append(text)
+        return buffer.all_tokens()
+
+    def _buffer(self, prompt: _Prompt) -> tuple[TokenBuffer, str]:
+        """A buffer for a prompt's text, and the text to begin with."""
+        if prompt.messages is not None:
+            return self._render(prompt).buffer(self._tokenizer())
+        return TokenBuffer(self._tokenizer(), prompt.add_special_tokens), prompt.text or ""
 
     def _render(self, prompt: _Prompt) -> Rendered:
         self._tokenizer()
@@ -227,7 +232,7 @@ class Api:
 
     def _tokenizer(self) -> Any:
         if self._engine.tokenizer is None:
-            raise Malformed("This server runs without a tokenizer; send input_ids.")
+            raise Malformed("This server has no tokenizer for text prompts; send input_ids.")
         return self._engine.tokenizer
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
@@ -237,10 +242,10 @@ class Api:
         return ids
 
     def _check_room(self, tokens: int) -> None:
-        room = self._engine.context_length - 1
+        room = self._engine.max_prompt_tokens
         if tokens > room:
             raise TooLarge(
-                f"The prompt has {tokens} tokens; the model takes {room}.", max_tokens=room
+                f"The prompt has {tokens} tokens; this server takes {room}.", max_tokens=room
             )
 
 
@@ -252,6 +257,9 @@ def _answering(handler: Handler) -> Handler:
             return JSONResponse(await handler(request))
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
+        except ClientDisconnect:
+            # Nobody reads this; raised, it would be a stack trace in the log per lost client.
+            return JSONResponse(None, status_code=_CLIENT_GONE)
 
     return answer
 

@@ -33,7 +33,7 @@ def activate() -> str | None:
 
 
 class TorchCpuPlatform(releases.cpu_platform()):
-    """SGLang on plain torch CPU ops; page size 1, float32 or bfloat16."""
+    """SGLang on plain torch CPU ops, in float32 or bfloat16."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"

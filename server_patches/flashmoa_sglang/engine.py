@@ -4,26 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import releases
-from flashmoa_sglang.errors import Draining, EngineFailed, Malformed
-from flashmoa_sglang.messages import KvQuery, KvReport, ReleaseStream, RequestMark
+from flashmoa_sglang import metrics, releases
+from flashmoa_sglang.costs import UNMEASURED, Costs
+from flashmoa_sglang.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.messages import (
+    NO_ROOM,
+    ForwardTime,
+    Happened,
+    KvQuery,
+    KvReport,
+    MeasuredCosts,
+    ReleaseStream,
+    RequestMark,
+)
 from flashmoa_sglang.token_buffer import CanonicalTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+logger = logging.getLogger(__name__)
+
 _KV_REPORT_TIMEOUT = 5.0
 _RID_PREFIX = "flashmoa-"
+_OURS = "flashmoa_ours"
 
 
 class Superseded(Exception):
     """The scheduler dropped a prefill because a longer one of its stream was queued."""
+
+
+class NoRoom(Exception):
+    """The KV pool has no room that requests do not need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What SGLang is told of a prefill beside its tokens.
+
+    ``dp_rank``: with several data-parallel ranks, the one that has the KV so far.
+    """
+
+    priority: int | None = None
+    cache_salt: str | None = None
+    dp_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +74,46 @@ class Engine:
 
     def __init__(self, tokenizer_manager: Any) -> None:
         self._manager = tokenizer_manager
-        self._tokenizer: CanonicalTokenizer | None = None
+        # ``None`` with --skip-tokenizer-init, and where the tokenizer cannot be used.
+        self.tokenizer = _canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
         self._queries = itertools.count()
+        self._ranks = itertools.count()
         self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
+        self._forward_seconds: dict[str, float] = {}
+        self.costs = UNMEASURED
         releases.handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
-
-    @property
-    def tokenizer(self) -> CanonicalTokenizer | None:
-        """The served tokenizer, or ``None`` with ``--skip-tokenizer-init``."""
-        if self._tokenizer is None and self._manager.tokenizer is not None:
-            self._tokenizer = CanonicalTokenizer(self._manager.tokenizer)
-        return self._tokenizer
+        releases.handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
+        releases.handle(tokenizer_manager._result_dispatcher, Happened, _count)
 
     @property
     def context_length(self) -> int:
         return self._manager.model_config.context_len
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt SGLang takes: bounded by the context and by the KV pool."""
+        # SGLang asks for less than either of these; the schedulers tell the second at start.
+        bounds = [self.context_length - self._manager.num_reserved_tokens]
+        if self._manager.max_req_input_len is not None:
+            bounds.append(self._manager.max_req_input_len)
+        return min(bounds) - 1
+
+    @property
     def vocabulary(self) -> int:
         return self._manager.model_config.vocab_size
+
+    @property
+    def page_size(self) -> int:
+        return self._manager.server_args.page_size or 1
+
+    @property
+    def largest_forward(self) -> int:
+        """Prompt tokens that surely go in one forward, beside what others may have cached."""
+        arguments = self._manager.server_args
+        chunk = arguments.chunked_prefill_size or 0
+        longest = self._manager.max_req_input_len or self.context_length
+        return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     @property
     def draining(self) -> bool:
@@ -72,6 +122,18 @@ class Engine:
     @property
     def model(self) -> dict[str, str]:
         return {"path": self._manager.model_path, "name": self._manager.served_model_name}
+
+    def next_rank(self) -> int | None:
+        """A data-parallel rank for a new stream, in turn; ``None`` where there is one only.
+
+        SGLang sends each request to any rank, and KV is not shared between them.
+        """
+        size = self._manager.server_args.dp_size or 1
+        return next(self._ranks) % size if size > 1 else None
+
+    def in_flight(self) -> dict[str, int]:
+        """What this process is busy with; the same again and again where nothing leaks."""
+        return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
 
     def others_active(self) -> bool:
         """Whether ordinary requests are in flight beside our own prefills."""
@@ -83,42 +145,61 @@ class Engine:
         *,
         stream: str | None = None,
         rid: str | None = None,
-        priority: int | None = None,
-        cache_salt: str | None = None,
+        terms: Terms = Terms(),
         http_request: Any = None,
     ) -> Prefilled:
         """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
 
         Raises:
             Superseded: a longer request of the same stream took this one's place.
+            NoRoom: requests need the KV pool; only increments of streams are refused so.
             EngineFailed: SGLang refused or aborted the prefill.
         """
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        work = GenerateReqInput(
+        return await self._prefill(
+            list(input_ids),
+            RequestMark(stream),
+            http_request=http_request,
             rid=rid or new_rid(),
-            input_ids=list(input_ids),
-            sampling_params={
-                "max_new_tokens": 0,
-                "custom_params": RequestMark(stream).to_custom_params(),
-            },
-            priority=priority,
-            **releases.salted(cache_salt),
+            priority=terms.priority,
+            routed_dp_rank=terms.dp_rank,
+            **releases.salted(terms.cache_salt),
             # Increments would count every prompt token many times over.
             log_metrics=stream is None,
         )
+
+    async def _prefill(
+        self, input_ids: list[int], mark: RequestMark, http_request: Any = None, **fields: Any
+    ) -> Prefilled:
         started = time.perf_counter()
-        self._prefills += 1
-        try:
-            meta = await self._run(work, http_request)
-        finally:
-            self._prefills -= 1
+        sampling = {"max_new_tokens": 0}
+        meta = await self._generate(input_ids, mark, sampling, http_request, **fields)
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
-            raise Superseded(reason.get("message", "aborted"))
+            message = reason.get("message", "aborted")
+            raise NoRoom(message) if message == NO_ROOM else Superseded(message)
         return Prefilled(
             meta["prompt_tokens"], meta["cached_tokens"], time.perf_counter() - started
         )
+
+    async def _generate(
+        self,
+        input_ids: list[int],
+        mark: RequestMark,
+        sampling: dict[str, Any],
+        http_request: Any = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """A request of the plugin's own; the ``meta_info`` of its answer."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {**sampling, "ignore_eos": True, "custom_params": mark.to_custom_params()}
+        work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
+        setattr(work, _OURS, True)
+        self._prefills += 1
+        try:
+            return await self._run(work, http_request)
+        finally:
+            self._prefills -= 1
 
     async def _run(self, work: Any, http_request: Any) -> dict[str, Any]:
         from fastapi import HTTPException
@@ -130,8 +211,34 @@ class Engine:
         except ValueError as error:
             raise Malformed(f"SGLang refuses this prefill: {error}") from error
         except HTTPException as error:
-            raise Draining(f"SGLang cannot take this prefill now: {error.detail}") from error
+            if error.status_code != EngineBusy.status:
+                raise EngineFailed(f"SGLang could not run the prefill: {error.detail}") from error
+            raise EngineBusy(f"SGLang cannot take this prefill now: {error.detail}") from error
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+
+    async def time_forward(self, input_ids: Sequence[int]) -> float:
+        """Seconds of one forward with these tokens, as the scheduler sees it."""
+        rid = new_rid()
+        mark = RequestMark(timed=True)
+        await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
+        return self._forward_seconds.pop(rid)
+
+    async def time_decode(self, steps: int) -> float:
+        """Seconds of one decode step of one request."""
+        seconds: list[float] = []
+        for tokens in (1, 1 + steps):
+            started = time.perf_counter()
+            await self._generate([0] * 4, RequestMark(timed=True), {"max_new_tokens": tokens})
+            seconds.append(time.perf_counter() - started)
+        return max(0.0, (seconds[1] - seconds[0]) / steps)
+
+    def _on_time(self, report: ForwardTime) -> None:
+        self._forward_seconds[report.rid] = report.seconds
+
+    def use_costs(self, costs: Costs) -> None:
+        """Decide by these costs from now on, here and in every scheduler."""
+        self.costs = costs
+        releases.to_scheduler(self._manager, MeasuredCosts(costs.points, costs.decode_step))
 
     def abort(self, rid: str) -> None:
         """Stop a prefill that is queued or running; unknown ids are ignored."""
@@ -167,6 +274,31 @@ class Engine:
             complete.set()
 
 
+def _canonical(tokenizer: Any) -> CanonicalTokenizer | None:
+    if tokenizer is None:
+        return None
+    try:
+        return CanonicalTokenizer(tokenizer)
+    except Exception as error:
+        logger.warning(
+            "Prompt streams take token ids only: the tokenizer does not encode as Hugging Face's "
+            "do (%s: %s)",
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def is_ours(obj: Any) -> bool:
+    """Whether the plugin made this ``GenerateReqInput``; no body of a client's can say so."""
+    return getattr(obj, _OURS, False)
+
+
 def new_rid() -> str:
     """SGLang aborts by prefix of the request id, so no id may be a prefix of another."""
     return f"{_RID_PREFIX}{uuid.uuid4().hex}"
+
+
+def _count(happened: Happened) -> None:
+    metrics.duplicates_avoided(happened.duplicates_avoided)
+    metrics.gave_way(happened.gave_way)

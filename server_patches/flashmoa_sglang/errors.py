@@ -8,6 +8,7 @@ ApiError                  any of these: a status, a stable ``code`` and what to 
  +-- TooLarge         413  over the context length or the buffer limit
  +-- TooManyStreams   429  the server's limit of open streams is reached
  +-- EngineFailed     500  SGLang could not run the prefill
+ +-- EngineBusy       503  SGLang takes no more requests at the moment
  +-- Draining         503  the server is shutting down
 """
 
@@ -56,6 +57,10 @@ class TooManyStreams(ApiError):
 
 class EngineFailed(ApiError):
     status, code = 500, "engine_failed"
+
+
+class EngineBusy(ApiError):
+    status, code = 503, "engine_busy"
 
 
 class Draining(ApiError):

@@ -6,20 +6,20 @@ taken from the stream as far as the texts agree, and its answer is told what cam
 
 from __future__ import annotations
 
-import json
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang import checks, hints, metrics, sampling
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from flashmoa_sglang.streams import PromptStream, StreamTable
-
-FIELD = "prompt_stream_id"
+    from flashmoa_sglang.stream import PromptStream
+    from flashmoa_sglang.streams import StreamTable
 
 
 class Final:
@@ -34,17 +34,19 @@ class Final:
         self.stream_id = stream_id
         self._table = table
         self._stream, self.status = table.find(stream_id)
-        self._agreeing_text: int | None = None
+        # SGLang encodes some prompts in several pieces; all of them so far.
+        self._text = ""
+        self._claimed = False
         self.usage: dict[str, Any] | None = None
 
     def encode(self, text: str, special: bool) -> list[int] | None:
         """Tokens of the prompt ``text``, or ``None`` where the stream cannot help."""
         if self._stream is None or self._stream.buffer is None:
             return None
-        self._agreeing_text = self._stream.buffer.common_chars(text)
-        return self._stream.buffer.encode(text, special)
+        first, self._text = not self._text, self._text + text
+        return self._stream.buffer.encode_piece(text, special, first)
 
-    def use(self, obj: Any, multimodal: bool) -> None:
+    def use(self, obj: Any, multimodal: bool, expected_output: int | None = None) -> None:
         """Tie a ``GenerateReqInput`` to the stream.
 
         ``multimodal``: the model's processor turns text into tokens, so it is left alone.
@@ -53,28 +55,38 @@ class Final:
             ValueError: the request is a batch (SGLang answers 400).
         """
         if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
-            raise ValueError(f"{FIELD} goes with one prompt; send a batch without it.")
-        params = obj.sampling_params or {}
-        custom = params.get("custom_params") or {} if isinstance(params, dict) else None
-        if not isinstance(custom, dict):
-            raise ValueError("sampling_params, and custom_params in it, must be objects.")
-        stream = self._stream
+            raise ValueError(f"{hints.STREAM} goes with one prompt; send a batch without it.")
+        stream = self._claim()
         if stream is None:
+            _put_expectation(obj, expected_output)
             return
-        self._table.claim(stream)
         if obj.text is not None and not multimodal:
             ids = self.encode(obj.text, special=True)
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
         self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
         late = max(0, len(obj.input_ids or ()) - stream.prefilled)
-        mark = RequestMark(stream.id, final=True, late=late).to_custom_params()
-        obj.sampling_params = {**params, "custom_params": {**custom, **mark}}
+        if obj.routed_dp_rank is None:
+            obj.routed_dp_rank = stream.terms.dp_rank
+        sampling.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
+
+    def _claim(self) -> PromptStream | None:
+        if self._stream is not None and self._stream.claimed:
+            # Another request has been quicker.
+            self._stream, self.status = None, "used"
+        if self._stream is not None:
+            self._table.claim(self._stream)
+            self._claimed = True
+        return self._stream
 
     def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
-        if stream.buffer is not None and self._agreeing_text is not None:
-            return self._agreeing_text == len(stream.buffer.text)
-        expected = stream.certain()
+        # The text says more than the tokens: its end may be held back still.
+        if stream.buffer is not None and self._text:
+            if not self._text.startswith(stream.buffer.whole_text):
+                return False
+            expected = stream.buffer.tokens
+        else:
+            expected = stream.certain()
         return ids is not None and ids[: len(expected)] == list(expected)
 
     def annotate(self, output: dict[str, Any]) -> None:
@@ -88,6 +100,8 @@ class Final:
             return
         cached = meta["cached_tokens"]
         streamed = min(cached, self._stream.computed) if self._stream is not None else 0
+        if self.usage is None:
+            metrics.final(self.status, meta["prompt_tokens"] - cached)
         self.usage = {
             "cached_tokens": cached,
             "streamed_tokens": streamed,
@@ -100,9 +114,15 @@ class Final:
         }
         meta.update(self.usage)
 
+    def refused(self) -> None:
+        """SGLang does not take the request: its stream is there for the next."""
+        if self._claimed and self._stream is not None and self._stream.closed is None:
+            self._table.unclaim(self._stream)
+            self._claimed = False
+
     def done(self) -> None:
         """The request has the KV itself now, or is over."""
-        if self._stream is not None:
+        if self._claimed and self._stream is not None:
             self._table.close(self._stream, "used")
 
 
@@ -117,67 +137,59 @@ def bind(table: StreamTable, http_request: Any) -> Final | None:
     """The stream named by an HTTP request's body, for the rest of this request's context.
 
     Raises:
-        ValueError: the field is not a string (SGLang answers 400).
+        ValueError: a hint is malformed (SGLang answers 400).
     """
-    # SGLang has parsed the body by now, and Starlette keeps the result.
-    body = getattr(http_request, "_json", None)
-    stream_id = body.get(FIELD) if isinstance(body, dict) else None
+    stream_id = hints.of(http_request).stream_id
     if stream_id is None:
         return None
-    if not isinstance(stream_id, str):
-        raise ValueError(f"{FIELD} must be a string, as returned by POST /prompt_streams.")
     final = Final(table, stream_id)
     _current.set(final)
     return final
 
 
-async def generate(
-    original: Callable[..., Any], manager: Any, obj: Any, http_request: Any, final: Final
+def generate_request(
+    original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
+) -> Any:
+    """``TokenizerManager.generate_request`` for what clients send.
+
+    Raises:
+        ValueError: a hint is malformed, or the plugin's own mark is forged.
+    """
+    checks.check(obj, manager.model_config.vocab_size)
+    if not hasattr(obj, "stream"):  # An embedding.
+        return original(manager, obj, http_request)
+    expected_output = hints.of(http_request).expected_output
+    final = current() or bind(manager.flashmoa_table, http_request)
+    if final is None:
+        _put_expectation(obj, expected_output)
+        return original(manager, obj, http_request)
+    outputs = original(manager, obj, http_request)
+    prepare = partial(final.use, obj, manager.mm_processor is not None, expected_output)
+    return _generate(outputs, final, prepare, http_request)
+
+
+async def _generate(
+    outputs: Any, final: Final, prepare: Callable[[], None], http_request: Any
 ) -> AsyncIterator[dict[str, Any]]:
-    """``TokenizerManager.generate_request`` for a request with a prompt stream."""
+    # Claimed here and not before: only a generator that has started can be relied on to end.
     try:
-        final.use(obj, multimodal=manager.mm_processor is not None)
-        async with aclosing(original(manager, obj, http_request)) as outputs:
+        prepare()
+        async with aclosing(outputs):
             async for output in outputs:
-                final.annotate(output)
+                # A list where several answers to the prompt were asked for.
+                for answer in output if isinstance(output, list) else [output]:
+                    final.annotate(answer)
                 final.done()
                 yield output
+    except ValueError:
+        # What SGLang raises for a request it refuses, and for a client that is gone.
+        if http_request is None or not await http_request.is_disconnected():
+            final.refused()
+        raise
     finally:
         final.done()
 
 
-def annotate_chat(result: Any, final: Final) -> Any:
-    """Add the stream's figures to the usage of a chat answer, streaming or not."""
-    if hasattr(result, "body_iterator"):
-        result.body_iterator = _annotate_events(result.body_iterator, final)
-        return result
-    if getattr(result, "usage", None) is None or final.usage is None:
-        return result
-    from fastapi.responses import JSONResponse
-
-    payload = json.loads(result.model_dump_json())
-    _extend_usage(payload["usage"], final.usage)
-    return JSONResponse(payload)
-
-
-async def _annotate_events(events: Any, final: Final) -> AsyncIterator[Any]:
-    async for event in events:
-        text = event if isinstance(event, str) else event.decode()
-        yield _annotate_event(text, final) if '"usage":{' in text.replace(" ", "") else event
-
-
-def _annotate_event(event: str, final: Final) -> str:
-    if not event.startswith("data: {") or final.usage is None:
-        return event
-    payload = json.loads(event[len("data: ") :])
-    if payload.get("usage"):
-        _extend_usage(payload["usage"], final.usage)
-    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
-
-
-def _extend_usage(usage: dict[str, Any], figures: dict[str, Any]) -> None:
-    details = dict(usage.get("prompt_tokens_details") or {})
-    for name in ("cached_tokens", "streamed_tokens", "late_tokens"):
-        details[name] = figures[name]
-    usage["prompt_tokens_details"] = details
-    usage["prompt_stream"] = figures["prompt_stream"]
+def _put_expectation(obj: Any, expected_output: int | None) -> None:
+    if expected_output is not None and sampling.decodes(obj):
+        sampling.put_mark(obj, RequestMark(expected_output=expected_output))

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CUSTOM_PARAMS_KEY = "flashmoa"
+# Why a scheduler sends an increment back: the stream may try again later.
+NO_ROOM = "no room in the KV pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +21,30 @@ class RequestMark:
 
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
     that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
+    ``expected_output``: how many tokens its client expects it to decode, if it said.
+    ``timed``: it measures the engine, and leaves nothing in the cache.
     """
 
     stream: str | None = None
     final: bool = False
     late: int = 0
+    expected_output: int | None = None
+    timed: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
         return {CUSTOM_PARAMS_KEY: asdict(self)}
 
 
-def mark_of(custom_params: Any) -> RequestMark | None:
-    """The mark in a request's ``custom_params``; users may put anything else there."""
+def mark_of(req: Any) -> RequestMark | None:
+    """The mark of a request in a scheduler; users may put anything else beside it."""
+    custom_params = req.sampling_params.custom_params
     if not isinstance(custom_params, dict):
         return None
     fields = custom_params.get(CUSTOM_PARAMS_KEY)
-    if not isinstance(fields, dict):
+    try:
+        return RequestMark(**fields) if isinstance(fields, dict) else None
+    except TypeError:  # Not ours.
         return None
-    stream, late = fields.get("stream"), fields.get("late")
-    if not isinstance(stream, str | None):
-        return None
-    return RequestMark(stream, bool(fields.get("final")), late if isinstance(late, int) else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,30 @@ class ReleaseStream:
     """To every scheduler: the stream is over, give its KV back to the cache."""
 
     stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """To every scheduler: what this engine's forwards cost; as in ``costs.Costs``."""
+
+    points: tuple[tuple[int, float], ...]
+    decode_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """From a scheduler: how long the forward of a timed request took, in seconds."""
+
+    rid: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """From a scheduler, for the metrics: what has happened since its last message."""
+
+    duplicates_avoided: int
+    gave_way: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +87,11 @@ class KvQuery:
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """From one rank per data-parallel group; in tokens, but for ``pinned_streams``."""
+    """From one rank per data-parallel group; in tokens.
+
+    ``pinned_streams`` and ``gave_way`` count streams; ``gave_way`` and
+    ``duplicates_avoided``: since the start.
+    """
 
     query: int
     dp_rank: int
@@ -67,3 +100,5 @@ class KvReport:
     evictable: int
     protected: int
     pinned_streams: int
+    gave_way: int
+    duplicates_avoided: int

@@ -8,25 +8,39 @@ failure stops the process with a message that names the release and the target.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import multiprocessing
 import os
 import pkgutil
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import finals, options, releases, rendering, scheduler
-from flashmoa_sglang.engine import Engine
+from flashmoa_sglang import (
+    answers,
+    finals,
+    metrics,
+    options,
+    releases,
+    rendering,
+    scheduler,
+    usage,
+    waiting,
+)
+from flashmoa_sglang.calibration import calibrate
+from flashmoa_sglang.engine import Engine, is_ours
 from flashmoa_sglang.streams import StreamTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
+_POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
@@ -45,6 +59,7 @@ class Hook:
 def attach_api(_result: None, manager: Any) -> None:
     """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
     _refuse_unsupported(manager.server_args)
+    metrics.start(manager.server_args)
     engine = Engine(manager)
     table = StreamTable(engine)
     manager.flashmoa_table = table
@@ -59,17 +74,34 @@ def attach_api(_result: None, manager: Any) -> None:
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
     http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
-    http_server.app.include_router(Api(engine, table, renderer).router())
+    Api(engine, table, renderer).add_to(http_server.app)
+    _start_with(http_server.app, lambda: calibrate(engine))
+
+
+def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Have ``work`` done beside the application, from its start to its end at most."""
+    usual = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        async with usual(app) as state:
+            task = asyncio.create_task(work())
+            try:
+                yield state
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+    app.router.lifespan_context = lifespan
 
 
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
     """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
-    final = finals.current() or finals.bind(manager.flashmoa_table, request)
-    if final is None or not hasattr(obj, "sampling_params") or not hasattr(obj, "stream"):
+    if is_ours(obj):
         return original(manager, obj, request)
-    return finals.generate(original, manager, obj, request, final)
+    return finals.generate_request(original, manager, obj, request)
 
 
 async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw: Any) -> Any:
@@ -79,7 +111,7 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw)
-    return result if final is None else finals.annotate_chat(result, final)
+    return result if final is None else usage.annotate_chat(result, final)
 
 
 SCHEDULER_HOOKS = [
@@ -91,7 +123,9 @@ SCHEDULER_HOOKS = [
         "around",
         scheduler.check_decode_memory,
     ),
-    Hook(releases.STREAM_OUTPUT, "around", scheduler.stream_output),
+    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", scheduler.admit),
+    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
+    Hook(releases.STREAM_OUTPUT, "around", answers.stream_output),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),

@@ -9,25 +9,43 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang import finals, releases
 from flashmoa_sglang.errors import Malformed
+from flashmoa_sglang.token_buffer import Sealed, TokenBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from flashmoa_sglang.token_buffer import CanonicalTokenizer
+
+
+class Piece(NamedTuple):
+    """Text that SGLang encodes on its own, and whether special tokens are added to it."""
+
+    text: str
+    special: bool
+
 
 @dataclass(slots=True)
 class Rendered:
-    """A rendered prompt: its text and whether the tokenizer adds its special tokens to it."""
+    """A rendered prompt: one piece, or a second one that the model is to continue."""
 
-    pieces: list[str] = field(default_factory=list)
-    special: bool = False
+    pieces: list[Piece] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(piece.text for piece in self.pieces)
+
+    def buffer(self, tokenizer: CanonicalTokenizer) -> tuple[TokenBuffer, str]:
+        """A buffer for the last piece, behind those before it, and that piece's text."""
+        *before, last = self.pieces or [Piece("", False)]
+        if not before:
+            return TokenBuffer(tokenizer, last.special), last.text
+        tokens = [token for piece in before for token in tokenizer.encode(*piece)]
+        head = Sealed("".join(piece.text for piece in before), before[0].special, tokens)
+        return TokenBuffer(tokenizer, last.special, head), last.text
 
 
 _capture: ContextVar[Rendered | None] = ContextVar("flashmoa_capture", default=None)
@@ -42,8 +60,7 @@ def wrap_encode(tokenizer: Any) -> None:
         special = kwargs.get("add_special_tokens", True)
         rendered = _capture.get()
         if rendered is not None and isinstance(text, str):
-            rendered.pieces.append(text)
-            rendered.special = special
+            rendered.pieces.append(Piece(text, special))
             return []
         final = finals.current()
         if final is not None and isinstance(text, str):

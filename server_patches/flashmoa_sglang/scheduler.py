@@ -6,88 +6,85 @@ alike, so everything follows from the queue, the batch and the radix tree.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.messages import KvQuery, KvReport, ReleaseStream, RequestMark, mark_of
+from flashmoa_sglang.costs import UNMEASURED, Costs
+from flashmoa_sglang.messages import (
+    Happened,
+    KvQuery,
+    KvReport,
+    MeasuredCosts,
+    ReleaseStream,
+    mark_of,
+)
+from flashmoa_sglang.options import Options
+from flashmoa_sglang.pins import StreamPins
+from flashmoa_sglang.scheduling import chunk_tokens, pause_steps, ride_tokens
+from flashmoa_sglang.sharing import SharedBatch
+from flashmoa_sglang.timer import ForwardTimer
+from flashmoa_sglang.waiting import is_increment, one_at_a_time, prepare
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+class Side:
+    """What the plugin keeps beside one SGLang scheduler.
 
-_REMEMBERED_RELEASES = 4096
-# SGLang reserves at most this many output tokens when it admits a request.
-_RESERVED_OUTPUT = 4096
-_HELD_STEPS = 16
-_LITTLE_LEFT = 128
-
-
-class StreamPins:
-    """Locks on the KV of prompt streams, the least recently extended first.
-
-    A pin is a convenience, never a claim: it is given up as soon as anybody else needs the
-    room, and the stream's KV is then ordinary evictable cache.
+    ``batch``: the prefill batch that is being put together. ``work``: what the engine has
+    done so far, in prefill tokens. ``pause``: decode steps until prompt streams may go on.
     """
 
-    def __init__(self, tree_cache: Any) -> None:
-        self._tree_cache = tree_cache
-        self._pins: OrderedDict[str, releases.Pin] = OrderedDict()
-        self._released: OrderedDict[str, None] = OrderedDict()
+    def __init__(self, scheduler: Any) -> None:
+        self.options = Options.from_environment()
+        self.pins = StreamPins(scheduler.tree_cache)
+        self.direct = releases.tokenizer_channel(scheduler)
+        self.costs = UNMEASURED
+        self.batch: SharedBatch | None = None
+        self.timer = ForwardTimer(scheduler)
+        self.work = 0.0
+        self.pause = 0
+        self.avoided = 0
+        self._told = Happened(0, 0)
 
-    def __len__(self) -> int:
-        return len(self._pins)
+    def tell(self, scheduler: Any) -> None:
+        """Let the HTTP process know what it shows on ``/metrics``."""
+        now = Happened(self.avoided, self.pins.gave_way)
+        if now == self._told:
+            return
+        news = Happened(
+            now.duplicates_avoided - self._told.duplicates_avoided,
+            now.gave_way - self._told.gave_way,
+        )
+        self._told = now
+        releases.to_tokenizer(scheduler, releases.wrapped(news))
 
-    def replace(self, stream: str, new: releases.Pin) -> None:
-        """Pin a stream's longer prefix, then give up the shorter one."""
-        old = self._pins.pop(stream, None)
-        if stream in self._released:
-            releases.unpin(self._tree_cache, new)
-        else:
-            self._pins[stream] = new
-        if old is not None:
-            releases.unpin(self._tree_cache, old)
-
-    def release(self, stream: str) -> None:
-        """The stream is over; later increments of it, already on their way, pin nothing."""
-        self._released[stream] = None
-        if len(self._released) > _REMEMBERED_RELEASES:
-            self._released.popitem(last=False)
-        old = self._pins.pop(stream, None)
-        if old is not None:
-            releases.unpin(self._tree_cache, old)
-
-    def make_room(self, tokens: int) -> bool:
-        """Give up pins until ``tokens`` could be allocated; whether any had to go."""
-        gave_up = False
-        while self._pins and releases.free_tokens(self._tree_cache) < tokens:
-            stream, old = self._pins.popitem(last=False)
-            releases.unpin(self._tree_cache, old)
-            gave_up = True
-            logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)
-        return gave_up
-
-    def forget(self) -> None:
-        """The tree was reset, and the locked nodes with it."""
-        self._pins.clear()
+    def shared_batch(self, scheduler: Any) -> SharedBatch | None:
+        """A new one, where equal tokens can be shared at all."""
+        if self.options.intra_turn == "off" or not releases.can_pin(scheduler):
+            return None
+        within = self.options.intra_turn == "auto" and releases.shares_within_forward(scheduler)
+        return SharedBatch(scheduler.page_size, within_forward=within)
 
 
 def attach(_result: None, scheduler: Any) -> None:
     """After ``Scheduler.init_request_dispatcher``: listen for the plugin's messages."""
-    pins = StreamPins(scheduler.tree_cache)
-    scheduler.flashmoa_pins = pins
-    # Batches and output streamers know the tree, not the scheduler.
-    scheduler.tree_cache.flashmoa_pins = pins
-    scheduler.tree_cache.flashmoa_direct = releases.tokenizer_channel(scheduler)
+    side = Side(scheduler)
+    scheduler.flashmoa = side
+    # Batches, policies and output streamers know the tree, not the scheduler.
+    scheduler.tree_cache.flashmoa = side
     dispatcher = scheduler._request_dispatcher
-    releases.handle(dispatcher, ReleaseStream, lambda message: pins.release(message.stream))
+    releases.handle(dispatcher, ReleaseStream, lambda message: side.pins.release(message.stream))
     releases.handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
+    releases.handle(dispatcher, MeasuredCosts, lambda message: _use_costs(side, message))
+
+
+def _use_costs(side: Side, message: MeasuredCosts) -> None:
+    side.costs = Costs(message.points, message.decode_step)
 
 
 def _report_kv(scheduler: Any, message: KvQuery) -> None:
-    tree = scheduler.tree_cache
+    tree, side = scheduler.tree_cache, scheduler.flashmoa
     report = KvReport(
         query=message.query,
         dp_rank=releases.dp_rank(scheduler),
@@ -95,7 +92,9 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         free=tree.token_to_kv_pool_allocator.available_size(),
         evictable=tree.evictable_size(),
         protected=tree.protected_size(),
-        pinned_streams=len(scheduler.flashmoa_pins),
+        pinned_streams=len(side.pins),
+        gave_way=side.pins.gave_way,
+        duplicates_avoided=side.avoided,
     )
     releases.to_tokenizer(scheduler, releases.wrapped(report))
 
@@ -103,135 +102,113 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
 def next_prefill_batch(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``Scheduler._get_new_batch_prefill_raw``: hold, call, publish, pin."""
+    """Around ``Scheduler._get_new_batch_prefill_raw``: hold, call, share, publish, pin."""
+    running = releases.running_batch(scheduler, kwargs)
     if not scheduler.waiting_queue and scheduler.chunked_req is None:
         return original(scheduler, *args, **kwargs)
-    _drop_superseded(scheduler)
-    _make_room(scheduler, releases.running_batch(scheduler, kwargs))
-    held = _hold(scheduler, _behind_chunk(scheduler))
-    held += _hold(scheduler, _behind_requests(scheduler))
-    held += _hold(scheduler, _behind_shorter(scheduler))
+    side: Side = scheduler.flashmoa
+    held = prepare(scheduler, running)
     try:
-        result = original(scheduler, *args, **kwargs)
+        if not _only_streams_want(scheduler):
+            return _build(original, scheduler, *args, **kwargs)
+        with _in_the_gaps(scheduler, running) as may_go:
+            if not may_go:
+                return releases.no_batch(running)
+            full = running.batch_is_full
+            result = _build(original, scheduler, *args, **kwargs)
+            # That an increment found no room says nothing about requests.
+            releases.running_after(scheduler, result).batch_is_full = full
+            return result
     finally:
-        scheduler.waiting_queue += held
+        side.batch = None
+        scheduler.waiting_queue = held + scheduler.waiting_queue
+        side.tell(scheduler)
+
+
+def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    side: Side = scheduler.flashmoa
+    side.batch = side.shared_batch(scheduler)
+    result = original(scheduler, *args, **kwargs)
     batch = releases.new_batch(result)
     if batch is not None:
-        _publish_increments(scheduler, batch)
+        _settle(scheduler, batch)
     return result
 
 
-def _mark(req: Any) -> RequestMark | None:
-    return mark_of(req.sampling_params.custom_params)
+def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``PrefillAdder.add_one_req``: share what the batch computes already."""
+    side: Side | None = getattr(adder.tree_cache, "flashmoa", None)
+    if side is None or side.batch is None:
+        return original(adder, req, *args, **kwargs)
+    return side.batch.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
 
 
-def _stream(req: Any) -> str | None:
-    mark = _mark(req)
-    return mark.stream if mark is not None else None
-
-
-def _drop_superseded(scheduler: Any) -> None:
-    """An increment that has not started is pointless once a longer request is queued."""
-    newest = {stream: req for req in scheduler.waiting_queue if (stream := _stream(req))}
-    if not newest:
-        return
-    kept: list[Any] = []
-    for req in scheduler.waiting_queue:
-        if _is_increment(req) and newest[_stream(req)] is not req:
-            _answer_superseded(scheduler, req)
-        else:
-            kept.append(req)
-    scheduler.waiting_queue = kept
-
-
-def _answer_superseded(scheduler: Any, req: Any) -> None:
-    from sglang.srt.managers.io_struct import AbortReq
-
-    releases.to_tokenizer(scheduler, AbortReq(rid=req.rid), req)
-
-
-def _hold(scheduler: Any, reqs: list[Any]) -> list[Any]:
-    """Take requests out of the queue for this step."""
-    if reqs:
-        kept = set(map(id, scheduler.waiting_queue)) - set(map(id, reqs))
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) in kept]
-    return reqs
-
-
-def _patient(reqs: list[Any]) -> list[Any]:
-    """Of these, the ones that have not been held too often; and count it."""
-    for req in reqs:
-        req.flashmoa_held_steps = getattr(req, "flashmoa_held_steps", 0) + 1
-    return [req for req in reqs if req.flashmoa_held_steps <= _HELD_STEPS]
-
-
-def _behind_chunk(scheduler: Any) -> list[Any]:
-    """A stream's next request while its previous one is prefilled in chunks.
-
-    Admitted beside the last chunk it would recompute what that chunk is computing.
-    """
+def _only_streams_want(scheduler: Any) -> bool:
     chunked = scheduler.chunked_req
-    stream = _stream(chunked) if chunked is not None else None
-    if stream is None:
-        return []
-    return [req for req in scheduler.waiting_queue if _stream(req) == stream]
+    return (chunked is None or is_increment(chunked)) and all(
+        map(is_increment, scheduler.waiting_queue)
+    )
 
 
-def _behind_requests(scheduler: Any) -> list[Any]:
-    """Increments, while a request that somebody waits for is queued."""
-    increments = [req for req in scheduler.waiting_queue if _is_increment(req)]
-    if not increments or len(increments) == len(scheduler.waiting_queue):
-        return []
-    return _patient(increments)
+@contextmanager
+def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
+    """Only streams want to prefill: how much of the engine they may take.
 
-
-def _behind_shorter(scheduler: Any) -> list[Any]:
-    """Requests with much left to compute, while others of streams have little.
-
-    In one batch the one whose stream is ready would wait for the one whose stream is not.
+    On an idle engine, a forward short enough for a request that comes meanwhile. Where others
+    decode, tokens of one stream ride along with each step; and where SGLang cannot mix the
+    two, or too few tokens could, streams have a forward of their own now and then. Yields
+    whether they may go in this step.
     """
-    finals = [
-        (mark.late, req) for req in scheduler.waiting_queue if (mark := _mark(req)) and mark.final
-    ]
-    if len(finals) < 2:
-        return []
-    bound = max(_LITTLE_LEFT, 2 * min(late for late, _ in finals))
-    return _patient([req for late, req in finals if late > bound])
+    side: Side = scheduler.flashmoa
+    share, page = side.options.stream_share, scheduler.page_size
+    chunk, decoding = chunk_tokens(side.costs, page), releases.decoding(running)
+    ride = ride_tokens(side.costs, decoding, share, page)
+    if not decoding:
+        alone = len(scheduler.waiting_queue) <= 1
+        with releases.chunking(scheduler, 4 * chunk if alone else chunk):
+            yield True
+    elif releases.free_tokens(scheduler.tree_cache) < chunk + decoding * page:
+        yield False
+    elif ride and releases.can_mix(scheduler, running):
+        with one_at_a_time(scheduler), releases.mixing(scheduler, ride + decoding):
+            yield True
+    elif side.pause > 0:
+        yield False
+    else:
+        side.pause = pause_steps(side.costs, chunk, decoding, share)
+        with releases.chunking(scheduler, chunk):
+            yield True
 
 
-def _is_increment(req: Any) -> bool:
-    mark = _mark(req)
-    return mark is not None and mark.stream is not None and not mark.final
-
-
-def _make_room(scheduler: Any, running_batch: Any) -> None:
-    """Streams give way before any request waits for memory."""
-    if not scheduler.flashmoa_pins or not scheduler.waiting_queue:
-        return
-    needed = max(
-        len(req.origin_input_ids) + min(req.sampling_params.max_new_tokens or 0, _RESERVED_OUTPUT)
-        for req in scheduler.waiting_queue
-    )
-    reserved = sum(
-        max(0, min(req.sampling_params.max_new_tokens or 0, _RESERVED_OUTPUT) - len(req.output_ids))
-        for req in running_batch.reqs
-    )
-    if scheduler.flashmoa_pins.make_room(needed + reserved):
-        running_batch.batch_is_full = False
-
-
-def _publish_increments(scheduler: Any, batch: Any) -> None:
-    """KV of an increment can be hit by the very next step, and is locked for its stream."""
+def _settle(scheduler: Any, batch: Any) -> None:
+    """The batch is built: share, publish, pin, count."""
+    side: Side = scheduler.flashmoa
+    side.work += batch.extend_num_tokens
+    side.timer.start(batch.reqs)
+    if side.batch is not None:
+        side.batch.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
+        side.avoided += side.batch.avoided
     # Where a model keeps state beside plain KV, that state is not there before the forward.
     if not releases.can_pin(scheduler):
         return
     for req in batch.reqs:
-        if not _is_increment(req) or req is scheduler.chunked_req:
-            continue
-        if req.finished() or req.to_finish is not None:
-            continue
-        releases.publish(scheduler, req)
-        scheduler.flashmoa_pins.replace(_stream(req), releases.pin(scheduler, req))
+        if is_increment(req) and _publishes(scheduler, req):
+            if side.batch is None:
+                releases.publish(scheduler, req)
+            side.pins.replace(mark_of(req).stream, releases.pin(scheduler, req))
+
+
+def _publishes(scheduler: Any, req: Any) -> bool:
+    """Whether others should find the request's KV in the very next step.
+
+    An increment's, for its stream. Under the overlap schedule anybody's: SGLang would put it
+    into the tree a step late.
+    """
+    if req is scheduler.chunked_req or req.finished() or req.to_finish is not None:
+        return False
+    if is_increment(req):
+        return True
+    return scheduler.enable_overlap and releases.is_shareable(req) and not req.output_ids
 
 
 def check_decode_memory(
@@ -239,11 +216,14 @@ def check_decode_memory(
 ) -> bool:
     """Around ``ScheduleBatch.check_decode_mem``: streams give way before a decode does."""
     fits = original(batch, *args, **kwargs)
-    pins: StreamPins | None = getattr(batch.tree_cache, "flashmoa_pins", None)
-    if fits or not pins:
+    side: Side | None = getattr(batch.tree_cache, "flashmoa", None)
+    if side is None:
         return fits
-    needed = batch.new_tokens_required_next_decode(*args, **kwargs)
-    pins.make_room(needed)
+    side.work += side.costs.decode_weight
+    side.pause = max(0, side.pause - 1)
+    if fits or not side.pins:
+        return fits
+    side.pins.make_room(batch.new_tokens_required_next_decode(*args, **kwargs))
     return original(batch, *args, **kwargs)
 
 
@@ -251,38 +231,5 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwa
     """Around ``Scheduler.flush_cache``: a flushed tree has nothing left to unlock."""
     flushed = original(scheduler, *args, **kwargs)
     if flushed:
-        scheduler.flashmoa_pins.forget()
+        scheduler.flashmoa.pins.forget()
     return flushed
-
-
-def _is_ours(req: Any) -> bool:
-    mark = _mark(req)
-    return mark is not None and not mark.final and req.is_prefill_only and not req.return_logprob
-
-
-def stream_output(
-    original: Callable[..., None],
-    streamer: Any,
-    reqs: list[Any],
-    return_logprob: bool,
-    skip_req: Any = None,
-) -> None:
-    """Around ``releases.STREAM_OUTPUT``: prefill-only work has no text.
-
-    Its answer goes straight to the HTTP process, which takes token-id batches too (that is
-    what a server without tokenizer sends), and not through the detokenizer.
-    """
-    direct = getattr(streamer.tree_cache, "flashmoa_direct", None)
-    ours = [req for req in reqs if _is_ours(req)]
-    if not ours or direct is None:
-        original(streamer, reqs, return_logprob, skip_req)
-        return
-    rest = [req for req in reqs if req not in ours]
-    if rest:
-        original(streamer, rest, return_logprob, skip_req)
-    usual = streamer.send_to_detokenizer
-    streamer.send_to_detokenizer = direct
-    try:
-        original(streamer, ours, False, skip_req)
-    finally:
-        streamer.send_to_detokenizer = usual

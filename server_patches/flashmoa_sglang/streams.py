@@ -1,23 +1,20 @@
-"""Prompt streams in the HTTP process: buffer, trigger, lifetime.
+"""All prompt streams of a server, in its HTTP process: buffer and lifetime.
 
 A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1,
-Algorithm 1). All timing is decided here, in one process (``trigger.py`` says when); the
-schedulers see ordinary prefill requests. One task serves all streams while any is open.
+Algorithm 1). All timing is decided here, in one process (``prefilling.py``); the
+schedulers see ordinary prefill requests. Tasks run while streams are open.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-import uuid
-from array import array
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flashmoa_sglang.engine import Superseded, new_rid
+from flashmoa_sglang import metrics
 from flashmoa_sglang.errors import (
     Draining,
     OutOfOrder,
@@ -26,17 +23,19 @@ from flashmoa_sglang.errors import (
     TooManyStreams,
     UnknownStream,
 )
-from flashmoa_sglang.token_buffer import TokenBuffer
-from flashmoa_sglang.trigger import Policy, due
+from flashmoa_sglang.prefilling import Prefiller
+from flashmoa_sglang.stream import Ending, PromptStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable
 
-    from flashmoa_sglang.engine import Engine, Prefilled
+    from flashmoa_sglang.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-Ending = Literal["used", "deleted", "expired", "drained"]
+_PAUSE_AFTER_MISTAKE = 1.0
+# Seconds between looks at deadlines and draining.
+_LIFETIME_CHECK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,88 +50,17 @@ class Limits:
     remembered: int = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One increment: when (Unix seconds, waiting included), and tokens computed."""
-
-    start: float
-    end: float
-    tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class PromptStream:
-    """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
-
-    A text stream's ``ids`` are filled once, when it has ended.
-    """
-
-    ttl_seconds: float
-    buffer: TokenBuffer | None
-    priority: int | None = None
-    cache_salt: str | None = None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    ids: array[int] = field(default_factory=lambda: array("q"))
-    next_seq: int = 0
-    ended_at: float | None = None
-    claimed: bool = False
-    closed: Ending | None = None
-    prefilled: int = 0
-    # Of these, tokens that were not in the radix cache already.
-    computed: int = 0
-    increments: int = 0
-    # The last ones, for timelines.
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
-    failure: str | None = None
-    rid: str | None = None
-    deadline: float = 0.0
-
-    def certain(self) -> array[int] | list[int]:
-        """The tokens that no later append can change."""
-        if self.buffer is None:
-            return self.ids
-        if self.ended_at is None:
-            return self.buffer.tokens
-        if not self.ids:
-            self.ids = array("q", self.buffer.all_tokens())
-        return self.ids
-
-    def certain_tokens(self) -> int:
-        return len(self.certain())
-
-    def may_grow(self) -> bool:
-        """Whether prefilling further is of use and possible."""
-        return not self.claimed and self.closed is None and self.failure is None
-
-    def state(self) -> dict[str, Any]:
-        """What ``GET /prompt_streams/{id}`` answers."""
-        return {
-            "id": self.id,
-            "kind": "input_ids" if self.buffer is None else "text",
-            "received_tokens": self.certain_tokens(),
-            "prefilled_tokens": self.prefilled,
-            "increments": self.increments,
-            "next_seq": self.next_seq,
-            "ended": self.ended_at is not None,
-            "ttl_seconds": self.ttl_seconds,
-            "failure": self.failure,
-        }
-
-
 class StreamTable:
     """All open prompt streams of a server."""
 
-    def __init__(
-        self, engine: Engine, limits: Limits | None = None, policy: Policy | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._policy = policy or Policy()
         self._engine = engine
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._resume_at = 0.0
+        self._prefiller = Prefiller(engine, self._open.values())
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reported: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -171,13 +99,20 @@ class StreamTable:
                 "Delete some, or send the request without one."
             )
         self._open[stream.id] = stream
+        metrics.streams_open(len(self._open))
+        metrics.buffered(stream.certain_tokens())
         self._touch(stream)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="prompt-streams")
+        self._keep("prompt streams, prefilling", self._prefiller.run)
+        # By itself, so that no stream outlives its time because another one is prefilled.
+        self._keep("prompt streams, lifetimes", self._watch_lifetimes)
 
-    def add(self, stream: PromptStream, piece: str | list[int]) -> None:
-        """Buffer text or token ids. Raises: TooLarge, with the stream as it was before."""
-        room = self._engine.context_length - 1
+    def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
+        """Buffer text or token ids; ``end``: the last ones.
+
+        Raises:
+            TooLarge: with the stream as it was before.
+        """
+        room = self._engine.max_prompt_tokens
         if stream.buffer is None:
             assert not isinstance(piece, str)
             if len(stream.ids) + len(piece) > room:
@@ -189,7 +124,9 @@ class StreamTable:
             raise _over_context(room)
         before = stream.buffer.checkpoint()
         stream.buffer.append(piece)
-        if len(stream.buffer.tokens) > room:
+        # What is held back counts once nothing can change it any more.
+        tokens = stream.buffer.all_tokens() if end else stream.buffer.tokens
+        if len(tokens) > room:
             stream.buffer.restore(before)
             raise _over_context(room)
 
@@ -209,17 +146,24 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
-        if piece:
-            self.add(stream, piece)
+        certain = stream.certain_tokens()
+        if piece or (end and stream.buffer is not None):
+            self.add(stream, piece, end)
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
+        metrics.buffered(stream.certain_tokens() - certain)
         self._touch(stream)
 
     def claim(self, stream: PromptStream) -> None:
         """The real request is here: no further increments; it will compute the rest."""
         stream.claimed = True
-        self._changed.set()
+        self._prefiller.look()
+
+    def unclaim(self, stream: PromptStream) -> None:
+        """The real request was refused; the stream goes on as if it had not come."""
+        stream.claimed = False
+        self._touch(stream)
 
     def close(self, stream: PromptStream, ending: Ending) -> None:
         """End a stream and give its KV back to the cache; harmless to repeat."""
@@ -228,38 +172,48 @@ class StreamTable:
         stream.closed = ending
         del self._open[stream.id]
         self._ended[stream.id] = ending
+        metrics.streams_open(len(self._open))
+        metrics.ended(ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
         if stream.rid is not None:
             self._engine.abort(stream.rid)
         # Behind the abort in the same queue, so nothing of the stream is pinned after it.
         self._engine.release(stream.id)
-        self._changed.set()
+        self._prefiller.look()
 
     def _touch(self, stream: PromptStream) -> None:
         stream.deadline = time.monotonic() + stream.ttl_seconds
-        self._changed.set()
+        self._prefiller.look()
 
-    async def _run(self) -> None:
-        """While streams are open: prefill what is due, expire what is silent."""
+    def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Have ``work``, which returns when no stream is open, done in a task of its own."""
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            self._tasks[name] = asyncio.create_task(self._go_on(name, work), name=name)
+
+    async def _go_on(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         while self._open:
-            self._changed.clear()
-            now = time.monotonic()
-            self._expire(now)
-            shared = self._engine.others_active()
-            growing = (stream for stream in self._open.values() if stream.may_grow())
-            todo = due(
-                growing,
-                self._policy,
-                now=now,
-                shared=shared,
-                alone=len(self._open) == 1,
-                resume_at=self._resume_at,
-            )
-            if todo.increments:
-                await self._prefill(todo.increments, shared)
-            elif self._open:
-                await _wait(self._changed, self._until_next(now, todo.wait))
+            try:
+                await work()
+            except Exception as mistake:
+                # A mistake of ours must not leave streams that nobody serves and nobody ends.
+                error = mistake.exceptions[0] if isinstance(mistake, ExceptionGroup) else mistake
+                self._report(name, error)
+                for stream in self.all():
+                    stream.failure = stream.failure or f"{type(error).__name__}: {error}"
+                await asyncio.sleep(_PAUSE_AFTER_MISTAKE)
+
+    def _report(self, name: str, error: Exception) -> None:
+        if type(error).__name__ not in self._reported:
+            self._reported.add(type(error).__name__)
+            logger.error("%s: streams stop prefilling, requests go on", name, exc_info=error)
+
+    async def _watch_lifetimes(self) -> None:
+        while self._open:
+            self._expire(time.monotonic())
+            # Often enough: draining is a flag that SGLang sets and tells nobody about.
+            await asyncio.sleep(_LIFETIME_CHECK)
 
     def _expire(self, now: float) -> None:
         for stream in self.all():
@@ -270,57 +224,10 @@ class StreamTable:
                 logger.info("Prompt stream %s expired after %.0f s", stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")
 
-    def _until_next(self, now: float, wait: float | None) -> float | None:
-        times = [stream.deadline - now for stream in self._open.values() if not stream.claimed]
-        if wait is not None:
-            times.append(wait)
-        return max(0.001, min(times)) if times else None
-
-    async def _prefill(self, increments: Sequence[tuple[PromptStream, int]], shared: bool) -> None:
-        started = time.monotonic()
-        await asyncio.gather(*(self._increment(stream, target) for stream, target in increments))
-        if shared:
-            now = time.monotonic()
-            self._resume_at = now + (now - started) * (1 / self._policy.share - 1)
-
-    async def _increment(self, stream: PromptStream, target: int) -> None:
-        stream.rid = new_rid()
-        try:
-            done = await self._engine.prefill(
-                stream.certain()[:target],
-                stream=stream.id,
-                rid=stream.rid,
-                priority=stream.priority,
-                cache_salt=stream.cache_salt,
-            )
-        except Superseded:
-            return
-        except Exception as error:
-            # The stream stays valid: its request computes what is missing.
-            logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
-            stream.failure = str(error)
-            return
-        finally:
-            stream.rid = None
-        self._account(stream, done)
-
-    def _account(self, stream: PromptStream, done: Prefilled) -> None:
-        stream.increments += 1
-        now = time.time()
-        computed = done.prompt_tokens - done.cached_tokens
-        stream.spans.append(Span(now - done.seconds, now, computed))
-        stream.prefilled = done.prompt_tokens
-        stream.computed += computed
-
 
 def _over_context(room: int) -> TooLarge:
     return TooLarge(
-        f"The prompt would not fit the model's context: {room} tokens are the most. "
+        f"The prompt would not fit this server: {room} tokens are the most. "
         "Nothing of this piece was taken.",
         max_tokens=room,
     )
-
-
-async def _wait(event: asyncio.Event, seconds: float | None) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)

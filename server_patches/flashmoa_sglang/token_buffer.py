@@ -2,32 +2,22 @@
 
 A text stream's tokens must equal the tokenizer's own tokens of the whole text, and each
 character is tokenised once. So tokens are emitted only up to a *cut*: a place in the text
-where the tokenizer splits whatever comes later. A cut must be visible in full (both sides),
-and every kind of cut is checked against the served tokenizer at start (``_usable_cuts``):
-no vocabulary entry may span one, and splitting sample texts at one must change nothing.
-A tokenizer for which no kind holds still works: its streams are tokenised at their end.
+where the tokenizer splits whatever comes later (``cuts.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
+import logging
 import re
 from array import array
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-# Left context is one character (lookbehind), right context is a lookahead.
-CUTS: dict[str, str] = {
-    "word": r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])",
-    "punctuation": r"(?<=[.,;:!?])(?= [A-Za-z])",
-    "line": r"(?<=[A-Za-z0-9])(?=\n)",
-}
-_RIGHT_CONTEXT = 2
-_SAMPLES = 96
-# Where a vocabulary spells white space with a printable stand-in (byte-level, sentencepiece).
-_SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
+from flashmoa_sglang.cuts import CUTS, find_cuts, vocabulary_of
+
+logger = logging.getLogger(__name__)
 
 
 class Mark(NamedTuple):
@@ -44,11 +34,22 @@ class Checkpoint(NamedTuple):
     marks: int
 
 
+class Sealed(NamedTuple):
+    """Text before a :class:`TokenBuffer` that the server encodes on its own."""
+
+    text: str
+    special: bool
+    tokens: list[int]
+
+
 class CanonicalTokenizer:
     """The served tokenizer and what was learned about where it splits.
 
     Args:
         tokenizer: a Hugging Face tokenizer, fast or slow.
+
+    Raises:
+        Exception: whatever a tokenizer raises that does not encode as those do.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -58,7 +59,8 @@ class CanonicalTokenizer:
         start = _find(special, plain)
         self.prefix = special[:start]
         self.suffix = special[start + len(plain) :]
-        self.cuts = _usable_cuts(tokenizer, self.encode)
+        self.bos = getattr(tokenizer, "bos_token_id", None)
+        self.cuts = find_cuts(tokenizer, self.encode)
         self._cut = re.compile("|".join(CUTS[name] for name in self.cuts) or r"(?!)")
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -84,13 +86,20 @@ class CanonicalTokenizer:
         anchor = text[start - 1]
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
 
-    def digest(self) -> str:
-        """A hash of vocabulary and rules: equal where two engines tokenise alike."""
+    def digest(self) -> str | None:
+        """A hash of vocabulary and rules: equal where two engines tokenise alike.
+
+        ``None`` where the tokenizer tells neither.
+        """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            rules = backend.to_str()
-        else:
-            rules = json.dumps(sorted(self._tokenizer.get_vocab().items()))
+        try:
+            if backend is not None:
+                rules = backend.to_str()
+            else:
+                rules = json.dumps(sorted(vocabulary_of(self._tokenizer).items()))
+        except Exception as error:
+            logger.info("The tokenizer has no digest: %s", error)
+            return None
         return hashlib.sha256(rules.encode()).hexdigest()
 
 
@@ -101,14 +110,29 @@ class TokenBuffer:
         tokenizer: shared by all buffers of a server.
         special: whether the tokenizer's own special tokens belong around the text, as for a
             plain ``text`` prompt, or not, as for a rendered chat template.
+        head: what stands before the text and never mixes with it: a chat's rendered prompt
+            before the answer that the model is to continue.
     """
 
-    def __init__(self, tokenizer: CanonicalTokenizer, special: bool) -> None:
+    def __init__(
+        self, tokenizer: CanonicalTokenizer, special: bool, head: Sealed | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._head = head
         self.special = special
         self.text = ""
-        self.tokens = array("q", tokenizer.prefix if special else [])
+        self._lead = tokenizer.prefix if special else []
+        if head is not None:
+            # As SGLang joins the two.
+            again = self._lead[:1] == [tokenizer.bos]
+            self._lead = head.tokens + self._lead[1 if again else 0 :]
+        self.tokens = array("q", self._lead)
         self._marks = [Mark(0, len(self.tokens))]
+
+    @property
+    def whole_text(self) -> str:
+        """The text with what stands before it."""
+        return self._head.text + self.text if self._head is not None else self.text
 
     def append(self, text: str) -> None:
         """Add text; ``tokens`` grows by what has become certain."""
@@ -130,7 +154,16 @@ class TokenBuffer:
 
     def all_tokens(self) -> list[int]:
         """Tokens of the text as if it ended here."""
-        return self.encode(self.text, self.special)
+        own = self.encode(self.text, self.special)
+        return self._lead + own[len(self._tokenizer.prefix) if self.special else 0 :]
+
+    def encode_piece(self, text: str, special: bool, first: bool) -> list[int]:
+        """Tokens of a prompt, or of the ``first`` or a later piece of one."""
+        if self._head is None or not first:
+            return self.encode(text, special)
+        if (text, special) == (self._head.text, self._head.special):
+            return list(self._head.tokens)
+        return self._tokenizer.encode(text, special)
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Tokens of a whole prompt, tokenising only what this buffer has not tokenised yet.
@@ -141,7 +174,8 @@ class TokenBuffer:
         if special != self.special and (self._tokenizer.prefix or self._tokenizer.suffix):
             return self._tokenizer.encode(text, special)
         mark = self._shared_mark(text)
-        ids = self.tokens[: mark.tokens].tolist()
+        ids = list(self._tokenizer.prefix) if special else []
+        ids += self.tokens[len(self._lead) : mark.tokens]
         ids += self._tokenizer.encode_between(text, mark.chars, len(text))
         return ids + self._tokenizer.suffix if special else ids
 
@@ -175,74 +209,3 @@ def _find(haystack: list[int], needle: list[int]) -> int:
         "the tokenizer encodes 'a' differently with and without special tokens; "
         "prompt streams cannot be used with it"
     )
-
-
-def _usable_cuts(tokenizer: Any, encode: Any) -> list[str]:
-    """The kinds of cut that hold for this tokenizer, in the order of ``CUTS``."""
-    added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
-    swallowing = [
-        str(token)
-        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
-        if getattr(token, "rstrip", False) or getattr(token, "lstrip", False)
-    ]
-    vocabulary = [token.translate(_SPELLINGS) for token in tokenizer.get_vocab()] + added
-    samples = _sample_texts(vocabulary, added)
-    usable: list[str] = []
-    for name, pattern in CUTS.items():
-        cut = re.compile(pattern)
-        # A token that takes the white space beside it takes the cut's right side with it.
-        swallowed = any(
-            cut.search(f"{token} a") or cut.search(f"{token}\n") for token in swallowing
-        )
-        spanned = any(_has_inner_cut(cut, entry) for entry in vocabulary)
-        if not swallowed and not spanned and _splits(cut, samples, encode):
-            usable.append(name)
-    return usable
-
-
-def _has_inner_cut(cut: re.Pattern[str], entry: str) -> bool:
-    # One more letter on the right, so that a cut whose right context ends the entry counts.
-    return any(0 < match.start() < len(entry) for match in cut.finditer(entry + "a"))
-
-
-def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
-    """Random texts of vocabulary entries and trouble, the same at every start."""
-    dice = random.Random(0)
-    trouble = [
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "'s",
-        "12",
-        "3456",
-        ". ",
-        "é",
-        "e\u0301",
-        "中文，好",
-        "🙂",
-    ]
-    trouble += added
-    texts: list[str] = []
-    for _ in range(_SAMPLES):
-        pieces = dice.choices(vocabulary, k=6) + dice.choices(trouble, k=4) + [" and a b. C\n"]
-        dice.shuffle(pieces)
-        texts.append("".join(pieces))
-    return texts
-
-
-def _splits(cut: re.Pattern[str], samples: list[str], encode: Any) -> bool:
-    for text in samples:
-        for match in list(cut.finditer(text))[:4]:
-            at = match.start()
-            anchor = text[at - 1]
-            rest = encode(anchor + text[at:])[len(encode(anchor)) :]
-            if encode(text[:at]) + rest != encode(text):
-                return False
-            # What follows the cut's own context must not matter either.
-            near = text[: at + _RIGHT_CONTEXT]
-            if encode(near)[: len(encode(text[:at]))] != encode(text[:at]):
-                return False
-    return True

@@ -1,9 +1,9 @@
 """When buffered tokens are prefilled, and how many: a pure decision.
 
-The criterion C of FlashAgents §3.1 (enough tokens, end of the stream, engine idle), taken for
-all streams of an engine together: whenever no increment is running, everything that is due
-goes out at once and is batched by the scheduler. So increments grow by themselves when the
-engine falls behind, and are small when it has time.
+The criterion C of FlashAgents §3.1 (enough tokens, end of the stream, engine idle), for each
+stream that has no increment running. So increments grow by themselves when the engine falls
+behind, and are small when it has time. How increments share a forward, and how they give way
+to decoding and to requests, is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Buffered(Protocol):
 
     prefilled: int
     ended_at: float | None
+    stalled_until: float
 
     def certain_tokens(self) -> int: ...
 
@@ -29,20 +30,20 @@ S = TypeVar("S", bound=Buffered)
 class Policy:
     """Bounds of an increment, in tokens and seconds.
 
-    ``chunk``: the most tokens in one go, over all streams. A request that arrives meanwhile
-    waits for them, so it is what a stream can cost its neighbours at worst; ``lone_chunk``
-    where there is one stream only, and so nobody else's request to expect.
+    ``chunk``: the most tokens in one go. A request that arrives meanwhile waits for them, so
+    it is what streams can cost their neighbours at worst; ``lone_chunk`` where there is one
+    stream only, and so nobody else's request to expect. ``page``: tokens per KV page.
     """
 
-    idle_tokens: int = 16
-    shared_tokens: int = 32
+    least: int = 16
     chunk: int = 512
-    lone_chunk: int = 2048
-    shared_chunk: int = 128
-    # Of the engine's time, while other requests are running.
-    share: float = 0.2
+    page: int = 1
     # The real request usually follows the end at once and carries the rest along.
     end_grace: float = 0.01
+
+    @property
+    def lone_chunk(self) -> int:
+        return 4 * self.chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,53 +55,39 @@ class Due(Generic[S]):
     wait: float | None = None
 
 
-def due(
-    streams: Iterable[S],
-    policy: Policy,
-    *,
-    now: float,
-    shared: bool,
-    alone: bool,
-    resume_at: float,
-) -> Due[S]:
-    """What to prefill now.
+def due(streams: Iterable[S], policy: Policy, *, now: float, alone: bool) -> Due[S]:
+    """What to prefill now, the least remaining first.
 
     Args:
-        streams: those that may be prefilled further.
-        shared: whether other requests are running on the engine.
-        alone: whether this is the engine's only stream.
-        resume_at: with others running, not before this time.
+        streams: those that may be prefilled further and have no increment running.
+        alone: whether this is the engine's only stream, and nobody else uses the engine.
     """
-    need = policy.shared_tokens if shared else policy.idle_tokens
-    ready: list[tuple[int, S]] = []
+    chunk = policy.lone_chunk if alone else policy.chunk
+    ready: list[tuple[int, S, int]] = []
     wait: float | None = None
     for stream in streams:
-        fresh = stream.certain_tokens() - stream.prefilled
-        if fresh <= 0:
+        target = _target(stream, policy, max(chunk, policy.page))
+        if target is None:
             continue
+        not_before = stream.stalled_until
         if stream.ended_at is not None:
-            left = stream.ended_at + policy.end_grace - now
-            if left > 0:
-                wait = left if wait is None else min(wait, left)
-                continue
-        elif fresh < need:
-            continue
-        ready.append((fresh, stream))
-    if not ready:
-        return Due((), wait)
-    if shared and now < resume_at:
-        return Due((), resume_at - now)
-    chunk = policy.lone_chunk if alone else policy.chunk
-    return Due(_share_out(ready, policy.shared_chunk if shared else chunk))
+            not_before = max(not_before, stream.ended_at + policy.end_grace)
+        if not_before > now:
+            wait = min(wait or not_before - now, not_before - now)
+        else:
+            ready.append((stream.certain_tokens() - stream.prefilled, stream, target))
+    ready.sort(key=lambda item: item[0])
+    return Due(tuple((stream, target) for _, stream, target in ready), wait)
 
 
-def _share_out(ready: list[tuple[int, S]], budget: int) -> tuple[tuple[S, int], ...]:
-    """The least remaining first: it is finished soonest, and so is its agent."""
-    chosen: list[tuple[S, int]] = []
-    for fresh, stream in sorted(ready, key=lambda item: item[0]):
-        if budget <= 0:
-            break
-        tokens = min(fresh, budget)
-        chosen.append((stream, stream.prefilled + tokens))
-        budget -= tokens
-    return tuple(chosen)
+def _target(stream: Buffered, policy: Policy, chunk: int) -> int | None:
+    """How far to prefill a stream, or ``None``: not worth it yet."""
+    certain = stream.certain_tokens()
+    if stream.ended_at is None:
+        # Part of a page is not kept, so it would be computed again.
+        certain -= certain % policy.page
+        if certain - stream.prefilled < policy.least:
+            return None
+    if certain <= stream.prefilled:
+        return None
+    return min(certain, stream.prefilled + chunk - chunk % policy.page)

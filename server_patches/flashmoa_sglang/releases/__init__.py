@@ -9,11 +9,16 @@ start (``plugin.py``) accept or refuse.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang.releases import v0_5_18
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 TESTED = ("0.5.12.post1", "0.5.18", "0.5.23")
 # The oldest first.
@@ -56,13 +61,28 @@ MENDED = _chosen("MENDED")
 # The scheduler.
 running_batch = _chosen("running_batch")
 new_batch = _chosen("new_batch")
+no_batch = _chosen("no_batch")
+running_after = _chosen("running_after")
 publish = _chosen("publish")
 dp_rank = _chosen("dp_rank")
+pipeline_stages = _chosen("pipeline_stages")
+# Requests in the scheduler.
+shares_within_forward = _chosen("shares_within_forward")
+from_host = _chosen("from_host")
+namespace = _chosen("namespace")
+cached_tokens = _chosen("cached_tokens")
+longest_prefix = _chosen("longest_prefix")
+computed_until = _chosen("computed_until")
+tokens = _chosen("tokens")
+grow_prefix = _chosen("grow_prefix")
+shrink_prefix = _chosen("shrink_prefix")
+radix_key = _chosen("radix_key")
+uncached = _chosen("uncached")
 # Between processes.
 tokenizer_channel = _chosen("tokenizer_channel")
 to_scheduler = _chosen("to_scheduler")
 wrapped = _chosen("wrapped")
-# Requests.
+# Requests and prompts in the HTTP process.
 salted = _chosen("salted")
 render_before_encoding = _chosen("render_before_encoding")
 # The CPU platform.
@@ -101,6 +121,95 @@ def can_pin(scheduler: Any) -> bool:
     return not getattr(scheduler, "is_hybrid_swa", False) and not getattr(
         scheduler, "is_hybrid_ssm", False
     )
+
+
+def is_shareable(req: Any) -> bool:
+    """Whether equal tokens mean equal KV, and the radix tree is where it is kept."""
+    return (
+        req.session is None
+        and req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and not from_host(req)
+        and req.to_finish is None
+    )
+
+
+def last_node(req: Any) -> Hashable:
+    """Where the request's cached prefix ends in the radix tree."""
+    return req.last_node
+
+
+def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
+    """Point a request of a built batch to KV that has been published meanwhile.
+
+    As if it had matched that when the batch was built: table row, prefix and lock.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    tree = scheduler.tree_cache
+    match = tree.match_prefix(MatchPrefixParams(key=radix_key(req, end)))
+    slots = match.device_indices
+    if len(slots) != end:
+        raise AssertionError(f"{len(slots)} of {end} shared tokens are in the radix tree")
+    scheduler.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), slots[start:])
+    req.prefix_indices = slots
+    req.cache_protected_len = end
+    tree.dec_lock_ref(req.last_node)
+    tree.inc_lock_ref(match.last_device_node)
+    req.last_node = match.last_device_node
+
+
+def decoding(batch: Any) -> int:
+    """How many requests of the running batch wait for their next token."""
+    return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
+
+
+def can_mix(scheduler: Any, running: Any) -> bool:
+    """Whether prefill can ride in one forward with these decodes (SGLang's mixed chunk)."""
+    return (
+        scheduler.chunked_prefill_size is not None
+        and scheduler.spec_algorithm.is_none()
+        and not running.return_logprob
+        and not scheduler.require_mlp_sync
+        and pipeline_stages(scheduler) == 1
+    )
+
+
+@contextmanager
+def mixing(scheduler: Any, size: int) -> Iterator[None]:
+    """The prefill batch built inside is mixed with the decodes, ``size`` tokens in all."""
+    usual = scheduler.is_mixed_chunk
+    scheduler.is_mixed_chunk = True
+    try:
+        with chunking(scheduler, size):
+            yield
+    finally:
+        scheduler.is_mixed_chunk = usual
+
+
+@contextmanager
+def chunking(scheduler: Any, size: int) -> Iterator[None]:
+    """The prefill batch built inside has at most so many tokens, unless SGLang's is lower."""
+    usual = scheduler.chunked_prefill_size
+    if usual is not None:
+        scheduler.chunked_prefill_size = min(size, usual)
+    try:
+        yield
+    finally:
+        scheduler.chunked_prefill_size = usual
+
+
+def keep_nothing(req: Any) -> None:
+    """A running request leaves nothing in the radix tree when it ends."""
+    req.skip_radix_cache_insert = True
+
+
+def go_on() -> Any:
+    """What ``PrefillAdder.add_one_req`` answers for: not this one, but ask for others."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.CONTINUE
 
 
 def to_tokenizer(scheduler: Any, message: Any, req: Any = None) -> None:

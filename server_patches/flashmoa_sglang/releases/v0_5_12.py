@@ -9,7 +9,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MANAGERS = "sglang.srt.managers"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
@@ -93,8 +96,78 @@ def new_batch(result: Any) -> Any:
     return result
 
 
+def no_batch(_running: Any) -> None:
+    return None
+
+
+def running_after(scheduler: Any, _result: Any) -> Any:
+    return scheduler.running_batch
+
+
 def dp_rank(scheduler: Any) -> int:
     return scheduler.dp_rank or 0
+
+
+def pipeline_stages(scheduler: Any) -> int:
+    return scheduler.pp_size
+
+
+def from_host(req: Any) -> bool:
+    return req.host_hit_length > 0
+
+
+def namespace(req: Any) -> Hashable:
+    # Salts are a part of it.
+    return req.extra_key
+
+
+def longest_prefix(req: Any) -> int:
+    longest = len(req.origin_input_ids) + len(req.output_ids) - 1
+    if req.return_logprob and req.logprob_start_len >= 0:
+        longest = min(longest, req.logprob_start_len)
+    return max(longest, 0)
+
+
+def computed_until(req: Any) -> int:
+    # Cut off there when a chunk of the request joined the batch.
+    return len(req.fill_ids)
+
+
+def tokens(req: Any, start: int, end: int | None) -> NDArray[np.int64]:
+    import numpy
+
+    return numpy.array((req.origin_input_ids + req.output_ids)[start:end], dtype=numpy.int64)
+
+
+def _set_prefix(req: Any, indices: Any) -> None:
+    # How much is left to compute is kept beside it, and admission reads that.
+    req.prefix_indices = indices
+    req.set_extend_input_len(len(req.fill_ids) - len(indices))
+
+
+def grow_prefix(req: Any, count: int) -> None:
+    import torch
+
+    prefix = req.prefix_indices
+    _set_prefix(req, torch.cat([prefix, prefix.new_zeros(count)]))
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    _set_prefix(req, req.prefix_indices[:length])
+
+
+def radix_key(req: Any, end: int) -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey(req.fill_ids[:end], req.extra_key)
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+    match_prefix_for_req(tree_cache, req, include_req=True)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - min(len(req.prefix_indices) + req.host_hit_length, longest_prefix(req))
 
 
 def tokenizer_channel(scheduler: Any) -> Any:
@@ -151,9 +224,9 @@ def cpu_platform() -> type:
             return MHATokenToKVPool
 
         def get_paged_allocator_cls(self) -> type:
-            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+            from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
 
-            return PagedTokenToKVPoolAllocator
+            return CpuPagedAllocator
 
         def init_backend(self) -> None:
             from sglang.srt.layers.rotary_embedding import base

@@ -7,7 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MANAGERS = "sglang.srt.managers"
 
@@ -60,6 +63,16 @@ def new_batch(result: Any) -> Any:
     return result[0]
 
 
+def no_batch(running: Any) -> Any:
+    """The result that stands for no prefill batch."""
+    return None, running
+
+
+def running_after(_scheduler: Any, result: Any) -> Any:
+    """The decoding requests after such a result."""
+    return result[1]
+
+
 def publish(scheduler: Any, req: Any) -> None:
     """Put the KV of a request that is about to run into the radix tree.
 
@@ -74,6 +87,86 @@ def publish(scheduler: Any, req: Any) -> None:
 
 def dp_rank(scheduler: Any) -> int:
     return scheduler.ps.dp_rank or 0
+
+
+def pipeline_stages(scheduler: Any) -> int:
+    return scheduler.ps.pp_size
+
+
+# Backends that write the keys and values of a whole batch before they read any of them.
+# FlashInfer's ragged prefill does not, nor do the MLA paths.
+_WRITE_FIRST = {"torch_native", "triton", "fa3"}
+
+
+def shares_within_forward(scheduler: Any) -> bool:
+    """Whether a request may read KV that another one of its batch writes."""
+    arguments = scheduler.server_args
+    backend = arguments.prefill_attention_backend or arguments.attention_backend
+    return (
+        backend in _WRITE_FIRST
+        and not scheduler.model_config.attention_arch.name.startswith("MLA")
+        and scheduler.spec_algorithm.is_none()
+    )
+
+
+def from_host(req: Any) -> bool:
+    """Whether some of the request's KV would have to be brought back from host memory."""
+    return req.needs_host_load_back()
+
+
+def namespace(req: Any) -> Hashable:
+    """Requests share KV only within one: cache salt, LoRA adapter."""
+    return (req.extra_key, req.cache_salt)
+
+
+def cached_tokens(req: Any) -> int:
+    """Length of the prefix whose KV the request need not compute."""
+    return len(req.prefix_indices)
+
+
+def longest_prefix(req: Any) -> int:
+    """How long a prefix may be at most: one token at least is always computed."""
+    return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+
+
+def computed_until(req: Any) -> int:
+    """Where the part of the request that the batch computes ends."""
+    return req.extend_range.end
+
+
+def tokens(req: Any, start: int, end: int | None) -> NDArray[np.int64]:
+    """A copy of the request's tokens."""
+    import numpy
+
+    return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
+
+
+def grow_prefix(req: Any, count: int) -> None:
+    """Count ``count`` more tokens as cached; :func:`adopt` fills in where they are."""
+    import torch
+
+    req.prefix_indices = torch.cat([req.prefix_indices, req.prefix_indices.new_zeros(count)])
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    req.prefix_indices = req.prefix_indices[:length]
+
+
+def radix_key(req: Any, end: int) -> Any:
+    """What the request's first tokens are looked up with in the radix tree."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tokens = req.full_untruncated_fill_ids[:end]
+    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    """How many tokens of a waiting request are not in the radix tree."""
+    from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+    match_prefix_for_req(tree_cache, req, include_req=True)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - req.num_matched_prefix_tokens
 
 
 def tokenizer_channel(scheduler: Any) -> Any:
@@ -110,16 +203,16 @@ def cpu_platform() -> type:
     from sglang.srt.platforms.interface import SRTPlatform
 
     class CpuPlatform(CpuDeviceMixin, SRTPlatform):
-        # In-tree classes; the base class has none.
+        # The base class has neither.
         def get_mha_kv_pool_cls(self) -> type:
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
             return MHATokenToKVPool
 
         def get_paged_allocator_cls(self) -> type:
-            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+            from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
 
-            return PagedTokenToKVPoolAllocator
+            return CpuPagedAllocator
 
     return CpuPlatform
 

@@ -30,6 +30,38 @@ def dp_rank(_scheduler: Any) -> int:
     return get_parallel().dp_rank or 0
 
 
+def pipeline_stages(_scheduler: Any) -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().pp_size
+
+
+def shares_within_forward(_scheduler: Any) -> bool:
+    # The slots of a prefix are looked up in the radix tree when a batch is built, where KV that
+    # the same batch computes is not yet: one level of what is shared per forward.
+    return False
+
+
+def cached_tokens(req: Any) -> int:
+    return req.prefix_len
+
+
+def computed_until(req: Any) -> int:
+    return req.extend_end
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    req.prefix_len = length
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    from sglang.srt.mem_cache.common import match_kv_cache
+
+    match_kv_cache(req, tree_cache)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - req.num_matched_prefix_tokens
+
+
 def cpu_platform() -> type:
     from sglang.srt.platforms.cpu import CpuDeviceMixin
     from sglang.srt.platforms.interface import SRTPlatform

@@ -1,0 +1,42 @@
+"""Answers of prefill-only work leave the scheduler by a shorter way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashmoa_sglang.messages import mark_of
+
+
+def _is_ours(req: Any) -> bool:
+    mark = mark_of(req)
+    return mark is not None and not mark.final and req.is_prefill_only and not req.return_logprob
+
+
+def stream_output(
+    original: Callable[..., None],
+    streamer: Any,
+    reqs: list[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+) -> None:
+    """Around ``releases.STREAM_OUTPUT``: prefill-only work has no text.
+
+    Its answer goes straight to the HTTP process, which takes token-id batches too (that is
+    what a server without tokenizer sends), and not through the detokenizer.
+    """
+    side = getattr(streamer.tree_cache, "flashmoa", None)
+    ours = [req for req in reqs if _is_ours(req)]
+    if not ours or side is None:
+        original(streamer, reqs, return_logprob, skip_req)
+        return
+    side.timer.stop(ours)
+    rest = [req for req in reqs if req not in ours]
+    if rest:
+        original(streamer, rest, return_logprob, skip_req)
+    usual = streamer.send_to_detokenizer
+    streamer.send_to_detokenizer = side.direct
+    try:
+        original(streamer, ours, False, skip_req)
+    finally:
+        streamer.send_to_detokenizer = usual

@@ -1,0 +1,45 @@
+"""What SGLang takes on trust and would not survive, refused before it gets there.
+
+Each of these, sent to the stock server, ends its scheduler or its detokenizer, and with them
+every request of everybody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmoa_sglang import sampling
+
+
+def check(obj: Any, vocabulary: int) -> None:
+    """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that would do harm.
+
+    Raises:
+        ValueError: SGLang answers 400.
+    """
+    sampling.check(obj)
+    ids = getattr(obj, "input_ids", None)
+    if ids is not None:
+        for each in ids if ids and isinstance(ids[0], list) else [ids]:
+            _check_ids(each, vocabulary)
+    _check_range(obj, "logprob_start_len", -1, None)
+    _check_range(obj, "top_logprobs_num", 0, vocabulary)
+    if isinstance(getattr(obj, "positional_embed_overrides", None), dict | list):
+        raise ValueError("positional_embed_overrides cannot be sent as JSON.")
+
+
+def _check_ids(ids: Any, vocabulary: int) -> None:
+    if not ids:
+        raise ValueError("input_ids cannot be empty.")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise ValueError(f"input_ids must be in [0, {vocabulary}).")
+
+
+def _check_range(obj: Any, name: str, least: int, most: int | None) -> None:
+    values = getattr(obj, name, None)
+    for value in values if isinstance(values, list) else [values]:
+        if value is None:
+            continue
+        if value < least or (most is not None and value > most):
+            bound = f"at least {least}" if most is None else f"in [{least}, {most}]"
+            raise ValueError(f"{name} must be {bound}.")

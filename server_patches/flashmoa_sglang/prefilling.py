@@ -1,0 +1,100 @@
+"""Prompt streams in the HTTP process: increments, when they are due and what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from flashmoa_sglang import metrics
+from flashmoa_sglang.engine import NoRoom, Superseded, new_rid
+from flashmoa_sglang.errors import EngineBusy
+from flashmoa_sglang.scheduling import chunk_tokens
+from flashmoa_sglang.stream import Span
+from flashmoa_sglang.trigger import Policy, due
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from flashmoa_sglang.engine import Engine, Prefilled
+    from flashmoa_sglang.stream import PromptStream
+
+logger = logging.getLogger(__name__)
+
+# How long a stream that the engine could not serve waits before it asks again.
+_STALL_SECONDS = 0.2
+
+
+class Prefiller:
+    """Prefills streams as they grow: one increment of each at a time.
+
+    Args:
+        streams: the open ones, as a live view.
+    """
+
+    def __init__(self, engine: Engine, streams: Collection[PromptStream]) -> None:
+        self._engine = engine
+        self._streams = streams
+        self._changed = asyncio.Event()
+
+    def look(self) -> None:
+        """Something has changed: a stream has grown, ended or closed."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """While streams are open: prefill what is due."""
+        async with asyncio.TaskGroup() as group:
+            while self._streams:
+                self._changed.clear()
+                now = time.monotonic()
+                todo = due(
+                    [stream for stream in self._streams if stream.may_grow() and not stream.rid],
+                    self._policy(),
+                    now=now,
+                    alone=len(self._streams) == 1 and not self._engine.others_active(),
+                )
+                for stream, target in todo.increments:
+                    stream.rid = new_rid()
+                    group.create_task(self._increment(stream, target))
+                await _wait(self._changed, todo.wait)
+
+    def _policy(self) -> Policy:
+        page = self._engine.page_size
+        return Policy(chunk=chunk_tokens(self._engine.costs, page), page=page)
+
+    async def _increment(self, stream: PromptStream, target: int) -> None:
+        try:
+            done = await self._engine.prefill(
+                stream.certain()[:target],
+                stream=stream.id,
+                rid=stream.rid,
+                terms=stream.terms,
+            )
+            self._account(stream, done)
+        except Superseded:
+            return
+        except (NoRoom, EngineBusy):
+            stream.stalled_until = time.monotonic() + _STALL_SECONDS
+        except Exception as error:
+            # The stream stays valid: its request computes what is missing.
+            logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
+            stream.failure = str(error)
+        finally:
+            stream.rid = None
+            self.look()
+
+    def _account(self, stream: PromptStream, done: Prefilled) -> None:
+        stream.increments += 1
+        now = time.time()
+        computed = done.prompt_tokens - done.cached_tokens
+        stream.spans.append(Span(now - done.seconds, now, computed))
+        stream.prefilled = done.prompt_tokens
+        stream.computed += computed
+        metrics.prefilled(computed)
+
+
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

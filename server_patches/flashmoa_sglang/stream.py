@@ -1,0 +1,88 @@
+"""One prompt stream: a prompt that only grows, and how much of it has its KV."""
+
+from __future__ import annotations
+
+import uuid
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashmoa_sglang.engine import Terms
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.token_buffer import TokenBuffer
+
+Ending = Literal["used", "deleted", "expired", "drained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One increment: when (Unix seconds, waiting included), and tokens computed."""
+
+    start: float
+    end: float
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class PromptStream:
+    """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
+
+    A text stream's ``ids`` are filled once, when it has ended.
+    """
+
+    ttl_seconds: float
+    buffer: TokenBuffer | None
+    terms: Terms = field(default_factory=Terms)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    next_seq: int = 0
+    ended_at: float | None = None
+    claimed: bool = False
+    closed: Ending | None = None
+    prefilled: int = 0
+    # Of these, tokens that were not in the radix cache already.
+    computed: int = 0
+    increments: int = 0
+    # The last ones, for timelines.
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
+    failure: str | None = None
+    rid: str | None = None
+    deadline: float = 0.0
+    # The KV pool is short of room: not before this time.
+    stalled_until: float = 0.0
+
+    def certain(self) -> array[int] | list[int]:
+        """The tokens that no later append can change."""
+        if self.buffer is None:
+            return self.ids
+        if self.ended_at is None:
+            return self.buffer.tokens
+        if not self.ids:
+            self.ids = array("q", self.buffer.all_tokens())
+        return self.ids
+
+    def certain_tokens(self) -> int:
+        return len(self.certain())
+
+    def may_grow(self) -> bool:
+        """Whether prefilling further is of use and possible."""
+        return not self.claimed and self.closed is None and self.failure is None
+
+    def state(self) -> dict[str, Any]:
+        """What ``GET /prompt_streams/{id}`` answers."""
+        return {
+            "id": self.id,
+            "kind": "input_ids" if self.buffer is None else "text",
+            "received_tokens": self.certain_tokens(),
+            "prefilled_tokens": self.prefilled,
+            "computed_tokens": self.computed,
+            "increments": self.increments,
+            "next_seq": self.next_seq,
+            "ended": self.ended_at is not None,
+            "prefilling": self.rid is not None,
+            "in_use": self.claimed,
+            "ttl_seconds": self.ttl_seconds,
+            "failure": self.failure,
+        }

@@ -1,0 +1,38 @@
+"""Times the forwards of requests that ask for it.
+
+The one place in a scheduler that looks at a clock: it reports, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from flashmoa_sglang import releases
+from flashmoa_sglang.messages import ForwardTime, mark_of
+
+
+class ForwardTimer:
+    """From the built batch to its result, for requests marked ``timed``."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._started: dict[str, float] = {}
+
+    def start(self, reqs: list[Any]) -> None:
+        for req in reqs:
+            mark = mark_of(req)
+            if mark is not None and mark.timed:
+                releases.keep_nothing(req)
+                if not req.is_prefill_only:
+                    continue
+                self._started[req.rid] = time.perf_counter()
+
+    def stop(self, reqs: list[Any]) -> None:
+        if not self._started:
+            return
+        for req in reqs:
+            started = self._started.pop(req.rid, None)
+            if started is not None:
+                report = ForwardTime(req.rid, time.perf_counter() - started)
+                releases.to_tokenizer(self._scheduler, releases.wrapped(report))

@@ -1,0 +1,157 @@
+"""The queue of waiting requests: dropped, held, refused and ordered before each prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flashmoa_sglang import releases
+from flashmoa_sglang.messages import NO_ROOM, mark_of
+from flashmoa_sglang.scheduling import Job, Waiting, held_back, shortest_first, superseded
+
+# SGLang reserves at most this many output tokens when it admits a request.
+_RESERVED_OUTPUT = 4096
+# Of the KV pool, what increments leave free for requests that are still to come, unless one
+# stream is all there is.
+_HEADROOM = 1 / 16
+# Matching a prompt with the radix tree takes time; further down the queue a guess will do.
+_MATCHED_JOBS = 128
+
+
+def prepare(scheduler: Any, running: Any) -> list[Any]:
+    """Drop, make room and hold; the requests that sit this step out."""
+    queue = scheduler.waiting_queue
+    streams = any(mark_of(req) for req in queue)
+    if streams:
+        _drop(scheduler, superseded(_view(queue)), "a longer request of its stream is queued")
+    if scheduler.flashmoa.pins or streams:
+        _make_room(scheduler, running)
+    if not streams:
+        return []
+    queue = scheduler.waiting_queue
+    positions = held_back(_view(queue))
+    held = [queue[position] for position in positions]
+    for req in held:
+        req.flashmoa_held = getattr(req, "flashmoa_held", 0) + 1
+    scheduler.waiting_queue = [
+        req for position, req in enumerate(queue) if position not in positions
+    ]
+    return held
+
+
+@contextmanager
+def one_at_a_time(scheduler: Any) -> Iterator[None]:
+    """Only the first waiting request may join, and only if none is chunked already.
+
+    Looking at each of many in every decode step would cost more than the step.
+    """
+    queue = scheduler.waiting_queue
+    first = 0 if scheduler.chunked_req is not None else 1
+    scheduler.waiting_queue = queue[:first]
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = scheduler.waiting_queue + queue[first:]
+
+
+def _view(queue: list[Any]) -> list[Waiting]:
+    return [_waiting(req) for req in queue]
+
+
+def _waiting(req: Any) -> Waiting:
+    mark = mark_of(req)
+    if mark is None:
+        return Waiting()
+    return Waiting(
+        stream=mark.stream,
+        increment=is_increment(req),
+        late=mark.late if mark.final else None,
+        length=len(req.origin_input_ids),
+        held=getattr(req, "flashmoa_held", 0),
+    )
+
+
+def _drop(scheduler: Any, positions: set[int], reason: str) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    queue = scheduler.waiting_queue
+    for position in positions:
+        req = queue[position]
+        releases.to_tokenizer(scheduler, AbortReq(rid=req.rid, abort_message=reason), req)
+    scheduler.waiting_queue = [
+        req for position, req in enumerate(queue) if position not in positions
+    ]
+
+
+def is_increment(req: Any) -> bool:
+    mark = mark_of(req)
+    return mark is not None and mark.stream is not None and not mark.final
+
+
+def _make_room(scheduler: Any, running: Any) -> None:
+    """Streams give way before any request waits for memory, and take only what is left."""
+    tree, side = scheduler.tree_cache, scheduler.flashmoa
+    queue = scheduler.waiting_queue
+    reserved = sum(_output_left(req) for req in running.reqs)
+    real = [_need(side, tree, req) for req in queue if not is_increment(req)]
+    if real and side.pins.make_room(max(real) + reserved):
+        running.batch_is_full = False
+    room = releases.free_tokens(tree) - reserved - sum(real)
+    streams = {mark.stream for req in queue if (mark := mark_of(req))}
+    if running.reqs or len(side.pins.streams | streams) > 1:
+        room -= int(scheduler.max_total_num_tokens * _HEADROOM)
+    refused = set[int]()
+    for position, req in enumerate(queue):
+        if is_increment(req):
+            # Once is enough: it changes little while the request waits.
+            if not hasattr(req, "flashmoa_uncached"):
+                req.flashmoa_uncached = releases.uncached(tree, req)
+            room -= req.flashmoa_uncached
+            if room < 0:
+                refused.add(position)
+    if refused:
+        _drop(scheduler, refused, NO_ROOM)
+
+
+def _need(side: Any, tree: Any, req: Any) -> int:
+    """KV slots a request takes from what is free or evictable, in tokens."""
+    mark = mark_of(req)
+    if mark is not None and mark.stream in side.pins:
+        return releases.uncached(tree, req) + _output_left(req)
+    # Its cached prefix may be evictable now, and is not any more once it runs.
+    return len(req.origin_input_ids) + _output_left(req)
+
+
+def _output_left(req: Any) -> int:
+    limit = min(req.sampling_params.max_new_tokens or 0, _RESERVED_OUTPUT)
+    return max(0, limit - len(req.output_ids))
+
+
+def order_queue(_result: None, policy: Any, queue: list[Any], *_args: Any, **_kwargs: Any) -> None:
+    """After ``SchedulePolicy.calc_priority``: shortest job first, where that was asked for."""
+    side = getattr(policy.tree_cache, "flashmoa", None)
+    if side is None or side.options.schedule != "sjf":
+        return
+    jobs = [
+        _job(policy, side, req, matched=position < _MATCHED_JOBS)
+        for position, req in enumerate(queue)
+    ]
+    queue[:] = [queue[position] for position in shortest_first(jobs, side.costs)]
+
+
+def _job(policy: Any, side: Any, req: Any, *, matched: bool) -> Job:
+    if not hasattr(req, "flashmoa_queued_at"):
+        req.flashmoa_queued_at = side.work
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    if matched:
+        req.flashmoa_uncached = releases.uncached(policy.tree_cache, req)
+    mark = mark_of(req)
+    expected = mark.expected_output if mark is not None else None
+    output = req.sampling_params.max_new_tokens if expected is None else expected
+    return Job(
+        uncached=getattr(req, "flashmoa_uncached", total),
+        output=max(0, (output or 0) - len(req.output_ids)),
+        queued_at=req.flashmoa_queued_at,
+        priority=policy.priority_sign * req.priority if policy.enable_priority_scheduling else 0,
+    )

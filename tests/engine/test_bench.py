@@ -1,0 +1,92 @@
+"""Every benchmark, very small, from its command line to its JSON, on running engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.cli import bench
+from flashmoa.engine.local import LocalEngine
+
+pytestmark = pytest.mark.anyio
+
+
+class Bench:
+    """Runs benchmarks on the session's engines, each in an event loop of its own."""
+
+    def __init__(self, stock: str, plugin: str, folder: Path) -> None:
+        self._urls = {"stock": stock, "flashmoa": plugin, "streaming": plugin, "sjf": plugin}
+        self._json = folder / "results.json"
+
+    async def run(self, name: str, roles: list[str], *arguments: str) -> dict[str, Any]:
+        urls = [part for role in roles for part in (f"--{role}-url", self._urls[role])]
+        command = [name, "--repeats", "1", "--json", str(self._json), *urls, *arguments]
+        assert await anyio.to_thread.run_sync(bench.main, command) == 0
+        document = json.loads(self._json.read_text())
+        assert document["bench"] == name
+        assert document["machine"]["cpu"] and document["versions"]["flashmoa"]
+        assert document["engines"]["flashmoa"]["plugin"]
+        return document["results"]
+
+
+@pytest.fixture
+def benches(plain_engine: LocalEngine, downstream: LocalEngine, tmp_path: Path) -> Bench:
+    return Bench(plain_engine.url, downstream.url, tmp_path)
+
+
+async def test_handoff(benches: Bench, tmp_path: Path) -> None:
+    picture = tmp_path / "map.svg"
+    grid = ["--tps", "200", "--prefix", "64", "--upstream", "40", "--concurrency", "1", "2"]
+    found = await benches.run("handoff", ["stock", "flashmoa"], *grid, "--picture", str(picture))
+    assert len(found["cells"]) == 2
+    for cell in found["cells"]:
+        assert set(cell["seconds"]) == {"fcfs", "linked"}
+        assert min(cell["seconds"].values()) >= cell["decode"] > 0
+        assert 0 < cell["late_tokens"] <= 64 + 40 + 10
+    assert found["summary"]["cells"] == 2
+    assert picture.read_text().startswith("<svg")
+
+
+async def test_ablation(benches: Bench) -> None:
+    small = ["--prefix", "100", "--pipelines", "2", "--tps", "100", "--upstream", "40"]
+    found = await benches.run("ablation", ["stock", "streaming", "flashmoa"], *small)
+    (row,) = found["rows"]
+    assert set(row["seconds"]) == {"baseline", "batched", "streaming", "full"}
+    # Never less than all tokens once; a whole cached prompt's last token may be once more.
+    assert all(1 <= value <= 2 for value in row["duplicates"].values())
+
+
+async def test_chunk(benches: Bench) -> None:
+    found = await benches.run("chunk", ["flashmoa"], "--context", "96", "--chunks", "32", "64")
+    assert [len(size["seconds"]) for size in found["sizes"]] == [3, 2, 1]
+    assert found["sizes"][-1]["over_single_pass"] == 1
+
+
+async def test_schedule(benches: Bench) -> None:
+    found = await benches.run(
+        "schedule", ["stock", "flashmoa", "sjf"], "--concurrency", "3", "--prefixes", "own"
+    )
+    assert [row["way"] for row in found["rows"]] == ["fcfs", "sjf", "linked", "linked + sjf"]
+    assert all(0 < row["mean"] <= row["p95"] for row in found["rows"])
+
+
+async def test_neighbours(benches: Bench) -> None:
+    small = ["--requests", "6", "--concurrency", "3", "--pairs", "1", "--tokens", "24"]
+    streams = ["--streams", "2", "--prefix", "200"]
+    found = await benches.run("neighbours", ["stock", "flashmoa"], *small, *streams)
+    assert found["throughput"]["ratio"] > 0
+    assert found["stranger"]["alone"]["stream_tokens_per_second"] == 0
+    assert found["stranger"]["beside"]["stream_tokens_per_second"] > 0
+
+
+async def test_an_engine_that_is_not_there_is_an_error_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["chunk", "--flashmoa-url", "http://127.0.0.1:9"]
+    assert await anyio.to_thread.run_sync(bench.main, command) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")

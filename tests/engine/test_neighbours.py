@@ -1,0 +1,102 @@
+"""Streams and the requests of others on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+
+from .support import GREEDY, generate, prefilled, settled
+
+pytestmark = pytest.mark.anyio
+
+# The share decides whether tokens ride along with decode steps or wait for a forward.
+SHARES = {"riding along": "0.95", "now and then": "0.2", "level by level": "0.95"}
+
+
+@pytest.fixture(scope="module", params=SHARES)
+async def busy_engine(
+    request: pytest.FixtureRequest, engines: LocalEngines, model: Path
+) -> AsyncGenerator[LocalEngine]:
+    extra = ["--flashmoa-intra-turn", "level"] if request.param == "level by level" else []
+    engine = await engines.start(
+        model,
+        core=1,
+        arguments=[
+            "--max-total-tokens", "12000",
+            "--flashmoa-stream-share", SHARES[request.param],
+            *extra,
+        ],
+        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
+    )  # fmt: skip
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(busy_engine.url, timeout=60) as connected:
+        yield connected
+        await settled(connected)
+
+
+async def test_streams_fill_while_others_decode_and_change_nothing(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    prompts = [words(40, number) for number in range(3)]
+    expected = [(await generate(client, prompt, 400))[0] for prompt in prompts]
+    answers: dict[str, str] = {}
+    decoding = anyio.Event()
+    states = [0]
+
+    async def ask(prompt: str) -> None:
+        sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 400, "stream_interval": 1}
+        parts: list[str] = []
+        async with client.generate(text=prompt, sampling=sampling) as deltas:
+            async for delta in deltas:
+                parts.append(delta.text)
+                decoding.set()
+        answers[prompt] = "".join(parts)
+
+    async with anyio.create_task_group() as group:
+        for prompt in prompts:
+            group.start_soon(ask, prompt)
+        await decoding.wait()
+        streams = [await client.open_stream(text=words(700, 50 + number)) for number in range(4)]
+        for stream in streams:
+            await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
+        while len(answers) < len(prompts):
+            states = [(await client.stream_state(s.id)).prefilled_tokens for s in streams]
+            await anyio.sleep(0.02)
+        during = sum(states)
+    assert [answers[prompt] for prompt in prompts] == expected
+    assert during > 0
+    texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
+    linked: list[str] = []
+    for text, stream in zip(texts, streams, strict=True):
+        await prefilled(client, stream.id, 729)
+        answer, usage = await generate(client, text, 8, stream.id)
+        linked.append(answer)
+        assert usage.late_tokens is not None and usage.late_tokens < 16
+    await client.flush_cache()
+    assert linked == [(await generate(client, text, 8))[0] for text in texts]
+
+
+async def test_a_request_passes_a_stream_that_is_being_cut(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    """A long increment in chunks, then a request, then the stream's own request."""
+    text = words(6000, 9)
+    stream = await client.open_stream(text=text)
+    other, _ = await generate(client, words(50, 10), 20)
+    linked, usage = await generate(client, text + " of", 8, stream.id)
+    assert usage.prompt_tokens == 6001
+    await client.flush_cache()
+    assert other == (await generate(client, words(50, 10), 20))[0]
+    assert linked == (await generate(client, text + " of", 8))[0]

@@ -1,0 +1,154 @@
+"""Who goes first, and how much of a step streams may take."""
+
+from __future__ import annotations
+
+import pytest
+from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.scheduling import (
+    HELD_STEPS,
+    Job,
+    Waiting,
+    chunk_tokens,
+    held_back,
+    pause_steps,
+    ride_tokens,
+    shortest_first,
+    superseded,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+# A decode step of 10 ms; 0.1 ms for each token more.
+COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+ANY_COSTS = st.lists(
+    st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0)),
+    min_size=2,
+    max_size=6,
+    unique_by=lambda point: point[0],
+).map(lambda points: Costs(tuple(points), decode_step=min(seconds for _, seconds in points)))
+QUEUES = st.lists(
+    st.builds(
+        Waiting,
+        stream=st.sampled_from([None, "a", "b"]),
+        increment=st.booleans(),
+        late=st.one_of(st.none(), st.integers(0, 5000)),
+        length=st.integers(1, 5000),
+        held=st.integers(0, 2 * HELD_STEPS),
+    ),
+    max_size=8,
+)
+
+
+@given(costs=ANY_COSTS, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
+def test_costs_rise_and_are_inverted(costs: Costs, tokens: int, seconds: float) -> None:
+    assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
+    most = costs.tokens_within(seconds)
+    if 0 < most < 1 << 20:
+        assert costs.prefill(most) <= seconds + 1e-9
+    if most < 1 << 19:
+        assert costs.prefill(most + 1) > seconds - 1e-9
+
+
+def test_costs_need_two_sizes() -> None:
+    with pytest.raises(ValueError, match="two different sizes"):
+        Costs(((5, 0.1), (5, 0.2)), 0.1)
+
+
+@given(queue=QUEUES)
+def test_only_increments_are_dropped_and_never_the_last_word_of_a_stream(
+    queue: list[Waiting],
+) -> None:
+    dropped = superseded(queue)
+    assert all(queue[position].increment for position in dropped)
+    for stream in {waiting.stream for waiting in queue} - {None}:
+        kept = [w for p, w in enumerate(queue) if w.stream == stream and p not in dropped]
+        assert kept
+        growing = [waiting.length for waiting in kept if waiting.increment]
+        assert len(set(growing)) <= 1
+        assert not growing or len(growing) == len(kept)
+
+
+@given(queue=QUEUES)
+def test_nobody_is_held_for_nobody_and_nobody_for_long(queue: list[Waiting]) -> None:
+    held = held_back(queue)
+    assert len(held) < max(1, len(queue))
+    assert all(queue[position].held < HELD_STEPS for position in held)
+    if all(waiting.increment for waiting in queue):
+        assert not held
+    goes = [w for p, w in enumerate(queue) if p not in held and w.held < HELD_STEPS]
+    if any(not waiting.increment for waiting in queue):
+        assert not any(waiting.increment for waiting in goes)
+
+
+def test_a_request_whose_stream_is_ready_does_not_wait_for_one_whose_is_not() -> None:
+    ready, behind = Waiting(stream="a", late=10), Waiting(stream="b", late=3000)
+    assert held_back([behind, ready]) == {0}
+    assert held_back([behind, Waiting()]) == set()
+
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        uncached=st.integers(0, 5000),
+        output=st.integers(0, 500),
+        queued_at=st.floats(0, 1e5),
+        priority=st.integers(-1, 1),
+    ),
+    max_size=10,
+)
+
+
+@given(jobs=JOBS)
+def test_shortest_first_is_an_order_by_priority_then_size(jobs: list[Job]) -> None:
+    order = shortest_first(jobs, COSTS)
+    assert sorted(order) == list(range(len(jobs)))
+    ordered = [jobs[position] for position in order]
+    assert [job.priority for job in ordered] == sorted(job.priority for job in jobs)
+
+
+@given(uncached=st.integers(0, 5000), output=st.integers(0, 500), later=st.floats(1, 1e5))
+def test_a_job_is_overtaken_for_no_longer_than_it_takes(
+    uncached: int, output: int, later: float
+) -> None:
+    long = Job(uncached, output, queued_at=0.0)
+    size = uncached + COSTS.decode_weight * output
+    assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
+
+
+def test_shorter_jobs_go_first_and_equal_ones_in_their_order() -> None:
+    assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
+    assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]
+
+
+@given(
+    costs=ANY_COSTS,
+    decoding=st.integers(1, 64),
+    share=st.floats(0.01, 1.0),
+    page=st.sampled_from([1, 16, 64]),
+)
+def test_what_rides_along_stays_within_its_share(
+    costs: Costs, decoding: int, share: float, page: int
+) -> None:
+    tokens = ride_tokens(costs, decoding, share, page)
+    assert tokens == 0 or (tokens >= page and tokens % page == 0)
+    if tokens and share < 1:
+        longer = costs.prefill(decoding + tokens)
+        assert longer - costs.decode(decoding) <= share * longer + 1e-9
+
+
+def test_a_share_of_one_step_and_of_many() -> None:
+    # 20 % of 12.5 ms: 25 tokens beside a step of 10 ms.
+    assert ride_tokens(COSTS, 1, 0.2, 1) == pytest.approx(24, abs=1)
+    # Fewer than 16 are not worth it.
+    assert ride_tokens(COSTS, 1, 0.1, 1) == 0
+    # A forward of 0.5 s is 20 % of 2.5 s: 200 steps of 10 ms beside it.
+    assert pause_steps(COSTS, 4900, 1, 0.2) == pytest.approx(200, abs=1)
+    assert pause_steps(COSTS, 100, 1, 0.2) > 100
+    assert pause_steps(COSTS, 100, 1, 1.0) == 0
+
+
+def test_chunks_follow_the_cost_and_are_whole_pages() -> None:
+    assert chunk_tokens(COSTS, 1) == pytest.approx(3400, rel=0.01)
+    assert chunk_tokens(COSTS, 64) % 64 == 0
+    slow = Costs(((1, 0.1), (1000, 10.0)), 0.1)
+    assert chunk_tokens(slow, 1) == 128

@@ -1,0 +1,161 @@
+"""What a table of streams does when its engine is slow, or wrong in ways it should not be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from flashmoa_sglang import torchvision_ops
+
+torchvision_ops.allow_mismatched_build()
+
+from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
+from flashmoa_sglang.engine import Engine, Prefilled  # noqa: E402
+from flashmoa_sglang.errors import Draining  # noqa: E402
+from flashmoa_sglang.stream import PromptStream  # noqa: E402
+from flashmoa_sglang.streams import StreamTable  # noqa: E402
+
+pytestmark = pytest.mark.anyio
+
+
+class SlowEngine:
+    """Stands in for SGLang where it must misbehave on cue: a prefill lasts until told."""
+
+    max_prompt_tokens = 1000
+    page_size = 1
+    costs = UNMEASURED
+    draining = False
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.started = asyncio.Event()
+        self.aborted: list[str] = []
+        self.mistake: Exception | None = None
+
+    async def prefill(self, input_ids: list[int], **_: Any) -> Prefilled:
+        self.started.set()
+        await self.go_on.wait()
+        return Prefilled(len(input_ids), 0, 0.1)
+
+    def others_active(self) -> bool:
+        if self.mistake is not None:
+            raise self.mistake
+        return False
+
+    def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+        self.go_on.set()
+
+    def release(self, stream: str) -> None: ...
+
+
+def opened(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
+    stream = PromptStream(ttl_seconds=ttl, buffer=None)
+    table.add(stream, [5] * tokens)
+    table.open(stream)
+    return stream
+
+
+async def gone(table: StreamTable, stream: PromptStream) -> str | None:
+    with anyio.fail_after(5):
+        while stream.closed is None:  # noqa: ASYNC110 - nobody is told
+            await anyio.sleep(0.01)
+    return stream.closed
+
+
+@pytest.fixture
+async def engine() -> SlowEngine:
+    return SlowEngine()
+
+
+async def test_a_stream_expires_while_another_one_is_prefilled(engine: SlowEngine) -> None:
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    busy = opened(table)
+    await engine.started.wait()
+    silent = opened(table, ttl=0.05, tokens=1)
+    assert await gone(table, silent) == "expired"
+    assert busy.closed is None and not engine.go_on.is_set()
+    table.close(busy, "deleted")
+
+
+async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    busy = opened(table)
+    await engine.started.wait()
+    engine.draining = True
+    assert await gone(table, busy) == "drained"
+    assert len(engine.aborted) == 1
+    with pytest.raises(Draining):
+        opened(table)
+
+
+async def test_a_mistake_is_said_once_and_ends_nothing(
+    engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoa_sglang.streams._PAUSE_AFTER_MISTAKE", 0.01)
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    engine.mistake = ZeroDivisionError("a mistake of ours")
+    with caplog.at_level(logging.ERROR):
+        first = opened(table)
+        with anyio.fail_after(5):
+            while first.failure is None:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        await anyio.sleep(0.05)
+    assert "a mistake of ours" in first.failure
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    engine.mistake = None
+    # The stream that failed stays failed, and valid; the next one is prefilled.
+    assert not first.may_grow() and first.closed is None
+    engine.go_on.set()
+    second = opened(table)
+    with anyio.fail_after(5):
+        while second.prefilled < 100:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+    for stream in (first, second):
+        table.close(stream, "deleted")
+
+
+async def test_its_tasks_end_with_the_last_stream(engine: SlowEngine) -> None:
+    engine.go_on.set()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    before = len(asyncio.all_tasks())
+    for _ in range(3):
+        stream = opened(table)
+        assert len(asyncio.all_tasks()) > before
+        table.close(stream, "deleted")
+        with anyio.fail_after(5):
+            while len(asyncio.all_tasks()) > before:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+
+
+class Manager(SimpleNamespace):
+    """As much of a ``TokenizerManager`` as choosing a rank and counting room takes."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(
+            _result_dispatcher=SimpleNamespace(_mapping={}),
+            tokenizer=None,
+            model_config=SimpleNamespace(context_len=1000),
+            num_reserved_tokens=0,
+            max_req_input_len=None,
+            server_args=SimpleNamespace(dp_size=1),
+        )
+        self.__dict__.update(fields)
+
+
+async def test_streams_take_the_data_parallel_ranks_in_turn() -> None:
+    several = Engine(Manager(server_args=SimpleNamespace(dp_size=3)))
+    assert [several.next_rank() for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert Engine(Manager()).next_rank() is None
+
+
+@pytest.mark.parametrize(
+    ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
+)
+async def test_room_is_what_sglang_takes(reserved: int, scheduler: int | None, most: int) -> None:
+    manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
+    assert Engine(manager).max_prompt_tokens == most

@@ -84,6 +84,7 @@ to_scheduler = _chosen("to_scheduler")
 wrapped = _chosen("wrapped")
 # Requests and prompts in the HTTP process.
 salted = _chosen("salted")
+sampling_types = _chosen("sampling_types")
 render_before_encoding = _chosen("render_before_encoding")
 # The CPU platform.
 cpu_platform = _chosen("cpu_platform")

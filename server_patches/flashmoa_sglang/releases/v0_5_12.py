@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -186,6 +186,15 @@ def wrapped(message: Any) -> Any:
 def salted(cache_salt: str | None) -> dict[str, Any]:
     # What chat makes of its own ``cache_salt``; ``/generate`` takes an ``extra_key`` only.
     return {"extra_key": cache_salt}
+
+
+def sampling_types() -> dict[str, Any]:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    # An ordinary class here, which keeps some of them under other names.
+    types = get_type_hints(SamplingParams.__init__)
+    del types["return"]
+    return types
 
 
 def render_before_encoding(tokenizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -191,6 +191,13 @@ def wrapped(message: Any) -> Any:
 def salted(cache_salt: str | None) -> dict[str, Any]:
     """The fields of a ``GenerateReqInput`` that keep its KV apart from other salts'."""
     return {"cache_salt": cache_salt}
+
+
+def sampling_types() -> dict[str, Any]:
+    """The sampling parameters that a request may have, and their types."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return get_type_hints(SamplingParams)
 
 
 def render_before_encoding(_tokenizer: Any) -> None:

@@ -238,12 +238,21 @@ def cpu_platform() -> type:
             return CpuPagedAllocator
 
         def init_backend(self) -> None:
+            from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
             from sglang.srt.layers.rotary_embedding import base
 
             # It takes a platform it does not know for one that has vLLM's rotary kernel.
             base._is_cpu = True
+            # A request with a grammar would end the scheduler.
+            XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
 
     return CpuPlatform
+
+
+def _mask_on_cpu(logits: Any, vocab_mask: Any) -> None:
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
 
 def write_location(_attention: Any, forward_batch: Any) -> Any:

@@ -121,14 +121,14 @@ async def play(engine: EngineClient, workload: Workload, dice: random.Random, wa
 
 async def _sequential(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
     async def one(pipeline: Pipeline) -> Answer:
-        await _until(pipeline.end)
+        await until(pipeline.end)
         return await ask(engine, pipeline.prompt, 1)
 
-    return await _all(one, pipelines)
+    return await all_at_once(one, pipelines)
 
 
 async def _batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
-    await _until(max(pipeline.end for pipeline in pipelines))
+    await until(max(pipeline.end for pipeline in pipelines))
     return await ask_batch(engine, [pipeline.prompt for pipeline in pipelines])
 
 
@@ -137,10 +137,10 @@ async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[A
 
     async def one(pipeline: Pipeline) -> Answer:
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-            await _until(pipeline.end)
+            await until(pipeline.end)
             return await ask(engine, pipeline.prompt, 1, feeder.take_over())
 
-    return await _all(one, pipelines)
+    return await all_at_once(one, pipelines)
 
 
 _PLAYS = {"sequential": _sequential, "batch": _batch, "linked": _linked}
@@ -153,10 +153,10 @@ async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline]) -> float:
         started = time.perf_counter()
         return (await ask(engine, pipeline.prompt, 1)).first - started
 
-    return mean(await _all(one, pipelines))
+    return mean(await all_at_once(one, pipelines))
 
 
-async def _all(
+async def all_at_once(
     run: Callable[[Pipeline], Awaitable[Result]], pipelines: Sequence[Pipeline]
 ) -> list[Result]:
     """All at once; the results in the order they came."""
@@ -171,5 +171,5 @@ async def _all(
     return results
 
 
-async def _until(moment: float) -> None:
+async def until(moment: float) -> None:
     await anyio.sleep(max(0.0, moment - time.perf_counter()))

@@ -14,6 +14,7 @@ BENCHES = {
     "chunk": "what prefilling in pieces costs (§6.5)",
     "schedule": "streaming and shortest-job-first together (§6.6)",
     "neighbours": "what requests that use no stream notice of the plugin",
+    "pressure": "streams where the KV pool is too small for them",
     "pair": "two engines, the upstream agent really decoding",
 }
 

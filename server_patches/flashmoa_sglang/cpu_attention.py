@@ -1,13 +1,14 @@
 """The CPU platform's attention: new rows against the cached keys, nothing else.
 
-Costs O(new x total) per extend (stock ``torch_native``: O(total x total)). One request at a
-time through ``scaled_dot_product_attention``; where a request's KV slots are consecutive,
-which they are unless the pool is fragmented, keys and values are read in place.
+Costs O(new x total) per extend (stock ``torch_native``: O(total x total)), one request at a
+time. Keys and values are read in place wherever a request's KV slots come in runs, which is
+how they are allocated: copying them would cost a short extend more than attending to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +31,13 @@ class _Rows:
 
     start: int
     end: int
-    slots: slice | torch.Tensor
+    runs: list[slice] | torch.Tensor
     kv_len: int
+
+
+# Longer extends do better in the fused kernel, and shorter runs in one copy.
+_FEW_ROWS = 64
+_SHORT_RUN = 64
 
 
 class CpuAttentionBackend(TorchNativeAttnBackend):
@@ -60,8 +66,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         for request, new, total in zip(
             forward_batch.req_pool_indices.tolist(), news, totals, strict=True
         ):
-            slots = _consecutive(table[request, :total])
-            self._rows.append(_Rows(start, start + new, slots, total))
+            runs = _runs(table[request, :total])
+            self._rows.append(_Rows(start, start + new, runs, total))
             start += new
 
     def forward_extend(
@@ -109,22 +115,53 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         values = pool.get_value_buffer(layer.layer_id)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty((queries.shape[0], layer.tp_q_head_num, layer.v_head_dim))
-        gqa = layer.tp_q_head_num != layer.tp_k_head_num
         for rows in self._rows:
-            new = rows.end - rows.start
-            square = new == rows.kv_len
-            bias = None if square or new == 1 else causal_lower_right(new, rows.kv_len)
-            attended = scaled_dot_product_attention(
-                _heads_first(queries[rows.start : rows.end]),
-                _heads_first(_read(keys, rows.slots).to(q.dtype)),
-                _heads_first(_read(values, rows.slots).to(q.dtype)),
-                attn_mask=bias,
-                is_causal=square and new > 1,
-                scale=layer.scaling,
-                enable_gqa=gqa,
-            )
-            out[rows.start : rows.end] = attended[0].transpose(0, 1)
+            query = queries[rows.start : rows.end]
+            attend = _attend_in_place if _in_place(rows) else _attend_fused
+            out[rows.start : rows.end] = attend(query, keys, values, rows, layer.scaling)
         return out.view(queries.shape[0], -1)
+
+
+def _in_place(rows: _Rows) -> bool:
+    return isinstance(rows.runs, list) and rows.end - rows.start <= _FEW_ROWS
+
+
+def _attend_in_place(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: _Rows, scaling: float
+) -> torch.Tensor:
+    """Few query rows against runs of the pool, all query heads of a key head at once."""
+    new, heads, dim = query.shape
+    kv_heads, group = keys.shape[1], heads // keys.shape[1]
+    grouped = query.view(new, kv_heads, group, dim).permute(1, 2, 0, 3) * scaling
+    grouped = grouped.reshape(kv_heads, group * new, dim)
+    parts = [torch.bmm(grouped, keys[run].to(query.dtype).permute(1, 2, 0)) for run in rows.runs]
+    scores = torch.cat(parts, dim=-1)
+    if new > 1:
+        hidden = torch.ones(new, new, dtype=torch.bool).triu(1)
+        last = scores.view(kv_heads, group, new, rows.kv_len)[..., rows.kv_len - new :]
+        last.masked_fill_(hidden, float("-inf"))
+    weights = scores.softmax(-1).split([part.shape[-1] for part in parts], dim=-1)
+    out = torch.zeros(kv_heads, group * new, values.shape[-1], dtype=query.dtype)
+    for run, weight in zip(rows.runs, weights, strict=True):
+        out.baddbmm_(weight, values[run].to(query.dtype).transpose(0, 1))
+    return out.view(kv_heads, group, new, -1).permute(2, 0, 1, 3).reshape(new, heads, -1)
+
+
+def _attend_fused(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: _Rows, scaling: float
+) -> torch.Tensor:
+    new = rows.end - rows.start
+    square = new == rows.kv_len
+    attended = scaled_dot_product_attention(
+        _heads_first(query),
+        _heads_first(_read(keys, rows.runs).to(query.dtype)),
+        _heads_first(_read(values, rows.runs).to(query.dtype)),
+        attn_mask=None if square or new == 1 else causal_lower_right(new, rows.kv_len),
+        is_causal=square and new > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return attended[0].transpose(0, 1)
 
 
 def _is_plain_causal(layer: RadixAttention) -> bool:
@@ -136,19 +173,24 @@ def _is_plain_causal(layer: RadixAttention) -> bool:
     )
 
 
-def _consecutive(slots: torch.Tensor) -> slice | torch.Tensor:
-    """Turn consecutive slot numbers into a slice: a view of the pool instead of a copy."""
-    count = slots.numel()
-    first = int(slots[0])
-    if int(slots[-1]) - first == count - 1 and bool((slots[1:] > slots[:-1]).all()):
-        return slice(first, first + count)
-    return slots.to(torch.int64)
+def _runs(slots: torch.Tensor) -> list[slice] | torch.Tensor:
+    """Slot numbers as slices of the pool, or as they are where the runs would be short."""
+    slots = slots.to(torch.int64)
+    ends = (slots[1:] - slots[:-1] != 1).nonzero().flatten() + 1
+    if (len(ends) + 1) * _SHORT_RUN > max(len(slots), _SHORT_RUN):
+        return slots
+    bounds = [0, *ends.tolist(), len(slots)]
+    firsts = slots[torch.tensor(bounds[:-1])].tolist()
+    sizes = [end - start for start, end in pairwise(bounds)]
+    return [slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
 
-def _read(buffer: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
-    if isinstance(slots, slice):
-        return buffer[slots]
-    return buffer.index_select(0, slots)
+def _read(buffer: torch.Tensor, runs: list[slice] | torch.Tensor) -> torch.Tensor:
+    if isinstance(runs, torch.Tensor):
+        return buffer.index_select(0, runs)
+    if len(runs) == 1:
+        return buffer[runs[0]]
+    return torch.cat([buffer[run] for run in runs])
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ class Baseline:
             while figures != self.figures:
                 await anyio.sleep(0.03)
                 figures = await self.now()
-        assert figures == self.figures
+        assert figures == self.figures, f"{figures} now, {self.figures} before"
         assert await self.answered() == self.answer
         assert self.engine.is_running()
         log = self.engine.log.read_text(errors="replace")[self._log :]

@@ -1,0 +1,134 @@
+"""Shortest job first, and KV pools that are too small for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+
+from .support import GREEDY, generate, settled
+
+pytestmark = pytest.mark.anyio
+
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+
+
+@pytest.fixture(scope="module")
+async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    """Shortest job first, with priorities; whoever runs, runs alone."""
+    engine = await engines.start(
+        model,
+        core=1,
+        arguments=[
+            "--max-total-tokens", "12000", "--max-running-requests", "1",
+            "--flashmoa-schedule", "sjf", "--enable-priority-scheduling",
+        ],
+        environment=STRICT,
+    )  # fmt: skip
+    yield engine
+    await engine.stop()
+
+
+async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
+    """The order in which requests end that have waited together behind another one."""
+    done: list[str] = []
+
+    async def ask(name: str, body: dict[str, Any]) -> None:
+        sampling = {**GREEDY, "max_new_tokens": body.pop("tokens")}
+        answer = await http.post("/generate", json={**body, "sampling_params": sampling})
+        assert answer.status_code == 200, answer.text
+        done.append(name)
+
+    async def in_flight(count: int) -> None:
+        while True:
+            info = (await http.get("/flashmoa/info")).json()
+            if info["costs"] is not None and info["in_flight"]["requests"] >= count:
+                return
+            await anyio.sleep(0.02)
+
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        await in_flight(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "first", {"text": "The one before", "tokens": 400, "priority": 9})
+            await in_flight(1)
+            for count, (name, body) in enumerate(bodies.items(), start=2):
+                group.start_soon(ask, name, body)
+                await in_flight(count)
+        assert done[0] == "first"
+    return done[1:]
+
+
+async def test_the_shortest_job_goes_first(
+    one_at_a_time: LocalEngine, words: Callable[[int, int], str]
+) -> None:
+    order = await finished_in_order(
+        one_at_a_time,
+        {
+            "long prompt": {"text": words(3000, 1), "tokens": 2},
+            "long answer": {"text": words(20, 2), "tokens": 600},
+            "short after all": {
+                "text": words(20, 3),
+                "tokens": 500,
+                "expected_output_tokens": 3,
+            },
+            "short": {"text": words(20, 4), "tokens": 1},
+        },
+    )
+    # Among the short ones, whoever has waited longer may well go first.
+    assert set(order[:2]) == {"short", "short after all"}
+
+
+async def test_priorities_go_before_sizes(
+    one_at_a_time: LocalEngine, words: Callable[[int, int], str]
+) -> None:
+    order = await finished_in_order(
+        one_at_a_time,
+        {
+            "short": {"text": words(20, 5), "tokens": 1, "priority": 1},
+            "urgent": {"text": words(2000, 6), "tokens": 50, "priority": 5},
+        },
+    )
+    assert order == ["urgent", "short"]
+
+
+async def test_a_pool_for_half_of_the_streams_serves_them_all(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """32 streams of 600 tokens in a pool for 16: nothing is lost, and nothing stands still."""
+    engine = await engines.start(
+        model, core=1, arguments=["--max-total-tokens", "9600"], environment=STRICT
+    )
+    answers: dict[int, str] = {}
+    # Few of the requests come at once, as they would from agents that end one by one.
+    turnstile = anyio.Semaphore(4)
+
+    async def pipeline(client: EngineClient, number: int) -> None:
+        prompt = words(500, number)
+        stream = await client.open_stream(text=prompt)
+        for seq in range(4):
+            piece = words(26, 1000 + 4 * number + seq)[3:]
+            prompt += piece
+            await client.append(stream.id, seq, text=piece, end=seq == 3)
+        async with turnstile:
+            answers[number], _ = await generate(client, prompt + " of", 8, stream.id)
+        prompts[number] = prompt
+
+    prompts: dict[int, str] = {}
+    async with EngineClient(engine.url, timeout=120) as client:
+        with anyio.fail_after(120):
+            async with anyio.create_task_group() as group:
+                for number in range(32):
+                    group.start_soon(pipeline, client, number)
+        state = await settled(client)
+        assert state.total == 9600
+        for number, prompt in prompts.items():
+            assert answers[number] == (await generate(client, prompt + " of", 8))[0]
+        await settled(client)
+    await engine.stop()

@@ -99,6 +99,7 @@ def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
     """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
+    original = releases.forgetting(original)
     if is_ours(obj):
         return original(manager, obj, request)
     return finals.generate_request(original, manager, obj, request)

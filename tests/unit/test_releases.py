@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,25 @@ def test_0_5_12_forgets_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="too long"):
         asyncio.run(v0_5_12.tokenize_or_forget(refuse, manager, SimpleNamespace(rid="a")))
     assert list(manager.rid_to_state) == ["b"]
+
+
+def test_0_5_12_forgets_a_batch_of_which_one_is_refused() -> None:
+    async def refuse(manager: SimpleNamespace, _obj: object, _request: object) -> AsyncIterator:
+        for rid, sent in (("sent", 1.0), ("refused", 0.0), ("unsent", 0.0)):
+            stats = SimpleNamespace(api_server_dispatch_time=sent)
+            manager.rid_to_state[rid] = SimpleNamespace(time_stats=stats)
+        raise ValueError("too long")
+        yield
+
+    async def ask(manager: SimpleNamespace) -> None:
+        batch = SimpleNamespace(rid=["sent", "refused", "unsent", "a"])
+        async for _ in v0_5_12.forgetting(refuse)(manager, batch):
+            pass
+
+    manager = manager_with("a")
+    with pytest.raises(ValueError, match="too long"):
+        asyncio.run(ask(manager))
+    assert list(manager.rid_to_state) == ["a", "sent"]
 
 
 def test_0_5_12_forgets_what_left_the_queue() -> None:

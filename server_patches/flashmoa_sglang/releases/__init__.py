@@ -58,6 +58,7 @@ server_arguments = _chosen("server_arguments")
 # Hooks.
 STREAM_OUTPUT = _chosen("STREAM_OUTPUT")
 MENDED = _chosen("MENDED")
+forgetting = _chosen("forgetting")
 # The scheduler.
 running_batch = _chosen("running_batch")
 new_batch = _chosen("new_batch")

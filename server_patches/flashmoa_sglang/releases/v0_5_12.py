@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import aclosing
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -69,6 +70,27 @@ async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: An
     except BaseException:
         manager.rid_to_state.pop(obj.rid, None)
         raise
+
+
+def forgetting(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for what is refused elsewhere, and for the rest of a batch of which one is."""
+
+    async def generate_or_forget(manager: Any, obj: Any, request: Any = None) -> Any:
+        earlier = set(manager.rid_to_state)
+        try:
+            async with aclosing(generate(manager, obj, request)) as outputs:
+                async for output in outputs:
+                    yield output
+        except BaseException:
+            rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+            for rid in {rid for rid in rids if isinstance(rid, str)} - earlier:
+                state = manager.rid_to_state.get(rid)
+                # What has been sent is answered, and forgotten then.
+                if state is not None and not state.time_stats.api_server_dispatch_time:
+                    del manager.rid_to_state[rid]
+            raise
+
+    return generate_or_forget
 
 
 def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) -> None:

@@ -53,6 +53,11 @@ MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
 )
 
 
+def forgetting(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """``TokenizerManager.generate_request``, leaving nothing of what it refuses: it does not."""
+    return generate
+
+
 def running_batch(_scheduler: Any, arguments: dict[str, Any]) -> Any:
     """The decoding requests, from the arguments of ``_get_new_batch_prefill_raw``."""
     return arguments["running_batch"]

@@ -94,6 +94,7 @@ class Baseline:
         assert figures == self.figures
         assert await self.answered() == self.answer
         assert self.engine.is_running()
-        log = self.engine.log.read_text(errors="replace")[self._log :]
+        whole = self.engine.log.read_text(errors="replace")
+        log, self._log = whole[self._log :], len(whole)
         for word in ("leak detected", "Traceback", "streams stop prefilling"):
             assert word not in log, log[max(0, log.index(word) - 2000) :][:4000]

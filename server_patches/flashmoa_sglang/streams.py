@@ -26,18 +26,18 @@ from flashmoa_sglang.errors import (
     TooManyStreams,
     UnknownStream,
 )
+from flashmoa_sglang.keeper import Keeper
 from flashmoa_sglang.stream import Ending, PromptStream, Span
 from flashmoa_sglang.trigger import Policy, due
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from flashmoa_sglang.engine import Engine, Prefilled
 
 logger = logging.getLogger(__name__)
 
 _LIFETIME_CHECK = 0.1
-_PAUSE_AFTER_MISTAKE = 1.0
 _PAUSE_WHEN_BUSY = 0.1
 
 
@@ -65,8 +65,7 @@ class StreamTable:
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
         self._changed = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._reported: set[str] = set()
+        self._keeper = Keeper(lambda: bool(self._open), self._fail)
         self._resume_at = 0.0
 
     def __len__(self) -> int:
@@ -109,9 +108,9 @@ class StreamTable:
         metrics.streams_open(len(self._open))
         metrics.buffered(stream.certain_tokens())
         self._touch(stream)
-        self._keep("prompt-streams", self._run)
+        self._keeper.keep("prompt-streams", self._run)
         # By itself, so that no stream outlives its time because another one is prefilled.
-        self._keep("prompt-stream-lifetimes", self._watch_lifetimes)
+        self._keeper.keep("prompt-stream-lifetimes", self._watch_lifetimes)
 
     def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
         """Buffer text or token ids; ``end``: the last ones.
@@ -193,27 +192,10 @@ class StreamTable:
         stream.deadline = time.monotonic() + stream.ttl_seconds
         self._changed.set()
 
-    def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Have ``work``, which returns when no stream is open, done in a task of its own."""
-        task = self._tasks.get(name)
-        if task is None or task.done():
-            self._tasks[name] = asyncio.create_task(self._go_on(name, work), name=name)
-
-    async def _go_on(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        while self._open:
-            try:
-                await work()
-            except Exception as error:
-                # A mistake of ours must not leave streams that nobody serves and nobody ends.
-                self._report(name, error)
-                for stream in self.all():
-                    stream.failure = stream.failure or f"{type(error).__name__}: {error}"
-                await asyncio.sleep(_PAUSE_AFTER_MISTAKE)
-
-    def _report(self, name: str, error: Exception) -> None:
-        if type(error).__name__ not in self._reported:
-            self._reported.add(type(error).__name__)
-            logger.error("%s: streams stop prefilling, requests go on", name, exc_info=error)
+    def _fail(self, error: Exception) -> None:
+        """A mistake of ours must not leave streams that nobody serves and nobody ends."""
+        for stream in self.all():
+            stream.failure = stream.failure or f"{type(error).__name__}: {error}"
 
     async def _watch_lifetimes(self) -> None:
         while self._open:

@@ -1,6 +1,8 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
 # make test    set everything up and pass the tests
 # make soak    ten thousand prompt streams: nothing grows (minutes)
+# make test-releases   the engine tests on the other SGLang releases (two more
+#                      environments; test-0.5.23 and the like for one of them)
 # make check   lint, format and types
 # make clean   remove what these made
 
@@ -10,16 +12,24 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 SOURCES := flashmoa server_patches examples tests
+PROJECTS := pyproject.toml server_patches/pyproject.toml
+# Each has a file of what it pins otherwise.
+RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
+RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test soak check format clean
+.PHONY: setup demo test soak test-releases $(RELEASE_TESTS) check format clean
 setup: $(READY)
 
-$(READY): requirements/*.txt pyproject.toml server_patches/pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed; try: make PYTHON=python3.11"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not sys.platform.startswith("linux"))' || \
-	  { echo "SGLang runs on Linux only"; exit 1; }
-	@command -v $${CC:-cc} >/dev/null || { echo "A C compiler is needed (cc); install gcc"; exit 1; }
+define CHECK_MACHINE
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "Python 3.11 or newer is needed; try: make PYTHON=python3.11"; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(not sys.platform.startswith("linux"))' || \
+  { echo "SGLang runs on Linux only"; exit 1; }
+@command -v $${CC:-cc} >/dev/null || { echo "A C compiler is needed (cc); install gcc"; exit 1; }
+endef
+
+$(READY): requirements/*.txt $(PROJECTS)
+	$(CHECK_MACHINE)
 	@echo "[1/4] torch (CPU, the longest step)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --upgrade pip
@@ -41,6 +51,26 @@ test: $(READY)
 soak: $(READY)
 	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/engine/test_soak.py -s
 
+test-releases: $(RELEASE_TESTS)
+
+$(RELEASE_TESTS): test-%: .venvs/%/.ready
+	@echo "SGLang $*"
+	@$(<D)/bin/python -m pytest tests/engine tests/unit/test_plugin_hooks.py
+
+.venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
+.venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)
+	$(CHECK_MACHINE)
+	@echo "SGLang $*: an environment of its own"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(RELEASE_PIP) --upgrade pip
+	@$(RELEASE_PIP) -r requirements/torch.txt
+	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
+	@$(RELEASE_PIP) -r $<
+	@$(RELEASE_PIP) -e . -e server_patches $$(grep -E '^(pytest|hypothesis)' requirements/dev.txt) -c $<
+	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
+	@$(RELEASE_PIP) --no-deps sglang==$*
+	@touch $@
+
 check: $(READY)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -51,4 +81,4 @@ format: $(READY)
 	@$(BIN)/ruff check --fix $(SOURCES)
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs .cache .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ def stream_output(
     return_logprob: bool,
     skip_req: Any = None,
 ) -> None:
-    """Around ``SchedulerOutputStreamer.stream_output``: prefill-only work has no text.
+    """Around ``releases.STREAM_OUTPUT``: prefill-only work has no text.
 
     Its answer goes straight to the HTTP process, which takes token-id batches too (that is
     what a server without tokenizer sends), and not through the detokenizer.

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.platforms.cpu import CpuDeviceMixin
-from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+from sglang.srt.platforms.interface import PlatformEnum
+
+from flashmoa_sglang import releases
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -31,7 +32,7 @@ def activate() -> str | None:
     return f"{__name__}:TorchCpuPlatform"
 
 
-class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+class TorchCpuPlatform(releases.cpu_platform()):
     """SGLang on plain torch CPU ops, in float32 or bfloat16."""
 
     _enum = PlatformEnum.OOT
@@ -58,19 +59,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
-    def get_device(self, device_id: int = 0) -> str:
+    def get_device(self, device_id: int | None = None) -> str:
         """A string, as SGLang's argument handling expects (its own mixin gives a device)."""
         return self.device_type
-
-    def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-        return MHATokenToKVPool
-
-    def get_paged_allocator_cls(self) -> type:
-        from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
-
-        return CpuPagedAllocator
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
@@ -80,6 +71,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Runs once in each worker, before SGLang looks its attention backend up."""
+        super().init_backend()
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         @register_attention_backend(ATTENTION_BACKEND)

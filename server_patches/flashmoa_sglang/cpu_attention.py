@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from flashmoa_sglang import releases
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -47,6 +48,9 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
+        # Not every release keeps these itself.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._rows: list[_Rows] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -105,7 +109,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         if save_kv_cache and k is not None and v is not None:
             # Every key of the batch is written before any is read, so one request of a
             # batch may attend to keys that another of the same batch has just written.
-            location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            location = releases.write_location(self, forward_batch)
             pool.set_kv_buffer(layer, location, k, v)
         keys = pool.get_key_buffer(layer.layer_id)
         values = pool.get_value_buffer(layer.layer_id)

@@ -161,8 +161,8 @@ class Engine:
             http_request=http_request,
             rid=rid or new_rid(),
             priority=terms.priority,
-            cache_salt=terms.cache_salt,
             routed_dp_rank=terms.dp_rank,
+            **releases.salted(terms.cache_salt),
             # Increments would count every prompt token many times over.
             log_metrics=stream is None,
         )

@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 _MANAGERS = "sglang.srt.managers"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
-_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -115,20 +114,6 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
     return result if final is None else usage.annotate_chat(result, final)
 
 
-def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """Around ``TokenizerManager._discard_pending_req_states``: stop what nobody will read.
-
-    SGLang drops a request's state when its client is gone, and its abort, two seconds later,
-    then finds nothing to abort: the request would decode to its last token.
-    """
-    # Not for a request that was refused: it never ran, and SGLang aborts by prefix of the id.
-    if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
-        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
-        for rid in rids or ():
-            manager.abort_request(rid)
-    original(manager, obj)
-
-
 SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", scheduler.attach),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", scheduler.next_prefill_batch),
@@ -140,14 +125,14 @@ SCHEDULER_HOOKS = [
     ),
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", scheduler.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
-    Hook(f"{_STREAMER}.stream_output", "around", answers.stream_output),
+    Hook(releases.STREAM_OUTPUT, "around", answers.stream_output),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
-    Hook(f"{_TOKENIZER_MANAGER}._discard_pending_req_states", "around", discard_states),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
+    *(Hook(target, "around", function) for target, function in releases.MENDED),
 ]
 
 

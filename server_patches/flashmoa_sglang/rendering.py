@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashmoa_sglang import finals
+from flashmoa_sglang import finals, releases
 from flashmoa_sglang.errors import Malformed
 from flashmoa_sglang.token_buffer import Sealed, TokenBuffer
 
@@ -53,6 +53,7 @@ _capture: ContextVar[Rendered | None] = ContextVar("flashmoa_capture", default=N
 
 def wrap_encode(tokenizer: Any) -> None:
     """Replace ``tokenizer.encode`` on this instance."""
+    releases.render_before_encoding(tokenizer)
     original: Callable[..., list[int]] = tokenizer.encode
 
     def encode(text: Any, *args: Any, **kwargs: Any) -> list[int]:
@@ -91,7 +92,7 @@ class ChatRenderer:
             request = ChatCompletionRequest(**body)
         except (ValidationError, TypeError) as error:
             raise Malformed(f"Not a chat request: {_short(error)}") from error
-        if request.input_ids is not None:
+        if getattr(request, "input_ids", None) is not None:
             raise Malformed("messages cannot be combined with input_ids.")
         problem = chat._validate_request(request)
         if problem:
@@ -107,6 +108,8 @@ class ChatRenderer:
             _capture.reset(token)
         if result.image_data or result.video_data or result.audio_data:
             raise Malformed("Only text can be rendered; send images with the request itself.")
+        if not rendered.pieces:
+            raise Malformed("This model's chat template makes tokens and no text; send input_ids.")
         return rendered
 
 

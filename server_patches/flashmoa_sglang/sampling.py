@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
+from flashmoa_sglang import releases
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY
 
 if TYPE_CHECKING:
@@ -92,9 +93,7 @@ def _check_values(params: dict[str, Any]) -> None:
 @cache
 def _shape() -> tuple[Any, frozenset[str]]:
     """SGLang's own declaration of sampling parameters, each of which may also be ``None``."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    kinds = {name: kind | None for name, kind in get_type_hints(SamplingParams).items()}
+    kinds = {name: kind | None for name, kind in releases.sampling_types().items()}
     # Read with care by whoever put it there.
     kinds["custom_params"] = Any
     return TypedDict("Sampling", kinds, total=False), frozenset(kinds)  # type: ignore[misc]

@@ -38,7 +38,7 @@ class Side:
     def __init__(self, scheduler: Any) -> None:
         self.options = Options.from_environment()
         self.pins = StreamPins(scheduler.tree_cache)
-        self.direct = scheduler.ipc_channels.send_to_tokenizer
+        self.direct = releases.tokenizer_channel(scheduler)
         self.costs = UNMEASURED
         self.batch: SharedBatch | None = None
         self.timer = ForwardTimer(scheduler)
@@ -87,7 +87,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
     tree, side = scheduler.tree_cache, scheduler.flashmoa
     report = KvReport(
         query=message.query,
-        dp_rank=scheduler.ps.dp_rank or 0,
+        dp_rank=releases.dp_rank(scheduler),
         total=scheduler.max_total_num_tokens,
         free=tree.token_to_kv_pool_allocator.available_size(),
         evictable=tree.evictable_size(),
@@ -103,7 +103,7 @@ def next_prefill_batch(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Around ``Scheduler._get_new_batch_prefill_raw``: hold, call, share, publish, pin."""
-    running = kwargs["running_batch"]
+    running = releases.running_batch(scheduler, kwargs)
     if not scheduler.waiting_queue and scheduler.chunked_req is None:
         return original(scheduler, *args, **kwargs)
     side: Side = scheduler.flashmoa
@@ -113,12 +113,12 @@ def next_prefill_batch(
             return _build(original, scheduler, *args, **kwargs)
         with _in_the_gaps(scheduler, running) as may_go:
             if not may_go:
-                return None, running
+                return releases.no_batch(running)
             full = running.batch_is_full
-            batch, running = _build(original, scheduler, *args, **kwargs)
+            result = _build(original, scheduler, *args, **kwargs)
             # That an increment found no room says nothing about requests.
-            running.batch_is_full = full
-            return batch, running
+            releases.running_after(scheduler, result).batch_is_full = full
+            return result
     finally:
         side.batch = None
         scheduler.waiting_queue = held + scheduler.waiting_queue
@@ -128,10 +128,11 @@ def next_prefill_batch(
 def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     side: Side = scheduler.flashmoa
     side.batch = side.shared_batch(scheduler)
-    batch, running = original(scheduler, *args, **kwargs)
+    result = original(scheduler, *args, **kwargs)
+    batch = releases.new_batch(result)
     if batch is not None:
         _settle(scheduler, batch)
-    return batch, running
+    return result
 
 
 def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import torchvision_ops
+from flashmoa_sglang import releases, torchvision_ops
 
 # At import, because SGLang's spawned children import this module before SGLang.
 torchvision_ops.allow_mismatched_build()
+releases.prepare_import()
 
 _PR_SET_PDEATHSIG = 1
 
@@ -47,7 +48,7 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     launch_server(
-        prepare_server_args(argv),
+        prepare_server_args(releases.server_arguments(argv)),
         run_scheduler_process_func=run_scheduler_process,
         run_detokenizer_process_func=run_detokenizer_process,
         launch_callback=on_ready,

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from flashmoa_sglang.releases import installed
 
 PRELUDE = """
-from flashmoa_sglang import torchvision_ops
-torchvision_ops.allow_mismatched_build()
+import flashmoa_sglang.serve  # Prepares the import of SGLang.
 import flashmoa_sglang.plugin as plugin
 from flashmoa_sglang.plugin import Hook
 """
@@ -57,7 +57,7 @@ def test_a_broken_hook_stops_the_start(script: str, target: str) -> None:
     done = run(script)
     assert done.returncode != 0
     assert "still running" not in done.stdout
-    assert "flashmoa-sglang cannot run: SGLang 0.5.18" in done.stderr
+    assert f"flashmoa-sglang cannot run: SGLang {installed()}" in done.stderr
     assert target in done.stderr
 
 

@@ -1,23 +1,28 @@
 """Everything that depends on which SGLang release is installed, and nothing else.
 
-The rest of the plugin touches SGLang's scheduler only through these functions, so supporting
-another release means adding a branch here.
+The rest of the plugin touches what moves between releases only through these names.
+``v0_5_18`` has them all and says what each is for; the other modules have what is different
+in theirs. A release between two modules is served by the older one, which the checks at
+start (``plugin.py``) accept or refuse.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashmoa_sglang.releases import v0_5_18
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-TESTED = ("0.5.18",)
+TESTED = ("0.5.12.post1", "0.5.18", "0.5.23")
+# The oldest first.
+_MODULES = {(0, 5, 12): "v0_5_12", (0, 5, 18): "v0_5_18", (0, 5, 23): "v0_5_23"}
 
 
 def installed() -> str:
@@ -25,23 +30,72 @@ def installed() -> str:
     return version("sglang")
 
 
+def module_for(release: str) -> str:
+    """The name of the module that serves a release."""
+    number = tuple(int(part) for part in re.findall(r"\d+", release)[:3])
+    known = [first for first in _MODULES if first <= number]
+    return _MODULES[max(known, default=min(_MODULES))]
+
+
+def _installed_module() -> Any:
+    try:
+        name = module_for(installed())
+    except PackageNotFoundError:  # Parts of the plugin are of use without SGLang.
+        return v0_5_18
+    return import_module(f"{__name__}.{name}")
+
+
+_release = _installed_module()
+
+
+def _chosen(name: str) -> Any:
+    return getattr(_release, name, getattr(v0_5_18, name))
+
+
+# Starting SGLang.
+prepare_import = _chosen("prepare_import")
+server_arguments = _chosen("server_arguments")
+# Hooks.
+STREAM_OUTPUT = _chosen("STREAM_OUTPUT")
+MENDED = _chosen("MENDED")
+# The scheduler.
+running_batch = _chosen("running_batch")
+new_batch = _chosen("new_batch")
+no_batch = _chosen("no_batch")
+running_after = _chosen("running_after")
+publish = _chosen("publish")
+dp_rank = _chosen("dp_rank")
+pipeline_stages = _chosen("pipeline_stages")
+# Requests in the scheduler.
+shares_within_forward = _chosen("shares_within_forward")
+from_host = _chosen("from_host")
+namespace = _chosen("namespace")
+cached_tokens = _chosen("cached_tokens")
+longest_prefix = _chosen("longest_prefix")
+computed_until = _chosen("computed_until")
+tokens = _chosen("tokens")
+grow_prefix = _chosen("grow_prefix")
+shrink_prefix = _chosen("shrink_prefix")
+radix_key = _chosen("radix_key")
+uncached = _chosen("uncached")
+# Between processes.
+tokenizer_channel = _chosen("tokenizer_channel")
+to_scheduler = _chosen("to_scheduler")
+wrapped = _chosen("wrapped")
+# Requests and prompts in the HTTP process.
+salted = _chosen("salted")
+sampling_types = _chosen("sampling_types")
+render_before_encoding = _chosen("render_before_encoding")
+# The CPU platform.
+cpu_platform = _chosen("cpu_platform")
+write_location = _chosen("write_location")
+
+
 class Pin(NamedTuple):
     """A lock on a radix tree node and what unlocking it needs."""
 
     node: Any
     unlock: Any
-
-
-def publish(scheduler: Any, req: Any) -> None:
-    """Put the KV of a request that is about to run into the radix tree.
-
-    What chunked prefill does between chunks: the forward has not run yet, but everything
-    that could read these slots runs behind it. The batch is already built on the request's
-    prefix, so that is put back.
-    """
-    prefix = req.prefix_indices
-    scheduler.stash_chunked_request(req)
-    req.prefix_indices = prefix
 
 
 def pin(scheduler: Any, req: Any) -> Pin:
@@ -70,22 +124,6 @@ def can_pin(scheduler: Any) -> bool:
     )
 
 
-# Backends that write the keys and values of a whole batch before they read any of them.
-# FlashInfer's ragged prefill does not, nor do the MLA paths.
-_WRITE_FIRST = {"torch_native", "triton", "fa3"}
-
-
-def shares_within_forward(scheduler: Any) -> bool:
-    """Whether a request may read KV that another one of its batch writes."""
-    arguments = scheduler.server_args
-    backend = arguments.prefill_attention_backend or arguments.attention_backend
-    return (
-        backend in _WRITE_FIRST
-        and not scheduler.model_config.attention_arch.name.startswith("MLA")
-        and scheduler.spec_algorithm.is_none()
-    )
-
-
 def is_shareable(req: Any) -> bool:
     """Whether equal tokens mean equal KV, and the radix tree is where it is kept."""
     return (
@@ -93,52 +131,14 @@ def is_shareable(req: Any) -> bool:
         and req.input_embeds is None
         and req.positional_embed_overrides is None
         and req.multimodal_inputs is None
-        and not req.needs_host_load_back()
+        and not from_host(req)
         and req.to_finish is None
     )
-
-
-def namespace(req: Any) -> Hashable:
-    """Requests share KV only within one: cache salt, LoRA adapter."""
-    return (req.extra_key, req.cache_salt)
 
 
 def last_node(req: Any) -> Hashable:
     """Where the request's cached prefix ends in the radix tree."""
     return req.last_node
-
-
-def cached_tokens(req: Any) -> int:
-    """Length of the prefix whose KV the request need not compute."""
-    return len(req.prefix_indices)
-
-
-def longest_prefix(req: Any) -> int:
-    """How long a prefix may be at most: one token at least is always computed."""
-    return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
-
-
-def computed_until(req: Any) -> int:
-    """Where the part of the request that the batch computes ends."""
-    return req.extend_range.end
-
-
-def tokens(req: Any, start: int, end: int | None) -> NDArray[np.int64]:
-    """A copy of the request's tokens."""
-    import numpy
-
-    return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
-
-
-def grow_prefix(req: Any, count: int) -> None:
-    """Count ``count`` more tokens as cached; :func:`adopt` fills in where they are."""
-    import torch
-
-    req.prefix_indices = torch.cat([req.prefix_indices, req.prefix_indices.new_zeros(count)])
-
-
-def shrink_prefix(req: Any, length: int) -> None:
-    req.prefix_indices = req.prefix_indices[:length]
 
 
 def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
@@ -147,11 +147,9 @@ def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
     As if it had matched that when the batch was built: table row, prefix and lock.
     """
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     tree = scheduler.tree_cache
-    key = RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt)
-    match = tree.match_prefix(MatchPrefixParams(key=key))
+    match = tree.match_prefix(MatchPrefixParams(key=radix_key(req, end)))
     slots = match.device_indices
     if len(slots) != end:
         raise AssertionError(f"{len(slots)} of {end} shared tokens are in the radix tree")
@@ -161,15 +159,6 @@ def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
     tree.dec_lock_ref(req.last_node)
     tree.inc_lock_ref(match.last_device_node)
     req.last_node = match.last_device_node
-
-
-def uncached(tree_cache: Any, req: Any) -> int:
-    """How many tokens of a waiting request are not in the radix tree."""
-    from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
-    match_prefix_for_req(tree_cache, req, include_req=True)
-    total = len(req.origin_input_ids) + len(req.output_ids)
-    return total - req.num_matched_prefix_tokens
 
 
 def decoding(batch: Any) -> int:
@@ -184,28 +173,28 @@ def can_mix(scheduler: Any, running: Any) -> bool:
         and scheduler.spec_algorithm.is_none()
         and not running.return_logprob
         and not scheduler.require_mlp_sync
-        and scheduler.ps.pp_size == 1
+        and pipeline_stages(scheduler) == 1
     )
 
 
 @contextmanager
-def mixing(scheduler: Any, tokens: int) -> Iterator[None]:
-    """The prefill batch built inside is mixed with the decodes, ``tokens`` in all."""
+def mixing(scheduler: Any, size: int) -> Iterator[None]:
+    """The prefill batch built inside is mixed with the decodes, ``size`` tokens in all."""
     usual = scheduler.is_mixed_chunk
     scheduler.is_mixed_chunk = True
     try:
-        with chunking(scheduler, tokens):
+        with chunking(scheduler, size):
             yield
     finally:
         scheduler.is_mixed_chunk = usual
 
 
 @contextmanager
-def chunking(scheduler: Any, tokens: int) -> Iterator[None]:
+def chunking(scheduler: Any, size: int) -> Iterator[None]:
     """The prefill batch built inside has at most so many tokens, unless SGLang's is lower."""
     usual = scheduler.chunked_prefill_size
     if usual is not None:
-        scheduler.chunked_prefill_size = min(tokens, usual)
+        scheduler.chunked_prefill_size = min(size, usual)
     try:
         yield
     finally:
@@ -226,20 +215,7 @@ def go_on() -> Any:
 
 def to_tokenizer(scheduler: Any, message: Any, req: Any = None) -> None:
     """Send a message of ours, or SGLang's own, to the HTTP process."""
-    scheduler.ipc_channels.send_to_tokenizer.send_output(message, req)
-
-
-def to_scheduler(tokenizer_manager: Any, message: Any) -> None:
-    """Send a message of ours to every scheduler."""
-    from sglang.srt.managers.io_struct import sock_send, wrap_as_pickle
-
-    sock_send(tokenizer_manager.send_to_scheduler, wrap_as_pickle(message))
-
-
-def wrapped(message: Any) -> Any:
-    from sglang.srt.managers.io_struct import wrap_as_pickle
-
-    return wrap_as_pickle(message)
+    tokenizer_channel(scheduler).send_output(message, req)
 
 
 def handle(dispatcher: Any, message_type: type, handler: Any) -> None:

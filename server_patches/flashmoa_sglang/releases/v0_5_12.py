@@ -1,0 +1,259 @@
+"""SGLang 0.5.12, where it differs from 0.5.18."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_MANAGERS = "sglang.srt.managers"
+_TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_HOST_COPIES = "sgl_kernel.kvcacheio"
+
+# The scheduler itself is what streams its output.
+STREAM_OUTPUT = f"{_MANAGERS}.scheduler.Scheduler.stream_output"
+
+
+def prepare_import() -> None:
+    """Let the hierarchical cache be imported without the GPU kernels that it would call.
+
+    Only that one module of ``sgl_kernel`` is imported unconditionally. It gets no parent
+    package, so every guarded import of ``sgl_kernel`` still finds that there is none.
+    """
+    if find_spec("sgl_kernel") is None:
+        copies = ModuleType(_HOST_COPIES)
+        copies.__getattr__ = _missing_kernel  # type: ignore[method-assign]
+        sys.modules[_HOST_COPIES] = copies
+
+
+def _missing_kernel(name: str) -> Callable[..., None]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def call(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError(f"{_HOST_COPIES}.{name} needs a GPU build of sgl_kernel")
+
+    return call
+
+
+def server_arguments(argv: list[str]) -> list[str]:
+    """It neither asks the platform which device there is, nor takes every port.
+
+    For a gRPC server that is off it wants 10,000 more than ``--port`` to be a port too.
+    """
+    from sglang.srt.platforms import current_platform
+
+    if "SGLANG_ENABLE_GRPC" not in os.environ:
+        os.environ.setdefault("SGLANG_GRPC_PORT", "1")
+    given = any(argument.split("=")[0] == "--device" for argument in argv)
+    if given or not current_platform.is_out_of_tree():
+        return argv
+    return [*argv, "--device", current_platform.device_type]
+
+
+async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    """Around ``TokenizerManager._tokenize_one_request``: forget what is refused here.
+
+    Its state would stay, and the server would seem to be busy with it for ever.
+    """
+    try:
+        return await original(manager, obj)
+    except BaseException:
+        manager.rid_to_state.pop(obj.rid, None)
+        raise
+
+
+def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) -> None:
+    """Around ``TokenizerManager._handle_abort_req``: the same for what left the queue."""
+    state = manager.rid_to_state.get(message.rid)
+    if state is None:
+        return
+    original(manager, message)
+    if state.finished:
+        manager.rid_to_state.pop(message.rid, None)
+
+
+# A request whose client is gone is aborted two seconds later, which is right.
+MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenize_or_forget),
+    (f"{_TOKENIZER_MANAGER}._handle_abort_req", abort_and_forget),
+)
+
+
+def running_batch(scheduler: Any, _arguments: dict[str, Any]) -> Any:
+    return scheduler.running_batch
+
+
+def new_batch(result: Any) -> Any:
+    return result
+
+
+def no_batch(_running: Any) -> None:
+    return None
+
+
+def running_after(scheduler: Any, _result: Any) -> Any:
+    return scheduler.running_batch
+
+
+def dp_rank(scheduler: Any) -> int:
+    return scheduler.dp_rank or 0
+
+
+def pipeline_stages(scheduler: Any) -> int:
+    return scheduler.pp_size
+
+
+def from_host(req: Any) -> bool:
+    return req.host_hit_length > 0
+
+
+def namespace(req: Any) -> Hashable:
+    # Salts are a part of it.
+    return req.extra_key
+
+
+def longest_prefix(req: Any) -> int:
+    longest = len(req.origin_input_ids) + len(req.output_ids) - 1
+    if req.return_logprob and req.logprob_start_len >= 0:
+        longest = min(longest, req.logprob_start_len)
+    return max(longest, 0)
+
+
+def computed_until(req: Any) -> int:
+    # Cut off there when a chunk of the request joined the batch.
+    return len(req.fill_ids)
+
+
+def tokens(req: Any, start: int, end: int | None) -> NDArray[np.int64]:
+    import numpy
+
+    return numpy.array((req.origin_input_ids + req.output_ids)[start:end], dtype=numpy.int64)
+
+
+def _set_prefix(req: Any, indices: Any) -> None:
+    # How much is left to compute is kept beside it, and admission reads that.
+    req.prefix_indices = indices
+    req.set_extend_input_len(len(req.fill_ids) - len(indices))
+
+
+def grow_prefix(req: Any, count: int) -> None:
+    import torch
+
+    prefix = req.prefix_indices
+    _set_prefix(req, torch.cat([prefix, prefix.new_zeros(count)]))
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    _set_prefix(req, req.prefix_indices[:length])
+
+
+def radix_key(req: Any, end: int) -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey(req.fill_ids[:end], req.extra_key)
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+    match_prefix_for_req(tree_cache, req, include_req=True)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - min(len(req.prefix_indices) + req.host_hit_length, longest_prefix(req))
+
+
+def tokenizer_channel(scheduler: Any) -> Any:
+    return scheduler.send_to_tokenizer
+
+
+def to_scheduler(tokenizer_manager: Any, message: Any) -> None:
+    tokenizer_manager.send_to_scheduler.send_pyobj(message)
+
+
+def wrapped(message: Any) -> Any:
+    # Every message is pickled here.
+    return message
+
+
+def salted(cache_salt: str | None) -> dict[str, Any]:
+    # What chat makes of its own ``cache_salt``; ``/generate`` takes an ``extra_key`` only.
+    return {"extra_key": cache_salt}
+
+
+def sampling_types() -> dict[str, Any]:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    # An ordinary class here, which keeps some of them under other names.
+    types = get_type_hints(SamplingParams.__init__)
+    del types["return"]
+    return types
+
+
+def render_before_encoding(tokenizer: Any) -> None:
+    """Have chat prompts rendered to text first, as later releases do themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    render = tokenizer.apply_chat_template
+    # A tokenizer with a method of its own may have control tokens without a text form.
+    if getattr(render, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return
+
+    def apply_chat_template(messages: Any, **options: Any) -> Any:
+        if not options.get("tokenize", True) or options.get("return_dict", True):
+            return render(messages, **options)
+        text = render(messages, **{**options, "tokenize": False})
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    tokenizer.apply_chat_template = apply_chat_template
+
+
+def cpu_platform() -> type:
+    import psutil
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class CpuPlatform(SRTPlatform):
+        def get_device_total_memory(self, device_id: int = 0) -> int:
+            return int(psutil.virtual_memory().total)
+
+        def get_current_memory_usage(self, device: Any = None) -> float:
+            memory = psutil.virtual_memory()
+            return float(memory.total - memory.available)
+
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
+
+            return CpuPagedAllocator
+
+        def init_backend(self) -> None:
+            from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+            from sglang.srt.layers.rotary_embedding import base
+
+            # It takes a platform it does not know for one that has vLLM's rotary kernel.
+            base._is_cpu = True
+            # A request with a grammar would end the scheduler.
+            XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
+
+    return CpuPlatform
+
+
+def _mask_on_cpu(logits: Any, vocab_mask: Any) -> None:
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+
+
+def write_location(_attention: Any, forward_batch: Any) -> Any:
+    return forward_batch.out_cache_loc

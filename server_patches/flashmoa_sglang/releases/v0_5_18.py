@@ -1,0 +1,231 @@
+"""SGLang 0.5.18, and what each name of :mod:`flashmoa_sglang.releases` is for."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_MANAGERS = "sglang.srt.managers"
+
+# Takes ``(reqs, return_logprob, skip_req)`` and sends the answers on through its
+# ``send_to_detokenizer``; has the ``tree_cache``.
+STREAM_OUTPUT = (
+    f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+)
+
+
+def prepare_import() -> None:
+    """What must happen in each process before SGLang is imported: nothing."""
+
+
+def server_arguments(argv: list[str]) -> list[str]:
+    """The user's arguments and what this release cannot find out by itself."""
+    return argv
+
+
+def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:
+    """Around ``TokenizerManager._discard_pending_req_states``: stop what nobody will read.
+
+    SGLang drops a request's state when its client is gone, and its abort, two seconds later,
+    then finds nothing to abort: the request would decode to its last token.
+    """
+    # Not for a request that was refused: it never ran, and SGLang aborts by prefix of the id.
+    if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
+        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
+        for rid in rids or ():
+            manager.abort_request(rid)
+    original(manager, obj)
+
+
+# What the release does wrong where the plugin depends on it: targets, and what goes around.
+MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._discard_pending_req_states",
+        discard_states,
+    ),
+)
+
+
+def running_batch(_scheduler: Any, arguments: dict[str, Any]) -> Any:
+    """The decoding requests, from the arguments of ``_get_new_batch_prefill_raw``."""
+    return arguments["running_batch"]
+
+
+def new_batch(result: Any) -> Any:
+    """The prefill batch, or ``None``, from its result."""
+    return result[0]
+
+
+def no_batch(running: Any) -> Any:
+    """The result that stands for no prefill batch."""
+    return None, running
+
+
+def running_after(_scheduler: Any, result: Any) -> Any:
+    """The decoding requests after such a result."""
+    return result[1]
+
+
+def publish(scheduler: Any, req: Any) -> None:
+    """Put the KV of a request that is about to run into the radix tree.
+
+    What chunked prefill does between chunks: the forward has not run yet, but everything
+    that could read these slots runs behind it. The batch is already built on the request's
+    prefix, so that is put back.
+    """
+    prefix = req.prefix_indices
+    scheduler.stash_chunked_request(req)
+    req.prefix_indices = prefix
+
+
+def dp_rank(scheduler: Any) -> int:
+    return scheduler.ps.dp_rank or 0
+
+
+def pipeline_stages(scheduler: Any) -> int:
+    return scheduler.ps.pp_size
+
+
+# Backends that write the keys and values of a whole batch before they read any of them.
+# FlashInfer's ragged prefill does not, nor do the MLA paths.
+_WRITE_FIRST = {"torch_native", "triton", "fa3"}
+
+
+def shares_within_forward(scheduler: Any) -> bool:
+    """Whether a request may read KV that another one of its batch writes."""
+    arguments = scheduler.server_args
+    backend = arguments.prefill_attention_backend or arguments.attention_backend
+    return (
+        backend in _WRITE_FIRST
+        and not scheduler.model_config.attention_arch.name.startswith("MLA")
+        and scheduler.spec_algorithm.is_none()
+    )
+
+
+def from_host(req: Any) -> bool:
+    """Whether some of the request's KV would have to be brought back from host memory."""
+    return req.needs_host_load_back()
+
+
+def namespace(req: Any) -> Hashable:
+    """Requests share KV only within one: cache salt, LoRA adapter."""
+    return (req.extra_key, req.cache_salt)
+
+
+def cached_tokens(req: Any) -> int:
+    """Length of the prefix whose KV the request need not compute."""
+    return len(req.prefix_indices)
+
+
+def longest_prefix(req: Any) -> int:
+    """How long a prefix may be at most: one token at least is always computed."""
+    return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+
+
+def computed_until(req: Any) -> int:
+    """Where the part of the request that the batch computes ends."""
+    return req.extend_range.end
+
+
+def tokens(req: Any, start: int, end: int | None) -> NDArray[np.int64]:
+    """A copy of the request's tokens."""
+    import numpy
+
+    return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
+
+
+def grow_prefix(req: Any, count: int) -> None:
+    """Count ``count`` more tokens as cached; :func:`adopt` fills in where they are."""
+    import torch
+
+    req.prefix_indices = torch.cat([req.prefix_indices, req.prefix_indices.new_zeros(count)])
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    req.prefix_indices = req.prefix_indices[:length]
+
+
+def radix_key(req: Any, end: int) -> Any:
+    """What the request's first tokens are looked up with in the radix tree."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tokens = req.full_untruncated_fill_ids[:end]
+    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    """How many tokens of a waiting request are not in the radix tree."""
+    from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+    match_prefix_for_req(tree_cache, req, include_req=True)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - req.num_matched_prefix_tokens
+
+
+def tokenizer_channel(scheduler: Any) -> Any:
+    """What sends from a scheduler to the HTTP process."""
+    return scheduler.ipc_channels.send_to_tokenizer
+
+
+def to_scheduler(tokenizer_manager: Any, message: Any) -> None:
+    """Send a message of ours to every scheduler."""
+    from sglang.srt.managers.io_struct import sock_send, wrap_as_pickle
+
+    sock_send(tokenizer_manager.send_to_scheduler, wrap_as_pickle(message))
+
+
+def wrapped(message: Any) -> Any:
+    """A message of ours as SGLang's channels take it."""
+    from sglang.srt.managers.io_struct import wrap_as_pickle
+
+    return wrap_as_pickle(message)
+
+
+def salted(cache_salt: str | None) -> dict[str, Any]:
+    """The fields of a ``GenerateReqInput`` that keep its KV apart from other salts'."""
+    return {"cache_salt": cache_salt}
+
+
+def sampling_types() -> dict[str, Any]:
+    """The sampling parameters that a request may have, and their types."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return get_type_hints(SamplingParams)
+
+
+def render_before_encoding(_tokenizer: Any) -> None:
+    """See that chat prompts go through ``tokenizer.encode`` as text: they do."""
+
+
+def cpu_platform() -> type:
+    """What the CPU platform is derived from."""
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+        # The base class has neither.
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
+
+            return CpuPagedAllocator
+
+    return CpuPlatform
+
+
+def write_location(attention: Any, forward_batch: Any) -> Any:
+    """Where a batch's new keys go, as the KV pool's ``set_kv_buffer`` takes it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    return KVWriteLoc(forward_batch.out_cache_loc, attention.swa_out_cache_loc)

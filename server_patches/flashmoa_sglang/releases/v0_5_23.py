@@ -1,0 +1,72 @@
+"""SGLang 0.5.23, where it differs from 0.5.18.
+
+Chat prompts are rendered and tokenised in a worker thread there, out of sight of the request's
+context: a chat request with a prompt stream is tokenised anew. Its KV is used all the same.
+Long prompts are encoded in parts, but not where a tokenizer's ``encode`` was replaced, as the
+plugin does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# It aborts what nobody reads by itself (``_release_req_states_on_failure``).
+MENDED: tuple[tuple[str, Callable[..., Any]], ...] = ()
+
+
+def publish(scheduler: Any, req: Any) -> None:
+    # The prefix is a length here; the slots are in the request's row.
+    prefix = req.prefix_len
+    scheduler.stash_chunked_request(req)
+    req.prefix_len = prefix
+
+
+def dp_rank(_scheduler: Any) -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().dp_rank or 0
+
+
+def pipeline_stages(_scheduler: Any) -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().pp_size
+
+
+def shares_within_forward(_scheduler: Any) -> bool:
+    # The slots of a prefix are looked up in the radix tree when a batch is built, where KV that
+    # the same batch computes is not yet: one level of what is shared per forward.
+    return False
+
+
+def cached_tokens(req: Any) -> int:
+    return req.prefix_len
+
+
+def computed_until(req: Any) -> int:
+    return req.extend_end
+
+
+def shrink_prefix(req: Any, length: int) -> None:
+    req.prefix_len = length
+
+
+def uncached(tree_cache: Any, req: Any) -> int:
+    from sglang.srt.mem_cache.common import match_kv_cache
+
+    match_kv_cache(req, tree_cache)
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    return total - req.num_matched_prefix_tokens
+
+
+def cpu_platform() -> type:
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+        """Pool and allocator classes default to the in-tree ones."""
+
+    return CpuPlatform

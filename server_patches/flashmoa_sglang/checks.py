@@ -1,6 +1,6 @@
 """What SGLang takes on trust and would not survive, refused before it gets there.
 
-Each of these, sent to the stock server, ends its scheduler or its detokenizer, and with them
+Most of these, sent to a stock server, end its scheduler or its detokenizer, and with them
 every request of everybody.
 """
 
@@ -26,6 +26,17 @@ def check(obj: Any, vocabulary: int) -> None:
     _check_range(obj, "top_logprobs_num", 0, vocabulary)
     if isinstance(getattr(obj, "positional_embed_overrides", None), dict | list):
         raise ValueError("positional_embed_overrides cannot be sent as JSON.")
+
+    if isinstance(getattr(obj, "rid", None), list) and _is_one(obj):
+        raise ValueError("rid must be a string for one prompt.")
+
+
+def _is_one(obj: Any) -> bool:
+    """Whether this is one prompt and one answer, not a batch."""
+    params = obj.sampling_params or {}
+    if isinstance(params, list) or (params.get("n") or 1) > 1 or isinstance(obj.text, list):
+        return False
+    return not (obj.text is None and obj.input_ids and isinstance(obj.input_ids[0], list))
 
 
 def _check_ids(ids: Any, vocabulary: int) -> None:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # How long a stream that the engine could not serve waits before it asks again.
 _STALL_SECONDS = 0.2
+# Tokens that make an increment worth it: for a lone stream, and at most.
+_LEAST, _MOST_WORTH = 8, 32
 
 
 class Prefiller:
@@ -62,7 +64,10 @@ class Prefiller:
 
     def _policy(self) -> Policy:
         page = self._engine.page_size
-        return Policy(chunk=chunk_tokens(self._engine.costs, page), page=page)
+        # Each increment costs the same few milliseconds beside its tokens, so that many streams
+        # take larger ones.
+        least = min(max(_LEAST, 2 * len(self._streams)), _MOST_WORTH)
+        return Policy(least, chunk_tokens(self._engine.costs, page), page)
 
     async def _increment(self, stream: PromptStream, target: int) -> None:
         try:

@@ -23,19 +23,17 @@ from flashmoa_sglang.errors import (
     TooManyStreams,
     UnknownStream,
 )
+from flashmoa_sglang.keeper import Keeper
 from flashmoa_sglang.prefilling import Prefiller
 from flashmoa_sglang.stream import Ending, PromptStream
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from flashmoa_sglang.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_AFTER_MISTAKE = 1.0
 # Seconds between looks at deadlines and draining.
-_LIFETIME_CHECK = 0.05
+_LIFETIME_CHECK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,7 @@ class StreamTable:
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
         self._prefiller = Prefiller(engine, self._open.values())
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._reported: set[str] = set()
+        self._keeper = Keeper(lambda: bool(self._open), self._fail)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -102,9 +99,9 @@ class StreamTable:
         metrics.streams_open(len(self._open))
         metrics.buffered(stream.certain_tokens())
         self._touch(stream)
-        self._keep("prompt streams, prefilling", self._prefiller.run)
+        self._keeper.keep("prompt streams, prefilling", self._prefiller.run)
         # By itself, so that no stream outlives its time because another one is prefilled.
-        self._keep("prompt streams, lifetimes", self._watch_lifetimes)
+        self._keeper.keep("prompt streams, lifetimes", self._watch_lifetimes)
 
     def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
         """Buffer text or token ids; ``end``: the last ones.
@@ -186,28 +183,10 @@ class StreamTable:
         stream.deadline = time.monotonic() + stream.ttl_seconds
         self._prefiller.look()
 
-    def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Have ``work``, which returns when no stream is open, done in a task of its own."""
-        task = self._tasks.get(name)
-        if task is None or task.done():
-            self._tasks[name] = asyncio.create_task(self._go_on(name, work), name=name)
-
-    async def _go_on(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        while self._open:
-            try:
-                await work()
-            except Exception as mistake:
-                # A mistake of ours must not leave streams that nobody serves and nobody ends.
-                error = mistake.exceptions[0] if isinstance(mistake, ExceptionGroup) else mistake
-                self._report(name, error)
-                for stream in self.all():
-                    stream.failure = stream.failure or f"{type(error).__name__}: {error}"
-                await asyncio.sleep(_PAUSE_AFTER_MISTAKE)
-
-    def _report(self, name: str, error: Exception) -> None:
-        if type(error).__name__ not in self._reported:
-            self._reported.add(type(error).__name__)
-            logger.error("%s: streams stop prefilling, requests go on", name, exc_info=error)
+    def _fail(self, error: Exception) -> None:
+        """A mistake of ours must not leave streams that nobody serves and nobody ends."""
+        for stream in self.all():
+            stream.failure = stream.failure or f"{type(error).__name__}: {error}"
 
     async def _watch_lifetimes(self) -> None:
         while self._open:

@@ -67,22 +67,35 @@ hints: dict[str, Any] = {
     "expected_output_tokens": st.integers(-1, 10**6),
 }
 custom = st.dictionaries(st.sampled_from(["flashmoa", "mine"]), junk, max_size=2)
+odd_sampling: dict[str, Any] = {
+    "custom_params": custom, "n": st.integers(1, 2), "temperature": st.floats(0, 5),
+    "top_k": st.integers(-1, 50), "top_p": st.floats(0, 1), "stop": text, "ignore_eos": st.none(),
+    "stop_token_ids": ids, "logit_bias": st.dictionaries(st.text(max_size=3), st.floats(-9, 9)),
+    "repetition_penalty": st.floats(0, 2), "min_new_tokens": few, "seed": few, "stop_regex": text,
+}  # fmt: skip
 sampling = st.fixed_dictionaries(
-    {"max_new_tokens": few}, optional={"custom_params": custom | junk, "n": st.integers(1, 2)}
+    {"max_new_tokens": few}, optional={name: it | junk for name, it in odd_sampling.items()}
 )
 ROUTES: dict[str, st.SearchStrategy[Any]] = {
     "/prefill_only": body({}, **prompt),
     "/render": body({"messages": messages}, **prompt),
     "/prompt_streams": body({"text": text}, **prompt, ttl_seconds=st.floats(0.01, 100)),
     "/prompt_streams/OPEN/append": body({"seq": few}, text=text, input_ids=ids, end=st.booleans()),
-    "/generate": body({"text": text, "sampling_params": sampling}, **hints),
+    "/generate": body(
+        {"text": text, "sampling_params": sampling},
+        **hints,
+        return_logprob=st.booleans(),
+        logprob_start_len=st.integers(-2, 20),
+        top_logprobs_num=few,
+        rid=st.uuids().map(str),
+    ),
     # Always an object: for anything else SGLang's own validator answers 500, and lives on.
     "/v1/chat/completions": st.fixed_dictionaries(
         {"model": st.just("m"), "messages": messages, "max_tokens": st.integers(1, 3)},
         optional={name: value | junk for name, value in hints.items()} | {"custom_params": custom},
     ),
 }
-EXAMPLES = 60
+EXAMPLES = 150
 COMMON = settings(
     deadline=None,
     derandomize=True,
@@ -227,7 +240,7 @@ async def test_any_order_of_calls_is_answered_as_documented(
         with httpx.Client(base_url=engine.url, timeout=30, headers=JSON) as client:
             machine = type("Machine", (Sequences,), {"http": client})
             run_state_machine_as_test(
-                machine, settings=settings(COMMON, max_examples=25, stateful_step_count=20)
+                machine, settings=settings(COMMON, max_examples=60, stateful_step_count=25)
             )
 
     await anyio.to_thread.run_sync(run)

@@ -56,7 +56,7 @@ async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         await in_flight(0)
         async with anyio.create_task_group() as group:
-            group.start_soon(ask, "first", {"text": "The one before", "tokens": 400, "priority": 9})
+            group.start_soon(ask, "first", {"text": "The one before", "tokens": 300, "priority": 9})
             await in_flight(1)
             for count, (name, body) in enumerate(bodies.items(), start=2):
                 group.start_soon(ask, name, body)
@@ -71,8 +71,8 @@ async def test_the_shortest_job_goes_first(
     order = await finished_in_order(
         one_at_a_time,
         {
-            "long prompt": {"text": words(3000, 1), "tokens": 2},
-            "long answer": {"text": words(20, 2), "tokens": 600},
+            "long": {"text": words(20, 1), "tokens": 900},
+            "middling": {"text": words(20, 2), "tokens": 450},
             "short after all": {
                 "text": words(20, 3),
                 "tokens": 500,
@@ -83,6 +83,7 @@ async def test_the_shortest_job_goes_first(
     )
     # Among the short ones, whoever has waited longer may well go first.
     assert set(order[:2]) == {"short", "short after all"}
+    assert order[2:] == ["middling", "long"]
 
 
 async def test_priorities_go_before_sizes(

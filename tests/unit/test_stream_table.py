@@ -96,7 +96,7 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
 async def test_a_mistake_is_said_once_and_ends_nothing(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.streams._PAUSE_AFTER_MISTAKE", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.keeper._PAUSE_AFTER_MISTAKE", 0.01)
     table = StreamTable(engine)  # type: ignore[arg-type]
     engine.mistake = ZeroDivisionError("a mistake of ours")
     with caplog.at_level(logging.ERROR):

@@ -6,6 +6,7 @@ checked here in full, because what reaches a scheduler must not be able to crash
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -102,8 +103,12 @@ class Api:
         self._renderer = renderer
 
     def add_to(self, app: FastAPI) -> None:
-        """Each route by itself: SGLang counts a router's by the path that was asked for, and
-        that would be a time series per stream."""
+        """Add the routes, in front of SGLang's hundred: an append comes with every few tokens.
+
+        Each by itself: SGLang counts a router's routes by the path that was asked for, and that
+        would be a time series per stream.
+        """
+        usual = len(app.router.routes)
         routes: list[tuple[str, str, Handler]] = [
             ("GET", "/flashmoa/info", self.info),
             ("POST", "/prefill_only", self.prefill_only),
@@ -116,6 +121,9 @@ class Api:
         ]
         for method, path, handler in routes:
             app.add_api_route(path, _answering(handler), methods=[method])
+        ours = app.router.routes[usual:]
+        app.router.routes[:] = ours + app.router.routes[:usual]
+        logging.getLogger("uvicorn.access").addFilter(_is_no_append)
 
     async def info(self, request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
@@ -247,6 +255,14 @@ class Api:
             raise TooLarge(
                 f"The prompt has {tokens} tokens; this server takes {room}.", max_tokens=room
             )
+
+
+def _is_no_append(record: logging.LogRecord) -> bool:
+    """A line in the access log for every few tokens would be all that is in it."""
+    fields = record.args
+    return not (
+        isinstance(fields, tuple) and len(fields) > 2 and f"{fields[2]}".endswith("/append")
+    )
 
 
 def _answering(handler: Handler) -> Handler:

@@ -29,8 +29,15 @@ class KvState(_Answer):
     duplicates_avoided: int
 
 
+class Costs(_Answer):
+    """What the engine's forwards take, in seconds: prefills as (tokens, seconds)."""
+
+    points: list[tuple[int, float]]
+    decode_step: float
+
+
 class EngineInfo(_Answer):
-    """``GET /flashmoa/info``."""
+    """``GET /flashmoa/info``; ``costs`` is ``None`` until they are measured."""
 
     plugin: dict[str, str]
     sglang: dict[str, str]
@@ -40,6 +47,7 @@ class EngineInfo(_Answer):
     context_length: int
     prompt_streams: int
     kv: list[KvState]
+    costs: Costs | None = None
 
 
 class Prefilled(_Answer):

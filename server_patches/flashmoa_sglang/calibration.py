@@ -1,7 +1,8 @@
 """Measures, once the server is up, what a forward of this engine costs.
 
 Prefills of growing size, each timed in the scheduler from the built batch to its result. They
-leave nothing in the KV pool, and they wait until nobody else uses the engine.
+wait until nobody else uses the engine, and their KV is ordinary cache, evicted as any:
+SGLang's own switch for leaving nothing in the cache loses the KV of requests cut into chunks.
 """
 
 from __future__ import annotations

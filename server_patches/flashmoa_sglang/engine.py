@@ -220,15 +220,19 @@ class Engine:
         """Seconds of one forward with these tokens, as the scheduler sees it."""
         rid = new_rid()
         mark = RequestMark(timed=True)
-        await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
-        return self._forward_seconds.pop(rid)
+        try:
+            await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
+            return self._forward_seconds[rid]
+        finally:
+            self._forward_seconds.pop(rid, None)
 
     async def time_decode(self, steps: int) -> float:
         """Seconds of one decode step of one request."""
         seconds: list[float] = []
         for tokens in (1, 1 + steps):
             started = time.perf_counter()
-            await self._generate([0] * 4, RequestMark(timed=True), {"max_new_tokens": tokens})
+            # One token, so that nothing of the prompt can be in the cache.
+            await self._generate([0], RequestMark(), {"max_new_tokens": tokens})
             seconds.append(time.perf_counter() - started)
         return max(0.0, (seconds[1] - seconds[0]) / steps)
 

@@ -22,7 +22,7 @@ class RequestMark:
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
     that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
     ``expected_output``: how many tokens its client expects it to decode, if it said.
-    ``timed``: it measures the engine, and leaves nothing in the cache.
+    ``timed``: a prefill that measures the engine.
     """
 
     stream: str | None = None

@@ -23,10 +23,8 @@ class ForwardTimer:
         for req in reqs:
             mark = mark_of(req)
             if mark is not None and mark.timed:
-                releases.keep_nothing(req)
-                if not req.is_prefill_only:
-                    continue
-                self._started[req.rid] = time.perf_counter()
+                # The first chunk, where others' requests leave no room for it in one.
+                self._started.setdefault(req.rid, time.perf_counter())
 
     def stop(self, reqs: list[Any]) -> None:
         if not self._started:

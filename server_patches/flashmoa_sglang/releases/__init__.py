@@ -202,11 +202,6 @@ def chunking(scheduler: Any, size: int) -> Iterator[None]:
         scheduler.chunked_prefill_size = usual
 
 
-def keep_nothing(req: Any) -> None:
-    """A running request leaves nothing in the radix tree when it ends."""
-    req.skip_radix_cache_insert = True
-
-
 def go_on() -> Any:
     """What ``PrefillAdder.add_one_req`` answers for: not this one, but ask for others."""
     from sglang.srt.managers.schedule_policy import AddReqResult

@@ -109,8 +109,6 @@ def shares_within_forward(scheduler: Any) -> bool:
     backend = arguments.prefill_attention_backend or arguments.attention_backend
     return (
         backend in _WRITE_FIRST
-        # With pages and chunks an engine was seen to end; until that is understood, not there.
-        and scheduler.page_size == 1
         and not scheduler.model_config.attention_arch.name.startswith("MLA")
         and scheduler.spec_algorithm.is_none()
     )

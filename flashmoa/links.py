@@ -13,7 +13,7 @@ from typing import Literal
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError, EngineTimeout, PluginMissing, StreamState
+from flashmoa.engine import EngineClient, EngineError, PluginMissing, PromptFeed, StreamState
 from flashmoa.observe import LinkAdvanced, LinkClosed, LinkOpened, Listener, contained, ignore
 from flashmoa.prompts import Prompt, Slot
 
@@ -21,15 +21,6 @@ logger = logging.getLogger(__name__)
 
 FailurePolicy = Literal["abort", "finalize"]
 
-# Between two appends: a token must not cost a request, which an engine on a CPU would feel.
-# An engine that is behind takes what has piled up in one go anyway.
-_PACE_SECONDS = 0.15
-_BUSY_PACE_SECONDS = 0.5
-_BUSY_TOKENS = 128
-# How long the engine keeps a stream that hears nothing; for clients that vanish.
-_STREAM_TTL_SECONDS = 300.0
-_OPEN_SECONDS = 10.0
-_DELETE_SECONDS = 5.0
 _plain_engines: set[str] = set()
 
 
@@ -62,16 +53,21 @@ class Link:
         self.engine = engine
         self.prompt = prompt
         self.agent = agent
-        self.stream_id: str | None = None
         self._on_failure: FailurePolicy = on_failure
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
-        self._changed = anyio.Event()
+        self._feed = PromptFeed(engine, prompt, self._advance)
+        self._ended = anyio.Event()
         self._over: str | None = None
 
     @property
     def is_over(self) -> bool:
         return self._over is not None
+
+    @property
+    def stream_id(self) -> str | None:
+        """The prompt stream's id, once it is open."""
+        return self._feed.stream_id
 
     def waits_for(self, name: str) -> bool:
         """Whether a slot of that name is still open."""
@@ -81,13 +77,13 @@ class Link:
         """Add text to the open slot ``name``; without one, nothing happens."""
         for slot in self._open_slots(name):
             slot.append(text)
-        self._changed.set()
+        self._feed.changed()
 
     def close_slot(self, name: str) -> None:
         """Slot ``name`` is complete."""
         for slot in self._open_slots(name):
             slot.close()
-        self._changed.set()
+        self._feed.changed()
 
     def fail_slot(self, name: str) -> None:
         """The agent writing slot ``name`` failed: act by the link's policy."""
@@ -106,20 +102,22 @@ class Link:
         if self.is_over:
             return None
         # A stream that is still being opened comes too late for its request.
-        self._over = "used" if self.stream_id is not None else "too late"
-        self._changed.set()
+        self.end("used" if self.stream_id is not None else "too late")
         return self.stream_id
 
     def end(self, reason: str) -> None:
         """Give the link up."""
         if not self.is_over:
             self._over = reason
-            self._changed.set()
+            self._feed.stop()
+            self._ended.set()
 
     async def run(self) -> None:
         """Open the stream, follow the frontier, and close it again, whatever happens."""
         try:
-            await self._follow()
+            await self._feed.run()
+            if self.stream_id is not None:
+                await self._await_use()
         except PluginMissing as error:
             self._over = "plain engine"
             report_plain_engine(self.engine.url, error)
@@ -134,68 +132,28 @@ class Link:
         finally:
             await self._give_back()
 
-    async def _follow(self) -> None:
-        first = self.prompt.take()
-        if self.is_over or not first:
-            return
-        state = await self._open(first)
-        # From here on the id is known, so that the stream is given back on every path.
-        self.stream_id = state.id
-        upstream = tuple(slot.name for slot in self.prompt.slots)
-        self._listener(
-            LinkOpened(
+    def _advance(self, state: StreamState) -> None:
+        """An answer of the engine, the first one when the stream is open."""
+        if state.next_seq == 0:
+            upstream = tuple(slot.name for slot in self.prompt.slots)
+            opened = LinkOpened(
                 agent=self.agent, engine=self.engine.url, upstream=upstream, stream_id=state.id
             )
+            self._listener(opened)
+            return
+        advanced = LinkAdvanced(
+            agent=self.agent,
+            engine=self.engine.url,
+            stream_id=state.id,
+            received_tokens=state.received_tokens,
+            prefilled_tokens=state.prefilled_tokens,
         )
-        seq = 0
-        while not self.is_over:
-            text, complete = self.prompt.take(), self.prompt.is_complete
-            if not text and not complete:
-                await self._next_change()
-                continue
-            state = await self.engine.append(state.id, seq, text=text or None, end=complete)
-            seq += 1
-            self._listener(
-                LinkAdvanced(
-                    agent=self.agent,
-                    engine=self.engine.url,
-                    stream_id=state.id,
-                    received_tokens=state.received_tokens,
-                    prefilled_tokens=state.prefilled_tokens,
-                )
-            )
-            if complete:
-                await self._await_use()
-                return
-            behind = state.received_tokens - state.prefilled_tokens > _BUSY_TOKENS
-            with anyio.move_on_after(_BUSY_PACE_SECONDS if behind else _PACE_SECONDS):
-                await self._next_change(until_over=True)
-
-    async def _open(self, first: str) -> StreamState:
-        """Shielded: a stream the engine has must have its id known here."""
-        state: StreamState | None = None
-        with anyio.move_on_after(_OPEN_SECONDS, shield=True):
-            state = await self.engine.open_stream(
-                text=first, add_special_tokens=False, ttl_seconds=_STREAM_TTL_SECONDS
-            )
-        if state is None:
-            raise EngineTimeout(f"{self.engine.url} did not open a stream in time")
-        return state
-
-    async def _next_change(self, until_over: bool = False) -> None:
-        while not self.is_over:
-            await self._changed.wait()
-            self._changed = anyio.Event()
-            if not until_over or self.prompt.is_complete:
-                return
+        self._listener(advanced)
 
     async def _await_use(self) -> None:
         with anyio.move_on_after(self._unused_seconds):
-            while not self.is_over:
-                await self._changed.wait()
-                self._changed = anyio.Event()
-        if not self.is_over:
-            self._over = "unused"
+            await self._ended.wait()
+        self.end("unused")
 
     async def _give_back(self) -> None:
         reason = self._over or "closed"
@@ -210,13 +168,10 @@ class Link:
 
     async def delete_stream(self) -> None:
         """Give the stream's KV back now, even when cancelled; harmless to repeat."""
-        if self.stream_id is None:
-            return
-        with anyio.move_on_after(_DELETE_SECONDS, shield=True):
-            try:
-                await self.engine.delete_stream(self.stream_id)
-            except EngineError as error:
-                logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
+        try:
+            await self._feed.delete()
+        except EngineError as error:
+            logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
 
     def _open_slots(self, name: str) -> list[Slot]:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]

@@ -7,19 +7,17 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import httpx
 
-from flashmoa.engine import BadAnswer, EngineClient, EngineTimeout, PromptUsage, StreamGone
+from flashmoa.engine import BadAnswer, EngineClient, PromptFeed, PromptUsage
 
 # Every vocabulary has these ids, and they are nobody's special tokens.
 _IDS = (1000, 4000)
-# Between two appends, as a client sends them: a token must not cost a request.
-TICK_SECONDS = 0.04
-_OPEN_SECONDS = 30.0
+# Between two looks at what a source has written.
+_LOOK_SECONDS = 0.01
 _BATCH_SECONDS = 600.0
 
 
@@ -120,8 +118,27 @@ def _note(event: dict[str, Any], answers: Sequence[Answer]) -> None:
     answer.usage = PromptUsage.model_validate(event["meta_info"])
 
 
+class _Written:
+    """A prompt of token ids as its source writes it; never complete, its request says when."""
+
+    is_complete = False
+
+    def __init__(self, known: Sequence[int], source: Callable[[], Sequence[int]]) -> None:
+        self._known = known
+        self._source = source
+        self._taken: int | None = None
+
+    def take(self) -> Sequence[int]:
+        if self._taken is None:
+            self._taken = 0
+            return self._known
+        fresh = self._source()[self._taken :]
+        self._taken += len(fresh)
+        return fresh
+
+
 class Feeder:
-    """Feeds a prompt stream of token ids what its source has, every ``TICK_SECONDS``.
+    """Feeds a prompt stream of token ids what its source has, at the engine's pace.
 
     Args:
         known: what the prompt begins with; sent when the feeder is entered.
@@ -134,61 +151,43 @@ class Feeder:
     def __init__(
         self, engine: EngineClient, known: Sequence[int], source: Callable[[], Sequence[int]]
     ) -> None:
-        self._engine = engine
-        self._known = known
-        self._source = source
+        self._feed = PromptFeed(engine, _Written(known, source))
         self._group = anyio.create_task_group()
-        self._over = False
+        self._over = anyio.Event()
         self._taken = False
-        self.stream_id: str | None = None
+
+    @property
+    def stream_id(self) -> str | None:
+        return self._feed.stream_id
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         self._group.start_soon(self._run)
+        self._group.start_soon(self._look)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over = True
-        await self._group.__aexit__(kind, error, trace)
+    async def __aexit__(self, *problem: Any) -> bool | None:
+        self._feed.stop()
+        self._over.set()
+        return await self._group.__aexit__(*problem)
 
     def take_over(self) -> str | None:
         """The request is here: the stream's id for it, or ``None`` if it is not open yet."""
-        self._over = True
+        self._feed.stop()
         self._taken = self.stream_id is not None
         return self.stream_id
 
     async def _run(self) -> None:
         try:
-            await self._follow()
-        except StreamGone:
-            # An append that its own request overtook finds the stream used.
-            if not self._over:
-                raise
+            await self._feed.run()
+            await self._over.wait()
         finally:
-            if self.stream_id is not None and not self._taken:
-                with anyio.move_on_after(_OPEN_SECONDS, shield=True):
-                    await self._engine.delete_stream(self.stream_id)
+            if not self._taken:
+                await self._feed.delete()
 
-    async def _follow(self) -> None:
-        await self._open()
-        sent, seq = 0, 0
-        assert self.stream_id is not None
-        while not self._over:
-            fresh = list(self._source()[sent:])
-            if fresh:
-                await self._engine.append(self.stream_id, seq, input_ids=fresh)
-                sent, seq = sent + len(fresh), seq + 1
-            await anyio.sleep(TICK_SECONDS)
-
-    async def _open(self) -> None:
-        """Shielded: a stream the engine has must have its id known here."""
-        with anyio.move_on_after(_OPEN_SECONDS, shield=True):
-            opened = await self._engine.open_stream(input_ids=self._known)
-            self.stream_id = opened.id
-        if self.stream_id is None:
-            raise EngineTimeout(f"{self._engine.url} did not open a stream in time")
+    async def _look(self) -> None:
+        """Sources are clocks or other requests, and tell nobody when they have more."""
+        while not self._over.is_set():
+            with anyio.move_on_after(_LOOK_SECONDS):
+                await self._over.wait()
+            self._feed.changed()

@@ -17,7 +17,9 @@ from flashmoa.engine.errors import (
     StreamUnknown,
     TooManyStreams,
 )
+from flashmoa.engine.feed import Growing, PromptFeed
 from flashmoa.engine.wire import (
+    Costs,
     Delta,
     EngineInfo,
     KvState,
@@ -30,6 +32,7 @@ from flashmoa.engine.wire import (
 
 __all__ = [
     "BadAnswer",
+    "Costs",
     "Delta",
     "EngineClient",
     "EngineDraining",
@@ -38,10 +41,12 @@ __all__ = [
     "EngineTimeout",
     "EngineUnreachable",
     "FlashMoAError",
+    "Growing",
     "KvState",
     "MalformedRequest",
     "PluginMissing",
     "Prefilled",
+    "PromptFeed",
     "PromptTooLarge",
     "PromptUsage",
     "RequestRefused",

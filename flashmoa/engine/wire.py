@@ -63,6 +63,7 @@ class StreamState(_Answer):
     """A prompt stream: tokens that are certain, and of those how many have their KV.
 
     ``computed_tokens``: what its increments computed; the rest was in the cache, or shared.
+    ``pace_seconds``: how long to gather text before the next append.
     """
 
     id: str
@@ -73,6 +74,7 @@ class StreamState(_Answer):
     next_seq: int
     ended: bool
     ttl_seconds: float
+    pace_seconds: float = 0.15
 
 
 class Span(_Answer):

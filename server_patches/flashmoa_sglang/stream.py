@@ -71,7 +71,7 @@ class PromptStream:
         return not self.claimed and self.closed is None and self.failure is None
 
     def state(self) -> dict[str, Any]:
-        """What ``GET /prompt_streams/{id}`` answers."""
+        """What ``GET /prompt_streams/{id}`` answers, as far as the stream knows it."""
         return {
             "id": self.id,
             "kind": "input_ids" if self.buffer is None else "text",

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import metrics
 from flashmoa_sglang.errors import (
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Seconds between looks at deadlines and draining.
 _LIFETIME_CHECK = 0.1
+# Seconds between two appends of a stream. Answering one takes this process some half of a
+# millisecond, so with this much for each stream that is open it is a fortieth of its time.
+_PACE_PER_STREAM = 0.02
+_FASTEST_PACE, _SLOWEST_PACE = 0.04, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,20 @@ class StreamTable:
         if len(tokens) > room:
             stream.buffer.restore(before)
             raise _over_context(room)
+
+    def state(self, stream: PromptStream) -> dict[str, Any]:
+        """What the routes answer about a stream."""
+        return {**stream.state(), "pace_seconds": self._pace()}
+
+    def _pace(self) -> float:
+        """How long a client should gather text, so that appends cost others nothing they feel.
+
+        Beside requests of others increments are seconds apart, and what is appended in between
+        would only wait.
+        """
+        if self._engine.others_active():
+            return _SLOWEST_PACE
+        return min(max(_PACE_PER_STREAM * len(self._open), _FASTEST_PACE), _SLOWEST_PACE)
 
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
         """Add the ``seq``-th piece, once. Raises: OutOfOrder, StreamGone, TooLarge, Draining."""

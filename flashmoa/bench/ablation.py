@@ -8,7 +8,6 @@ FlashMoA as it is.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -19,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flashmoa.bench.arguments import command_line, positive
-from flashmoa.bench.engines import Engines, Role, connected
-from flashmoa.bench.pipelines import Round, Way, Workload, play
-from flashmoa.bench.report import Report, progress, terminal
-from flashmoa.bench.rounds import order
+from flashmoa.bench.engines import Role, connected
+from flashmoa.bench.grid import Ways, play_grid
+from flashmoa.bench.pipelines import Round, Workload
+from flashmoa.bench.report import Report, terminal
 
 # What SGLang takes on the paper's GPU; it takes less on a CPU. It decides how many prompts stock
 # SGLang starts at once, and so how often it computes what they share.
@@ -32,8 +31,7 @@ ROLES = (
     Role("streaming", plugin=True, arguments=("--flashmoa-intra-turn", "off", *_CHUNK)),
     Role("flashmoa", plugin=True, arguments=_CHUNK),
 )
-# By variant: the engine's role, and how it is asked.
-_VARIANTS: dict[str, tuple[str, Way]] = {
+_VARIANTS: Ways = {
     "baseline": ("stock", "sequential"),
     "batched": ("stock", "batch"),
     "streaming": ("streaming", "linked"),
@@ -58,7 +56,7 @@ class Row:
     Attributes:
         seconds: T of Eq. 6.
         duplicates: prompt tokens computed over unique prompt tokens; 1 is none twice.
-        floor: seconds to the first token of fully cached prompts, on the full variant.
+        floor: what no overlap can hide, on the full variant; as in bench handoff.
         speedup: over the baseline and over the batched one, of the full variant.
         paper: the paper's seconds by variant, where it has this row.
     """
@@ -98,34 +96,10 @@ async def _main(arguments: argparse.Namespace) -> None:
     async with connected(ROLES, arguments, pool, console) as engines:
         await report.describe(engines)
         report.head(console)
-        rows = await _measure(engines, grid, arguments, console)
+        rounds = await play_grid(engines, grid, _VARIANTS, arguments, console)
+    rows = [row(workload, played) for workload, played in zip(grid, rounds, strict=True)]
     show(rows, console)
     report.save(console, {"rows": [asdict(row) for row in rows]})
-
-
-async def _measure(
-    engines: Engines, grid: Sequence[Workload], arguments: argparse.Namespace, console: Console
-) -> list[Row]:
-    dice = random.Random(arguments.seed)
-    rows: list[Row] = []
-    variants = list(_VARIANTS)
-
-    async def run(variant: str, workload: Workload) -> Round:
-        role, way = _VARIANTS[variant]
-        return await play(engines[role], workload, dice, way)
-
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(variants))
-        for variant in variants:
-            await run(variant, grid[-1])
-        for workload in grid:
-            bars.update(bar, description=f"{workload.prefix} x {workload.concurrency}")
-            rounds: dict[str, list[Round]] = {variant: [] for variant in variants}
-            for variant in order(arguments.repeats, variants):
-                rounds[variant].append(await run(variant, workload))
-                bars.advance(bar)
-            rows.append(row(workload, rounds))
-    return rows
 
 
 def row(workload: Workload, rounds: Mapping[str, Sequence[Round]]) -> Row:

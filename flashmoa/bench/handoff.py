@@ -9,7 +9,6 @@ lpm, and linked on FlashMoA.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,19 +20,18 @@ from rich.table import Table
 
 from flashmoa.bench import heatmap
 from flashmoa.bench.arguments import command_line, positive
-from flashmoa.bench.engines import Engines, Role, connected
+from flashmoa.bench.engines import Role, connected
+from flashmoa.bench.grid import Ways, play_grid
 from flashmoa.bench.overlap import LINKED, Cell, Summary, cell, summarise
-from flashmoa.bench.pipelines import Round, Way, Workload, play
-from flashmoa.bench.report import Report, progress, terminal
-from flashmoa.bench.rounds import order
+from flashmoa.bench.pipelines import Workload
+from flashmoa.bench.report import Report, terminal
 
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
     Role("lpm", plugin=False, arguments=("--schedule-policy", "lpm"), optional=True),
     Role("flashmoa", plugin=True),
 )
-# By what a column is called: the engine's role, and how it is asked.
-_WAYS: dict[str, tuple[str, Way]] = {
+_WAYS: Ways = {
     "fcfs": ("stock", "sequential"),
     "lpm": ("lpm", "sequential"),
     LINKED: ("flashmoa", "linked"),
@@ -83,7 +81,9 @@ async def _main(arguments: argparse.Namespace) -> None:
     async with connected(ROLES, arguments, pool, console) as engines:
         await report.describe(engines)
         report.head(console)
-        cells = await _measure(engines, grid, arguments, console)
+        ways = {name: way for name, way in _WAYS.items() if way[0] in engines}
+        rounds = await play_grid(engines, grid, ways, arguments, console)
+    cells = [cell(workload, played) for workload, played in zip(grid, rounds, strict=True)]
     show(cells, console)
     if arguments.picture:
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
@@ -95,38 +95,13 @@ async def _main(arguments: argparse.Namespace) -> None:
     )
 
 
-async def _measure(
-    engines: Engines, grid: Sequence[Workload], arguments: argparse.Namespace, console: Console
-) -> list[Cell]:
-    names = [name for name, (role, _) in _WAYS.items() if role in engines]
-    dice = random.Random(arguments.seed)
-    cells: list[Cell] = []
-
-    async def run(name: str, workload: Workload) -> Round:
-        role, way = _WAYS[name]
-        return await play(engines[role], workload, dice, way)
-
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(names))
-        largest = max(grid, key=lambda workload: workload.pool_tokens)
-        for name in names:
-            await run(name, largest)
-        for workload in grid:
-            bars.update(bar, description=f"{heatmap.label(workload)} C={workload.concurrency}")
-            rounds: dict[str, list[Round]] = {name: [] for name in names}
-            for name in order(arguments.repeats, names):
-                rounds[name].append(await run(name, workload))
-                bars.advance(bar)
-            cells.append(cell(workload, rounds))
-    return cells
-
-
 def show(cells: Sequence[Cell], console: Console) -> None:
     """Print the table and what it comes to."""
     console.print(_table(cells))
     console.print(
         "T: from A's first token to B's (Eq. 6). bound: min(T_A, P_B - floor), P_B what the "
-        "better baseline adds to T_A, the floor B's first token when its whole prompt is cached. "
+        "better baseline adds to T_A, the floor B's first token when all that was known before A's "
+        "last token is cached. "
         "hidden: T of the better baseline - T linked. late: prompt tokens left when B's request "
         "came.\n"
     )
@@ -145,7 +120,7 @@ def _table(cells: Sequence[Cell]) -> Table:
         fraction = one.hidden_fraction
         times = (one.decode, one.prefill, one.floor, one.bound, one.hidden)
         table.add_row(
-            heatmap.label(one.workload),
+            one.workload.label,
             str(one.workload.concurrency),
             *(f"{one.seconds[way]:.2f}" for way in (*ways, LINKED)),
             *(f"{one.speedup[way]:.2f}x" for way in ways),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 
 from flashmoa.bench.overlap import Cell
-from flashmoa.bench.pipelines import Workload
 
 _CELL = (58, 22)
 _LABELS = 150
@@ -59,12 +58,7 @@ def colour(speedup: float, best: float) -> str:
 
 
 def _row(cell: Cell) -> str:
-    return label(cell.workload)
-
-
-def label(workload: Workload) -> str:
-    """*TPS/Prefix/Upstream*, as Figure 6 labels its workloads."""
-    return f"{workload.tps:g}/{workload.prefix}/{workload.upstream}"
+    return cell.workload.label
 
 
 def _middle(row: int) -> float:

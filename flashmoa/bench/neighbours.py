@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     mix.add_argument("--concurrency", type=positive, default=8, help="requests at once")
     mix.add_argument("--pairs", type=positive, default=11, help="rounds on each engine")
     other = parser.add_argument_group("stranger")
-    other.add_argument("--tokens", type=positive, default=256, help="it decodes")
+    other.add_argument("--tokens", type=positive, default=512, help="it decodes")
     other.add_argument("--streams", type=positive, default=8, help="that fill meanwhile")
     other.add_argument("--prefix", type=positive, default=2000, help="tokens known of each")
     other.add_argument("--tps", type=float, default=50.0, help="more tokens per second of each")

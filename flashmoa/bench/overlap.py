@@ -23,7 +23,7 @@ class Cell:
         speedup: T of each baseline over T linked.
         decode: T_decode of A, as paced.
         prefill: what the better baseline adds to it, P_B = T_seq - T_A.
-        floor: first token of a fully cached prompt; no overlap can hide that.
+        floor: first token where all but the last upstream token and the suffix is cached.
         bound: min(decode, prefill - floor), Eq. 4.
         hidden: seconds hidden, T_seq - T_linked.
         hidden_fraction: of the bound; ``None`` where the bound is not above 0.

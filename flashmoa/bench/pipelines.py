@@ -40,6 +40,11 @@ class Workload:
     concurrency: int
 
     @property
+    def label(self) -> str:
+        """*TPS/Prefix/Upstream*, as Figure 6 labels its workloads."""
+        return f"{self.tps:g}/{self.prefix}/{self.upstream}"
+
+    @property
     def decode_seconds(self) -> float:
         """T_decode of A: from its first token to its last."""
         return (self.upstream - 1) / self.tps
@@ -87,7 +92,8 @@ class Round:
         seconds: T of Eq. 6, from A's first token to B's first; mean over pipelines.
         late_tokens: prompt tokens left to compute when B's request came; mean likewise.
         computed_tokens: prompt tokens the engine computed, over all pipelines.
-        floor: seconds to the first token of the same requests once all is cached.
+        floor: seconds to the first token where all that A wrote before its last token is
+            cached; nothing can hide what comes after that.
     """
 
     seconds: float
@@ -115,7 +121,7 @@ async def play(engine: EngineClient, workload: Workload, dice: random.Random, wa
         seconds=mean(answer.first for answer in answers) - started,
         late_tokens=mean(answer.late_tokens for answer in answers),
         computed_tokens=sum(answer.late_tokens + answer.ahead_tokens for answer in answers),
-        floor=await _floor(engine, pipelines) if way == "linked" else None,
+        floor=await _floor(engine, pipelines, dice) if way == "linked" else None,
     )
 
 
@@ -146,12 +152,15 @@ async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[A
 _PLAYS = {"sequential": _sequential, "batch": _batch, "linked": _linked}
 
 
-async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline]) -> float:
-    """Seconds to the first token of fully cached prompts, all at once: nothing can hide it."""
+async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline], dice: random.Random) -> float:
+    """Seconds to the first token of the same prompts, all at once, whose last upstream token
+    and suffix are other ones, so that exactly they are not cached."""
 
     async def one(pipeline: Pipeline) -> float:
+        known = len(pipeline.prompt) - 1 - SUFFIX_TOKENS
+        prompt = [*pipeline.prompt[:known], *random_ids(dice, 1 + SUFFIX_TOKENS)]
         started = time.perf_counter()
-        return (await ask(engine, pipeline.prompt, 1)).first - started
+        return (await ask(engine, prompt, 1)).first - started
 
     return mean(await all_at_once(one, pipelines))
 

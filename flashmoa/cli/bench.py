@@ -12,6 +12,7 @@ BENCHES = {
     "handoff": "one agent's tokens into the next one's prompt, at a set pace (FlashAgents §6.1)",
     "ablation": "what streaming and the intra-turn cache each contribute (Table 1)",
     "chunk": "what prefilling in pieces costs (§6.5)",
+    "first_token": "streamed prompts of several lengths",
     "schedule": "streaming and shortest-job-first together (§6.6)",
     "neighbours": "what requests that use no stream notice of the plugin",
     "pressure": "streams where the KV pool is too small for them",
@@ -55,7 +56,7 @@ def _problems(error: BaseException) -> list[str] | None:
 
 
 def usage() -> str:
-    names = "".join(f"  {name:10}  {about}\n" for name, about in BENCHES.items())
+    names = "".join(f"  {name:11}  {about}\n" for name, about in BENCHES.items())
     return (
         "usage: flashmoa bench NAME [options]\n\n"
         f"{names}\nflashmoa bench NAME --help says more; docs/benchmarks.md, how to read it.\n"

@@ -16,7 +16,7 @@ class KvState(_Answer):
     """How one data-parallel rank's KV pool stands, in tokens.
 
     ``free + evictable + protected + in use = total``; ``protected`` is cache locked by running
-    requests and by prompt streams.
+    requests and by prompt streams. ``rode_along``: stream tokens prefilled beside decode steps.
     """
 
     dp_rank: int
@@ -27,6 +27,7 @@ class KvState(_Answer):
     pinned_streams: int
     gave_way: int
     duplicates_avoided: int
+    rode_along: int = 0
 
 
 class Costs(_Answer):

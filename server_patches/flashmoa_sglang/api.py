@@ -191,7 +191,7 @@ class Api:
             stream.buffer, piece = self._buffer(body)
         self._table.add(stream, piece)
         self._table.open(stream)
-        return self._table.state(stream)
+        return stream.state()
 
     async def append(self, request: Request) -> dict[str, Any]:
         body = await _parse(request, _Append)
@@ -205,13 +205,13 @@ class Api:
             if kind == "input_ids":
                 piece = self._checked_ids(body.input_ids or [])
         self._table.append(stream, body.seq, piece, body.end)
-        return self._table.state(stream)
+        return stream.state()
 
     async def list(self, _request: Request) -> dict[str, Any]:
-        return {"prompt_streams": [self._table.state(stream) for stream in self._table.all()]}
+        return {"prompt_streams": [stream.state() for stream in self._table.all()]}
 
     async def state(self, request: Request) -> dict[str, Any]:
-        return self._table.state(self._table.get(request.path_params["stream_id"]))
+        return self._table.get(request.path_params["stream_id"]).state()
 
     async def delete(self, request: Request) -> dict[str, Any]:
         stream = self._table.get(request.path_params["stream_id"])

@@ -226,15 +226,12 @@ class Engine:
         finally:
             self._forward_seconds.pop(rid, None)
 
-    async def time_decode(self, steps: int) -> float:
-        """Seconds of one decode step of one request."""
-        seconds: list[float] = []
-        for tokens in (1, 1 + steps):
-            started = time.perf_counter()
-            # One token, so that nothing of the prompt can be in the cache.
-            await self._generate([0], RequestMark(), {"max_new_tokens": tokens})
-            seconds.append(time.perf_counter() - started)
-        return max(0.0, (seconds[1] - seconds[0]) / steps)
+    async def time_answer(self, tokens: int) -> float:
+        """Seconds of one request for so many tokens, waiting included."""
+        started = time.perf_counter()
+        # Of one token, so that nothing of the prompt can be in the cache.
+        await self._generate([0], RequestMark(), {"max_new_tokens": tokens})
+        return time.perf_counter() - started
 
     def _on_time(self, report: ForwardTime) -> None:
         self._forward_seconds[report.rid] = report.seconds

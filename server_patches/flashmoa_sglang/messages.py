@@ -89,8 +89,9 @@ class KvQuery:
 class KvReport:
     """From one rank per data-parallel group; in tokens.
 
-    ``pinned_streams`` and ``gave_way`` count streams; ``gave_way`` and
-    ``duplicates_avoided``: since the start.
+    ``pinned_streams`` and ``gave_way`` count streams. Since the start: ``gave_way``,
+    ``duplicates_avoided``, and ``rode_along``, what streams prefilled beside decode steps of
+    others.
     """
 
     query: int
@@ -102,3 +103,4 @@ class KvReport:
     pinned_streams: int
     gave_way: int
     duplicates_avoided: int
+    rode_along: int

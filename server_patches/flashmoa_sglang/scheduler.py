@@ -45,6 +45,7 @@ class Side:
         self.work = 0.0
         self.pause = 0
         self.avoided = 0
+        self.rode_along = 0
         self._told = Happened(0, 0)
 
     def tell(self, scheduler: Any) -> None:
@@ -95,6 +96,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         pinned_streams=len(side.pins),
         gave_way=side.pins.gave_way,
         duplicates_avoided=side.avoided,
+        rode_along=side.rode_along,
     )
     releases.to_tokenizer(scheduler, releases.wrapped(report))
 
@@ -170,8 +172,10 @@ def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
     elif releases.free_tokens(scheduler.tree_cache) < chunk + decoding * page:
         yield False
     elif ride and releases.can_mix(scheduler, running):
+        before = side.work
         with one_at_a_time(scheduler), releases.mixing(scheduler, ride + decoding):
             yield True
+        side.rode_along += max(0, int(side.work - before) - decoding)
     elif side.pause > 0:
         yield False
     else:

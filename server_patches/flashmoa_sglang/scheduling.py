@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 # Seconds that a forward for streams may hold up a request that comes meanwhile.
 _DELAY = 0.35
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
-_LEAST_RIDE = 16
-_RARELY = 128
+_LEAST_RIDE = 32
+_RARELY = 200
 # A request is passed over at most this many times.
 HELD_STEPS = 16
 LITTLE_LEFT = 128

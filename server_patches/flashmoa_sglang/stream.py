@@ -50,6 +50,8 @@ class PromptStream:
     failure: str | None = None
     rid: str | None = None
     deadline: float = 0.0
+    # What its client was last told of how long to gather text.
+    pace_seconds: float = 0.0
     # The KV pool is short of room: not before this time.
     stalled_until: float = 0.0
 
@@ -71,7 +73,7 @@ class PromptStream:
         return not self.claimed and self.closed is None and self.failure is None
 
     def state(self) -> dict[str, Any]:
-        """What ``GET /prompt_streams/{id}`` answers, as far as the stream knows it."""
+        """What ``GET /prompt_streams/{id}`` answers."""
         return {
             "id": self.id,
             "kind": "input_ids" if self.buffer is None else "text",
@@ -84,5 +86,6 @@ class PromptStream:
             "prefilling": self.rid is not None,
             "in_use": self.claimed,
             "ttl_seconds": self.ttl_seconds,
+            "pace_seconds": self.pace_seconds,
             "failure": self.failure,
         }

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashmoa_sglang import metrics
 from flashmoa_sglang.errors import (
@@ -24,6 +24,7 @@ from flashmoa_sglang.errors import (
     UnknownStream,
 )
 from flashmoa_sglang.keeper import Keeper
+from flashmoa_sglang.pace import Pace
 from flashmoa_sglang.prefilling import Prefiller
 from flashmoa_sglang.stream import Ending, PromptStream
 
@@ -34,10 +35,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds between looks at deadlines and draining.
 _LIFETIME_CHECK = 0.1
-# Seconds between two appends of a stream. Answering one takes this process some half of a
-# millisecond, so with this much for each stream that is open it is a fortieth of its time.
-_PACE_PER_STREAM = 0.02
-_FASTEST_PACE, _SLOWEST_PACE = 0.04, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +57,7 @@ class StreamTable:
         self._engine = engine
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
+        self._pace = Pace()
         self._prefiller = Prefiller(engine, self._open.values())
         self._keeper = Keeper(lambda: bool(self._open), self._fail)
 
@@ -102,6 +100,7 @@ class StreamTable:
         self._open[stream.id] = stream
         metrics.streams_open(len(self._open))
         metrics.buffered(stream.certain_tokens())
+        self._set_pace(stream)
         self._touch(stream)
         self._keeper.keep("prompt streams, prefilling", self._prefiller.run)
         # By itself, so that no stream outlives its time because another one is prefilled.
@@ -131,20 +130,6 @@ class StreamTable:
             stream.buffer.restore(before)
             raise _over_context(room)
 
-    def state(self, stream: PromptStream) -> dict[str, Any]:
-        """What the routes answer about a stream."""
-        return {**stream.state(), "pace_seconds": self._pace()}
-
-    def _pace(self) -> float:
-        """How long a client should gather text, so that appends cost others nothing they feel.
-
-        Beside requests of others increments are seconds apart, and what is appended in between
-        would only wait.
-        """
-        if self._engine.others_active():
-            return _SLOWEST_PACE
-        return min(max(_PACE_PER_STREAM * len(self._open), _FASTEST_PACE), _SLOWEST_PACE)
-
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
         """Add the ``seq``-th piece, once. Raises: OutOfOrder, StreamGone, TooLarge, Draining."""
         if stream.claimed:
@@ -168,6 +153,7 @@ class StreamTable:
         if end:
             stream.ended_at = time.monotonic()
         metrics.buffered(stream.certain_tokens() - certain)
+        self._set_pace(stream)
         self._touch(stream)
 
     def claim(self, stream: PromptStream) -> None:
@@ -196,6 +182,10 @@ class StreamTable:
         # Behind the abort in the same queue, so nothing of the stream is pinned after it.
         self._engine.release(stream.id)
         self._prefiller.look()
+
+    def _set_pace(self, stream: PromptStream) -> None:
+        busy = self._engine.others_active()
+        stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open), busy)
 
     def _touch(self, stream: PromptStream) -> None:
         stream.deadline = time.monotonic() + stream.ttl_seconds

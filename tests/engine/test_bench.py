@@ -66,6 +66,14 @@ async def test_chunk(benches: Bench) -> None:
     assert found["sizes"][-1]["over_single_pass"] == 1
 
 
+async def test_first_token(benches: Bench) -> None:
+    found = await benches.run("first_token", ["flashmoa"], "--prompts", "60", "300")
+    assert [length["tokens"] for length in found["lengths"]] == [60, 300]
+    # Exactly what came with the request was left.
+    assert [length["late_tokens"] for length in found["lengths"]] == [10, 10]
+    assert found["lengths"][0]["growth"] == 1
+
+
 async def test_schedule(benches: Bench) -> None:
     found = await benches.run(
         "schedule", ["stock", "flashmoa", "sjf"], "--concurrency", "3", "--prefixes", "own"
@@ -76,7 +84,7 @@ async def test_schedule(benches: Bench) -> None:
 
 async def test_neighbours(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
-    # Streams that may not ride along get a forward in 128 decode steps.
+    # Streams that may not ride along get a forward in 200 decode steps.
     small += ["--tokens", "300"]
     streams = ["--streams", "2", "--prefix", "200"]
     found = await benches.run("neighbours", ["stock", "flashmoa"], *small, *streams)

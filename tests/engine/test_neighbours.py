@@ -40,6 +40,12 @@ async def busy_engine(
 
 
 @pytest.fixture
+def rides(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> bool:
+    """Whether this engine lets tokens of streams ride along."""
+    return float(SHARES[request.node.callspec.params["busy_engine"]]) > 0.5
+
+
+@pytest.fixture
 async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
     async with EngineClient(busy_engine.url, timeout=60) as connected:
         yield connected
@@ -47,9 +53,10 @@ async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
 
 
 async def test_streams_fill_while_others_decode_and_change_nothing(
-    client: EngineClient, words: Callable[[int, int], str]
+    client: EngineClient, rides: bool, words: Callable[[int, int], str]
 ) -> None:
     prompts = [words(40, number) for number in range(3)]
+    rode_before = (await client.info()).kv[0].rode_along
     expected = [(await generate(client, prompt, 400))[0] for prompt in prompts]
     answers: dict[str, str] = {}
     decoding = anyio.Event()
@@ -77,6 +84,8 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
         during = sum(states)
     assert [answers[prompt] for prompt in prompts] == expected
     assert during > 0
+    rode = (await client.info()).kv[0].rode_along - rode_before
+    assert rode > 0 if rides else rode == 0
     texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
     linked: list[str] = []
     for text, stream in zip(texts, streams, strict=True):

@@ -137,10 +137,10 @@ def test_what_rides_along_stays_within_its_share(
 
 
 def test_a_share_of_one_step_and_of_many() -> None:
-    # 20 % of 12.5 ms: 25 tokens beside a step of 10 ms.
-    assert ride_tokens(COSTS, 1, 0.2, 1) == pytest.approx(24, abs=1)
-    # Fewer than 16 are not worth it.
-    assert ride_tokens(COSTS, 1, 0.1, 1) == 0
+    # 40 % of 16.7 ms: 67 tokens beside a step of 10 ms.
+    assert ride_tokens(COSTS, 1, 0.4, 1) == pytest.approx(66, abs=1)
+    # Fewer than 32 are not worth it.
+    assert ride_tokens(COSTS, 1, 0.2, 1) == 0
     # A forward of 0.5 s is 20 % of 2.5 s: 200 steps of 10 ms beside it.
     assert pause_steps(COSTS, 4900, 1, 0.2) == pytest.approx(200, abs=1)
     assert pause_steps(COSTS, 100, 1, 0.2) > 100

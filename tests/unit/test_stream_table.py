@@ -26,7 +26,6 @@ class SlowEngine:
     """Stands in for SGLang where it must misbehave on cue: a prefill lasts until told."""
 
     max_prompt_tokens = 1000
-    page_size = 1
     costs = UNMEASURED
     draining = False
 
@@ -42,9 +41,14 @@ class SlowEngine:
         return Prefilled(len(input_ids), 0, 0.1)
 
     def others_active(self) -> bool:
+        return False
+
+    @property
+    def page_size(self) -> int:
+        """Only the prefilling task asks."""
         if self.mistake is not None:
             raise self.mistake
-        return False
+        return 1
 
     def abort(self, rid: str) -> None:
         self.aborted.append(rid)

@@ -35,7 +35,7 @@ def import_sglang() -> None:
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
 
-    import flashmoa_sglang.cpu_attention  # noqa: F401
+    import flashmoa_sglang.cpu.attention  # noqa: F401
 
     gc.freeze()
     gc.enable()

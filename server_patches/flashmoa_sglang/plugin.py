@@ -19,20 +19,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import (
-    answers,
-    finals,
-    metrics,
-    options,
-    releases,
-    rendering,
-    scheduler,
-    usage,
-    waiting,
-)
-from flashmoa_sglang.calibration import calibrate
-from flashmoa_sglang.engine import Engine, is_ours
-from flashmoa_sglang.streams import StreamTable
+from flashmoa_sglang import options, releases
+from flashmoa_sglang.http import finals, metrics, rendering, usage
+from flashmoa_sglang.http.calibration import calibrate
+from flashmoa_sglang.http.engine import Engine, is_ours
+from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.scheduler import answers, batches, waiting
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -70,7 +62,7 @@ def attach_api(_result: None, manager: Any) -> None:
     if http_server is None:  # sglang.Engine, without HTTP: there is nothing to serve.
         return
     # Not at module level: schedulers load this module too and need no FastAPI.
-    from flashmoa_sglang.api import Api
+    from flashmoa_sglang.http.api import Api
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
     http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
@@ -116,15 +108,15 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
 
 
 SCHEDULER_HOOKS = [
-    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", scheduler.attach),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", scheduler.next_prefill_batch),
-    Hook(f"{_SCHEDULER}.flush_cache", "around", scheduler.flush_cache),
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", batches.attach),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
+    Hook(f"{_SCHEDULER}.flush_cache", "around", batches.flush_cache),
     Hook(
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem",
         "around",
-        scheduler.check_decode_memory,
+        batches.check_decode_memory,
     ),
-    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", scheduler.admit),
+    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", batches.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
     Hook(releases.STREAM_OUTPUT, "around", answers.stream_output),
 ]

@@ -13,7 +13,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import releases, torchvision_ops
+from flashmoa_sglang import releases
+from flashmoa_sglang.cpu import torchvision_ops
 
 # At import, because SGLang's spawned children import this module before SGLang.
 torchvision_ops.allow_mismatched_build()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashmoa_sglang import torchvision_ops
+from flashmoa_sglang.cpu import torchvision_ops
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
+from flashmoa.engine.local import LocalEngine, LocalEngines
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+# SGLang's own check of an idle engine's memory, turned into a crash.
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+
+
+@asynccontextmanager
+async def special_engine(
+    engines: LocalEngines, model: Path, *arguments: str, pool: int = 12000
+) -> AsyncGenerator[LocalEngine]:
+    """An engine with arguments of its own, on the second core; it must be alive at the end."""
+    engine = await engines.start(
+        model,
+        core=1,
+        arguments=["--max-total-tokens", str(pool), *arguments],
+        environment=STRICT,
+    )
+    try:
+        yield engine
+        assert engine.is_running()
+        assert "leak" not in engine.log.read_text()
+    finally:
+        await engine.stop()
 
 
 async def generate(

@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 
-from .support import settled
+from .support import settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -22,17 +22,12 @@ async def test_measuring_beside_requests_loses_no_kv(
     engines: LocalEngines, model: Path, page: int
 ) -> None:
     """Whoever is measured may be cut into chunks by whoever comes along."""
-    engine = await engines.start(
-        model,
-        core=1,
-        arguments=[
-            "--max-total-tokens", "12000", "--page-size", str(page),
-            "--chunked-prefill-size", str(CHUNK),
-        ],
-        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
-    )  # fmt: skip
+    arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
     sent = 0
-    async with EngineClient(engine.url, timeout=60) as client:
+    async with (
+        special_engine(engines, model, *arguments) as engine,
+        EngineClient(engine.url, timeout=60) as client,
+    ):
         with anyio.fail_after(60):
             while (await client.info()).costs is None:
                 # In bursts: it is measured whenever nobody else is there.
@@ -46,8 +41,6 @@ async def test_measuring_beside_requests_loses_no_kv(
         times = [seconds for _, seconds in info.costs.points]
         assert times == sorted(times) and times[0] > 0
         await settled(client)
-    assert engine.is_running()
-    await engine.stop()
 
 
 async def _prefill(client: EngineClient, ids: list[int]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, prefilled, settled
+from .support import GREEDY, generate, kv, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -25,18 +25,9 @@ async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
     extra = ["--flashmoa-intra-turn", "level"] if request.param == "level by level" else []
-    engine = await engines.start(
-        model,
-        core=1,
-        arguments=[
-            "--max-total-tokens", "12000",
-            "--flashmoa-stream-share", SHARES[request.param],
-            *extra,
-        ],
-        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
-    )  # fmt: skip
-    yield engine
-    await engine.stop()
+    share = ["--flashmoa-stream-share", SHARES[request.param]]
+    async with special_engine(engines, model, *share, *extra) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -56,7 +47,7 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
     client: EngineClient, rides: bool, words: Callable[[int, int], str]
 ) -> None:
     prompts = [words(40, number) for number in range(3)]
-    rode_before = (await client.info()).kv[0].rode_along
+    rode_before = (await kv(client)).rode_along
     expected = [(await generate(client, prompt, 400))[0] for prompt in prompts]
     answers: dict[str, str] = {}
     decoding = anyio.Event()
@@ -84,7 +75,7 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
         during = sum(states)
     assert [answers[prompt] for prompt in prompts] == expected
     assert during > 0
-    rode = (await client.info()).kv[0].rode_along - rode_before
+    rode = (await kv(client)).rode_along - rode_before
     assert rode > 0 if rides else rode == 0
     texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
     linked: list[str] = []

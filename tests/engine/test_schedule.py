@@ -13,27 +13,17 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, settled
+from .support import GREEDY, generate, settled, special_engine
 
 pytestmark = pytest.mark.anyio
-
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
 @pytest.fixture(scope="module")
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
     """Shortest job first, with priorities; whoever runs, runs alone."""
-    engine = await engines.start(
-        model,
-        core=1,
-        arguments=[
-            "--max-total-tokens", "12000", "--max-running-requests", "1",
-            "--flashmoa-schedule", "sjf", "--enable-priority-scheduling",
-        ],
-        environment=STRICT,
-    )  # fmt: skip
-    yield engine
-    await engine.stop()
+    alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
+    async with special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
+        yield engine
 
 
 async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
@@ -103,9 +93,6 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
     """32 streams of 600 tokens in a pool for 16: nothing is lost, and nothing stands still."""
-    engine = await engines.start(
-        model, core=1, arguments=["--max-total-tokens", "9600"], environment=STRICT
-    )
     answers: dict[int, str] = {}
     # Few of the requests come at once, as they would from agents that end one by one.
     turnstile = anyio.Semaphore(4)
@@ -122,7 +109,10 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
         prompts[number] = prompt
 
     prompts: dict[int, str] = {}
-    async with EngineClient(engine.url, timeout=120) as client:
+    async with (
+        special_engine(engines, model, pool=9600) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+    ):
         with anyio.fail_after(120):
             async with anyio.create_task_group() as group:
                 for number in range(32):
@@ -132,4 +122,3 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
         for number, prompt in prompts.items():
             assert answers[number] == (await generate(client, prompt + " of", 8))[0]
         await settled(client)
-    await engine.stop()

@@ -11,7 +11,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import generate, prefilled, settled
+from .support import generate, kv, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -32,14 +32,8 @@ WAYS = {
 async def sharing_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    engine = await engines.start(
-        model,
-        core=1,
-        arguments=["--max-total-tokens", "12000", *WAYS[request.param]],
-        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
-    )
-    yield engine
-    await engine.stop()
+    async with special_engine(engines, model, *WAYS[request.param]) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -94,9 +88,12 @@ async def test_sixteen_requests_compute_what_they_share_once(
     await client.flush_cache()
     spread, computed_spread = await answers(client, texts)
     await client.flush_cache()
+    avoided = (await kv(client)).duplicates_avoided
     async with anyio.create_task_group() as group:
         group.start_soon(occupied, client, words(1500, 2))
         together, computed_together = await answers(client, texts)
+    # At least one of them would have computed all that they share.
+    assert (await kv(client)).duplicates_avoided >= avoided + SHARED
     await client.flush_cache()
     await client.prefill_only(text=words(SHARED, 1)[:3000])
     before = await client.prefill_only(text=words(SHARED, 1)[:3000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from flashmoa_sglang.intra_turn import WORTH_WAITING, Shared, Turn
+from flashmoa_sglang.scheduler.intra_turn import WORTH_WAITING, Shared, Turn
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang import torchvision_ops
+from flashmoa_sglang.cpu import torchvision_ops
 from hypothesis import given, settings
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang.engine import Engine  # noqa: E402
-from flashmoa_sglang.rendering import Piece, Rendered  # noqa: E402
-from flashmoa_sglang.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
+from flashmoa_sglang.http.engine import Engine  # noqa: E402
+from flashmoa_sglang.http.rendering import Piece, Rendered  # noqa: E402
+from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from .test_token_buffer import byte_level_with_pattern, sentencepiece_like, texts  # noqa: E402

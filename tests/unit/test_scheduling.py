@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.scheduling import (
+from flashmoa_sglang.scheduler.scheduling import (
     HELD_STEPS,
     Job,
     Waiting,

@@ -9,15 +9,15 @@ from typing import Any
 
 import anyio
 import pytest
-from flashmoa_sglang import torchvision_ops
+from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
-from flashmoa_sglang.engine import Engine, Prefilled  # noqa: E402
-from flashmoa_sglang.errors import Draining  # noqa: E402
-from flashmoa_sglang.stream import PromptStream  # noqa: E402
-from flashmoa_sglang.streams import StreamTable  # noqa: E402
+from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
+from flashmoa_sglang.http.errors import Draining  # noqa: E402
+from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
+from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -100,7 +100,7 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
 async def test_a_mistake_is_said_once_and_ends_nothing(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.keeper._PAUSE_AFTER_MISTAKE", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.http.keeper._PAUSE_AFTER_MISTAKE", 0.01)
     table = StreamTable(engine)  # type: ignore[arg-type]
     engine.mistake = ZeroDivisionError("a mistake of ours")
     with caplog.at_level(logging.ERROR):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoa_sglang import torchvision_ops
+from flashmoa_sglang.cpu import torchvision_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
+from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from tokenizers import (  # noqa: E402
     AddedToken,
     Regex,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from flashmoa_sglang.trigger import Due, Policy, due
+from flashmoa_sglang.http.trigger import Due, Policy, due
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -255,7 +255,7 @@ def cpu_platform() -> type:
             return MHATokenToKVPool
 
         def get_paged_allocator_cls(self) -> type:
-            from flashmoa_sglang.cpu_allocator import CpuPagedAllocator
+            from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
 
             return CpuPagedAllocator
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.intra_turn import Turn
+from flashmoa_sglang.scheduler.intra_turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from flashmoa_sglang.cuts import CUTS, find_cuts, vocabulary_of
+from flashmoa_sglang.http.cuts import CUTS, find_cuts, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,22 @@ class CanonicalTokenizer:
             logger.info("The tokenizer has no digest: %s", error)
             return None
         return hashlib.sha256(rules.encode()).hexdigest()
+
+
+def canonical(tokenizer: Any) -> CanonicalTokenizer | None:
+    """What is learned of a tokenizer; ``None``, and said once, where it cannot be used."""
+    if tokenizer is None:
+        return None
+    try:
+        return CanonicalTokenizer(tokenizer)
+    except Exception as error:
+        logger.warning(
+            "Prompt streams take token ids only: the tokenizer does not encode as Hugging Face's "
+            "do (%s: %s)",
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 class TokenBuffer:

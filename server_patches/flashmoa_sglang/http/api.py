@@ -19,12 +19,13 @@ from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
-from flashmoa_sglang.engine import Engine, Superseded, Terms
-from flashmoa_sglang.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
-from flashmoa_sglang.rendering import ChatRenderer, Rendered
-from flashmoa_sglang.stream import PromptStream
-from flashmoa_sglang.streams import StreamTable
-from flashmoa_sglang.token_buffer import TokenBuffer
+from flashmoa_sglang.http.checks import check_ids
+from flashmoa_sglang.http.engine import Engine, Superseded, Terms
+from flashmoa_sglang.http.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
+from flashmoa_sglang.http.rendering import ChatRenderer, Rendered
+from flashmoa_sglang.http.stream import PromptStream
+from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.http.token_buffer import TokenBuffer
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
 # What proxies write in their logs for it.
@@ -244,9 +245,10 @@ class Api:
         return self._engine.tokenizer
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
-        vocabulary = self._engine.vocabulary
-        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-            raise Malformed(f"Token ids must be in [0, {vocabulary}).")
+        try:
+            check_ids(ids, self._engine.vocabulary)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
         return ids
 
     def _check_room(self, tokens: int) -> None:

@@ -21,11 +21,11 @@ from flashmoa_sglang.messages import (
     mark_of,
 )
 from flashmoa_sglang.options import Options
-from flashmoa_sglang.pins import StreamPins
-from flashmoa_sglang.scheduling import chunk_tokens, pause_steps, ride_tokens
-from flashmoa_sglang.sharing import SharedBatch
-from flashmoa_sglang.timer import ForwardTimer
-from flashmoa_sglang.waiting import is_increment, one_at_a_time, prepare
+from flashmoa_sglang.scheduler.pins import StreamPins
+from flashmoa_sglang.scheduler.scheduling import chunk_tokens, pause_steps, ride_tokens
+from flashmoa_sglang.scheduler.sharing import SharedBatch
+from flashmoa_sglang.scheduler.timer import ForwardTimer
+from flashmoa_sglang.scheduler.waiting import is_increment, one_at_a_time, prepare
 
 
 class Side:

@@ -11,14 +11,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashmoa_sglang import finals, releases
-from flashmoa_sglang.errors import Malformed
-from flashmoa_sglang.token_buffer import Sealed, TokenBuffer
+from flashmoa_sglang import releases
+from flashmoa_sglang.http import finals
+from flashmoa_sglang.http.errors import Malformed
+from flashmoa_sglang.http.token_buffer import Sealed, TokenBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashmoa_sglang.token_buffer import CanonicalTokenizer
+    from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
 
 
 class Piece(NamedTuple):

@@ -14,8 +14,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashmoa_sglang import metrics
-from flashmoa_sglang.errors import (
+from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.errors import (
     Draining,
     OutOfOrder,
     StreamGone,
@@ -23,13 +23,13 @@ from flashmoa_sglang.errors import (
     TooManyStreams,
     UnknownStream,
 )
-from flashmoa_sglang.keeper import Keeper
-from flashmoa_sglang.pace import Pace
-from flashmoa_sglang.prefilling import Prefiller
-from flashmoa_sglang.stream import Ending, PromptStream
+from flashmoa_sglang.http.keeper import Keeper
+from flashmoa_sglang.http.pace import Pace
+from flashmoa_sglang.http.prefilling import Prefiller
+from flashmoa_sglang.http.stream import Ending, PromptStream
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.engine import Engine
+    from flashmoa_sglang.http.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from flashmoa_sglang import metrics
-from flashmoa_sglang.engine import NoRoom, Superseded, new_rid
-from flashmoa_sglang.errors import EngineBusy
-from flashmoa_sglang.scheduling import chunk_tokens
-from flashmoa_sglang.stream import Span
-from flashmoa_sglang.trigger import Policy, due
+from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.engine import NoRoom, Superseded, new_rid
+from flashmoa_sglang.http.errors import EngineBusy
+from flashmoa_sglang.http.stream import Span
+from flashmoa_sglang.http.trigger import Policy, due
+from flashmoa_sglang.scheduler.scheduling import chunk_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from flashmoa_sglang.engine import Engine, Prefilled
-    from flashmoa_sglang.stream import PromptStream
+    from flashmoa_sglang.http.engine import Engine, Prefilled
+    from flashmoa_sglang.http.stream import PromptStream
 
 logger = logging.getLogger(__name__)
 

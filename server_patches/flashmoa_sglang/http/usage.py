@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from flashmoa_sglang.finals import Final
+    from flashmoa_sglang.http.finals import Final
 
 
 def annotate_chat(result: Any, final: Final) -> Any:

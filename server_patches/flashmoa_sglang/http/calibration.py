@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from flashmoa_sglang.costs import Costs
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.engine import Engine
+    from flashmoa_sglang.http.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import checks, hints, metrics, sampling
+from flashmoa_sglang.http import checks, hints, metrics, sampling
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from flashmoa_sglang.stream import PromptStream
-    from flashmoa_sglang.streams import StreamTable
+    from flashmoa_sglang.http.stream import PromptStream
+    from flashmoa_sglang.http.streams import StreamTable
 
 
 class Final:

@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.engine import Terms
+from flashmoa_sglang.http.engine import Terms
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.token_buffer import TokenBuffer
+    from flashmoa_sglang.http.token_buffer import TokenBuffer
 
 Ending = Literal["used", "deleted", "expired", "drained"]
 

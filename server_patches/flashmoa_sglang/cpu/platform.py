@@ -76,6 +76,6 @@ class TorchCpuPlatform(releases.cpu_platform()):
 
         @register_attention_backend(ATTENTION_BACKEND)
         def create(runner: Any) -> Any:
-            from flashmoa_sglang.cpu_attention import CpuAttentionBackend
+            from flashmoa_sglang.cpu.attention import CpuAttentionBackend
 
             return CpuAttentionBackend(runner)

@@ -6,9 +6,10 @@ every request of everybody.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from flashmoa_sglang import sampling
+from flashmoa_sglang.http import sampling
 
 
 def check(obj: Any, vocabulary: int) -> None:
@@ -21,7 +22,9 @@ def check(obj: Any, vocabulary: int) -> None:
     ids = getattr(obj, "input_ids", None)
     if ids is not None:
         for each in ids if ids and isinstance(ids[0], list) else [ids]:
-            _check_ids(each, vocabulary)
+            if not each:
+                raise ValueError("input_ids cannot be empty.")
+            check_ids(each, vocabulary)
     _check_range(obj, "logprob_start_len", -1, None)
     _check_range(obj, "top_logprobs_num", 0, vocabulary)
     if isinstance(getattr(obj, "positional_embed_overrides", None), dict | list):
@@ -39,10 +42,9 @@ def _is_one(obj: Any) -> bool:
     return not (obj.text is None and obj.input_ids and isinstance(obj.input_ids[0], list))
 
 
-def _check_ids(ids: Any, vocabulary: int) -> None:
-    if not ids:
-        raise ValueError("input_ids cannot be empty.")
-    if min(ids) < 0 or max(ids) >= vocabulary:
+def check_ids(ids: Sequence[int], vocabulary: int) -> None:
+    """Raises: ValueError for a token that there is not."""
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         raise ValueError(f"input_ids must be in [0, {vocabulary}).")
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import metrics, releases
+from flashmoa_sglang import releases
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.http.token_buffer import canonical
 from flashmoa_sglang.messages import (
     NO_ROOM,
     ForwardTime,
@@ -24,12 +25,9 @@ from flashmoa_sglang.messages import (
     ReleaseStream,
     RequestMark,
 )
-from flashmoa_sglang.token_buffer import CanonicalTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-logger = logging.getLogger(__name__)
 
 _KV_REPORT_TIMEOUT = 5.0
 _RID_PREFIX = "flashmoa-"
@@ -75,7 +73,7 @@ class Engine:
     def __init__(self, tokenizer_manager: Any) -> None:
         self._manager = tokenizer_manager
         # ``None`` with --skip-tokenizer-init, and where the tokenizer cannot be used.
-        self.tokenizer = _canonical(tokenizer_manager.tokenizer)
+        self.tokenizer = canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
         self._queries = itertools.count()
         self._ranks = itertools.count()
@@ -273,21 +271,6 @@ class Engine:
         reports.append(report)
         if len(reports) >= (self._manager.server_args.dp_size or 1):
             complete.set()
-
-
-def _canonical(tokenizer: Any) -> CanonicalTokenizer | None:
-    if tokenizer is None:
-        return None
-    try:
-        return CanonicalTokenizer(tokenizer)
-    except Exception as error:
-        logger.warning(
-            "Prompt streams take token ids only: the tokenizer does not encode as Hugging Face's "
-            "do (%s: %s)",
-            type(error).__name__,
-            error,
-        )
-        return None
 
 
 def is_ours(obj: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.messages import NO_ROOM, mark_of
-from flashmoa_sglang.scheduling import Job, Waiting, held_back, shortest_first, superseded
+from flashmoa_sglang.scheduler.scheduling import Job, Waiting, held_back, shortest_first, superseded
 
 # SGLang reserves at most this many output tokens when it admits a request.
 _RESERVED_OUTPUT = 4096

@@ -1,0 +1,1 @@
+"""A platform for a plain CPU, of real SGLang."""

@@ -1,0 +1,1 @@
+"""The HTTP process: routes, streams and what requests say about them."""

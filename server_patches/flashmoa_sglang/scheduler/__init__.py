@@ -1,0 +1,1 @@
+"""Scheduler processes: which requests join a prefill batch, and what they share."""

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 FailurePolicy = Literal["abort", "finalize"]
 
 _plain_engines: set[str] = set()
+# What went wrong at which engine: once is enough to say so.
+_said: set[tuple[str, type[EngineError]]] = set()
 
 
 class Link:
@@ -94,6 +96,17 @@ class Link:
         else:
             self.end("abort")
 
+    def become(self, prompt: Prompt) -> bool:
+        """Go on with a prompt in which more is certain; whether that was possible."""
+        if self.is_over or self.prompt.is_complete:
+            return False
+        try:
+            self.prompt.become(prompt)
+        except ValueError:
+            return False
+        self._feed.changed()
+        return True
+
     def take_over(self) -> str | None:
         """The downstream request is here: the stream's id for it, if there is one.
 
@@ -125,7 +138,10 @@ class Link:
             # An append that its own request overtook finds the stream used; that is no failure.
             if not self.is_over:
                 self._over = f"{type(error).__name__}: {error}"
-                logger.warning("Link to %s ends: %s", self.agent, error)
+                known = (self.engine.url, type(error)) in _said
+                _said.add((self.engine.url, type(error)))
+                level = logging.DEBUG if known else logging.WARNING
+                logger.log(level, "Link to %s ends: %s", self.agent, error)
         except BaseException:
             self._over = self._over if self.is_over else "closed"
             raise

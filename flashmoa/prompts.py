@@ -80,6 +80,14 @@ class Prompt:
                 break
         return "".join(parts)
 
+    def become(self, other: Prompt) -> None:
+        """Go on as ``other``, in which more is certain. Raises: ValueError if it begins with
+        another text than what was taken already; the prompt is then as it was."""
+        taken = self.stable()[: self._taken]
+        if not other.stable().startswith(taken):
+            raise ValueError("the prompt has become another one than what was sent of it")
+        self.segments, self.slots = other.segments, other.slots
+
     def take(self) -> str:
         """What the stable frontier has passed since the last call; empty if it stood still."""
         text = self.stable()

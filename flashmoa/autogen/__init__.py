@@ -5,9 +5,11 @@ from flashmoa.autogen._client import (
     FlashMoAChatCompletionClient,
     FlashMoAClientConfigurationConfigModel,
 )
+from flashmoa.autogen._selector import SELECTOR_PROMPT
 from flashmoa.autogen._team import TeamLink, link, watch
 
 __all__ = [
+    "SELECTOR_PROMPT",
     "EngineUsage",
     "FlashMoAChatCompletionClient",
     "FlashMoAClientConfigurationConfigModel",

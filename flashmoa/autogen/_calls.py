@@ -41,8 +41,13 @@ class CallObserver(Protocol):
 class CallWatcher(Protocol):
     """A linked team; a client tells each of them about each call."""
 
-    def begin(self, agent_type: str, agent_key: str, engine_url: str) -> CallObserver | None:
-        """A request of this agent is about to go out; ``None`` if it is not the team's."""
+    def begin(
+        self, agent_type: str, agent_key: str, engine_url: str, held: str | None
+    ) -> CallObserver | None:
+        """A request of this agent is about to go out; ``None`` if it is not the team's.
+
+        ``held``: why others do not get its text as it comes, if so.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -62,7 +67,7 @@ class Reporting:
 
     def __call__(self, result: CreateResult) -> CreateResult:
         usage = self._watch.usage
-        if usage is not None:
+        if usage is not None and usage.cached_tokens is not None:
             result.usage = EngineUsage(
                 prompt_tokens=result.usage.prompt_tokens,
                 completion_tokens=result.usage.completion_tokens,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Self, cast
+from weakref import WeakSet
 
 import httpx
-from autogen_core import CancellationToken
+from autogen_core import AgentId, CancellationToken
 from autogen_core._message_handler_context import MessageHandlerContext
 from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo
 from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.models.openai._model_info import get_info
+from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
 from pydantic import BaseModel, SecretStr
 
 from flashmoa.autogen._calls import CallObserver, CallWatcher, Reporting
 from flashmoa.autogen._completions import Watch, WatchedBody, watch_completions
+from flashmoa.autogen._merging import merge_users
 from flashmoa.engine import EngineClient, EngineError, engine_url
 
 logger = logging.getLogger(__name__)
@@ -25,6 +30,7 @@ logger = logging.getLogger(__name__)
 ToolChoice = Tool | Literal["auto", "required", "none"]
 JsonOutput = bool | type[BaseModel] | None
 
+_DEFAULT_URL = "http://127.0.0.1:30000"
 _COUNT_TIMEOUT_SECONDS = 10.0
 
 
@@ -32,6 +38,8 @@ class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigMode
     """The configuration ``dump_component`` writes; unlike the stock one it keeps extra_body."""
 
     extra_body: dict[str, Any] | None = None
+    auto_link: bool = False
+    merge_user_messages: bool = False
 
 
 class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
@@ -43,23 +51,31 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     prompts of the agents that will read it.
 
     Args:
-        model: as served. base_url: the engine's URL, with or without ``/v1``.
+        model: as served. base_url: the engine's URL, with or without ``/v1``; by default
+            OPENAI_BASE_URL of the environment, else where SGLang listens by default.
+        merge_user_messages: send user messages that follow each other as one, for chat templates
+            that refuse them (Mistral, Gemma); in AutoGen's teams most messages are of users.
+        auto_link: link the teams of its agents by themselves, at their first call.
         **kwargs: as the stock client's.
     """
 
     component_config_schema = FlashMoAClientConfigurationConfigModel
     component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
 
-    def __init__(self, **kwargs: Any) -> None:
-        if "base_url" not in kwargs:
-            raise ValueError("base_url is required: the engine's URL, such as http://HOST:PORT/v1")
-        kwargs["base_url"] = f"{engine_url(kwargs['base_url'])}/v1"
+    def __init__(
+        self, *, auto_link: bool = False, merge_user_messages: bool = False, **kwargs: Any
+    ) -> None:
+        base_url = kwargs.get("base_url") or os.environ.get("OPENAI_BASE_URL") or _DEFAULT_URL
+        kwargs["base_url"] = f"{engine_url(base_url)}/v1"
         if not kwargs.get("api_key"):
             kwargs["api_key"] = "EMPTY"
         if "model_info" not in kwargs and "model_capabilities" not in kwargs:
-            kwargs["model_info"] = default_model_info()
+            kwargs["model_info"] = _model_info(kwargs.get("model"))
         super().__init__(**kwargs)
-        self._watchers: list[CallWatcher] = []
+        self._auto_link = auto_link
+        self._merge_user_messages = merge_user_messages
+        # A linked team keeps its link; a client must not keep the team.
+        self._watchers: WeakSet[CallWatcher] = WeakSet()
         self._start()
 
     def _start(self) -> None:
@@ -75,10 +91,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections and links belong to the process that made them.
-        return {**super().__getstate__(), "engine": None, "_watchers": []}
+        return {**super().__getstate__(), "engine": None, "_watchers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._watchers = WeakSet()
         self._start()
 
     @classmethod
@@ -89,16 +106,18 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         return cls(**fields)
 
     def _to_config(self) -> FlashMoAClientConfigurationConfigModel:
-        return FlashMoAClientConfigurationConfigModel(**self._raw_config)
+        return FlashMoAClientConfigurationConfigModel(
+            **self._raw_config,
+            auto_link=self._auto_link,
+            merge_user_messages=self._merge_user_messages,
+        )
 
     def add_watcher(self, watcher: CallWatcher) -> None:
         """Have a linked team told about this client's calls; closed with the client."""
-        if watcher not in self._watchers:
-            self._watchers.append(watcher)
+        self._watchers.add(watcher)
 
     def remove_watcher(self, watcher: CallWatcher) -> None:
-        if watcher in self._watchers:
-            self._watchers.remove(watcher)
+        self._watchers.discard(watcher)
 
     async def create(
         self,
@@ -110,21 +129,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        observers = self._begin()
-        # Streamed, so that its text is seen as it comes.
-        if observers and _flows_raw(tools, json_output, self._create_args, extra_create_args):
-            stream = self._stream(
-                observers, messages, tools, tool_choice, json_output, extra_create_args,
-                cancellation_token, None,
-            )  # fmt: skip
-            async with aclosing(stream):
-                async for item in stream:
-                    if isinstance(item, CreateResult):
-                        return item
-            raise EngineError("the answer ended without a result")
-        watch = Watch()
-        # With tools a text answer still flows on as it is; only when it comes is not known.
-        with Reporting(observers, watch, json_output in (None, False)) as report:
+        held = _held(tools, json_output, self.model_info)
+        observers = self._begin(held)
+        watch = Watch(_heard_by(observers, held), taps=bool(observers) and held is None)
+        with Reporting(observers, watch, not _is_structured(json_output)) as report:
             result = await super().create(
                 messages,
                 tools=tools,
@@ -147,38 +155,14 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        observers = self._begin()
-        stream = self._stream(
-            observers, messages, tools, tool_choice, json_output, extra_create_args,
-            cancellation_token, include_usage,
-        )  # fmt: skip
-        async with aclosing(stream):
-            async for item in stream:
-                yield item
-
-    async def _stream(  # noqa: PLR0913 - AutoGen's signature
-        self,
-        observers: list[CallObserver],
-        messages: Sequence[LLMMessage],
-        tools: Sequence[Tool | ToolSchema],
-        tool_choice: ToolChoice,
-        json_output: JsonOutput,
-        extra_create_args: Mapping[str, Any],
-        cancellation_token: CancellationToken | None,
-        include_usage: bool | None,
-    ) -> AsyncGenerator[str | CreateResult, None]:
-        raw = _flows_raw(tools, json_output, self._create_args, extra_create_args)
-
-        def on_text(text: str) -> None:
-            for observer in observers if raw else ():
-                observer.on_text(text)
-
-        watch = Watch(on_text)
+        held = _held(tools, json_output, self.model_info)
+        observers = self._begin(held)
+        watch = Watch(_heard_by(observers, held))
         args = self._watched_args(extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
             include_usage = True
-        with Reporting(observers, watch, json_output in (None, False)) as report:
-            async for item in super().create_stream(
+        with Reporting(observers, watch, not _is_structured(json_output)) as report:
+            stream = super().create_stream(
                 messages,
                 tools=tools,
                 tool_choice=tool_choice,
@@ -186,16 +170,43 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 extra_create_args=args,
                 cancellation_token=cancellation_token,
                 include_usage=include_usage,
-            ):
-                yield report(item) if isinstance(item, CreateResult) else item
+            )
+            async with aclosing(stream):
+                async for item in stream:
+                    yield report(item) if isinstance(item, CreateResult) else item
 
-    def _begin(self) -> list[CallObserver]:
+    def _process_create_args(
+        self,
+        messages: Sequence[LLMMessage],
+        tools: Sequence[Tool | ToolSchema],
+        tool_choice: ToolChoice,
+        json_output: JsonOutput,
+        extra_create_args: Mapping[str, Any],
+    ) -> CreateParams:
+        params = super()._process_create_args(
+            messages, tools, tool_choice, json_output, extra_create_args
+        )
+        if self._merge_user_messages:
+            params.messages[:] = merge_users(params.messages)
+        return params
+
+    def _begin(self, held: str | None) -> list[CallObserver]:
         try:
             agent = MessageHandlerContext.agent_id()
         except RuntimeError:  # Called outside any agent.
             return []
+        observers = self._observers(agent, held)
+        if not observers and self._auto_link:
+            from flashmoa.autogen._team import link_caller  # It imports this module.
+
+            link_caller()
+            observers = self._observers(agent, held)
+        return observers
+
+    def _observers(self, agent: AgentId, held: str | None) -> list[CallObserver]:
         begun = (
-            watcher.begin(agent.type, agent.key, self.engine.url) for watcher in self._watchers
+            watcher.begin(agent.type, agent.key, self.engine.url, held)
+            for watcher in list(self._watchers)
         )
         return [observer for observer in begun if observer is not None]
 
@@ -282,17 +293,34 @@ def default_model_info() -> ModelInfo:
     )
 
 
-def _flows_raw(
-    tools: Sequence[Tool | ToolSchema],
-    json_output: JsonOutput,
-    configured: Mapping[str, Any],
-    extra: Mapping[str, Any],
-) -> bool:
-    """Whether the answer's text will reach other agents as it arrives.
+def _model_info(model: str | None) -> ModelInfo:
+    """What AutoGen knows of a model of that name, else what SGLang offers with any."""
+    try:
+        return get_info(model or "")
+    except (KeyError, ValueError):
+        return default_model_info()
 
-    Tool calls and structured output are rewritten on the way; a streamed answer loses its
-    log-probabilities in AutoGen, so such a call is left alone.
-    """
-    args = {**configured, **extra}
-    rewritten = bool(tools) or json_output not in (None, False) or "response_format" in args
-    return not rewritten and not args.get("logprobs")
+
+def _held(
+    tools: Sequence[Tool | ToolSchema], json_output: JsonOutput, model_info: ModelInfo
+) -> str | None:
+    """Why the answer's text does not reach other agents as it arrives, if so."""
+    if tools:
+        return "it has tools, so its answer may be a call"
+    if _is_structured(json_output):
+        return "its answer is structured, and written anew"
+    if model_info["family"] == ModelFamily.R1:
+        return "its reasoning is taken out of its text"
+    return None
+
+
+def _is_structured(json_output: JsonOutput) -> bool:
+    return isinstance(json_output, type)
+
+
+def _heard_by(observers: Sequence[CallObserver], held: str | None) -> Callable[[str], None]:
+    def on_text(text: str) -> None:
+        for observer in observers if held is None else ():
+            observer.on_text(text)
+
+    return on_text

@@ -7,10 +7,14 @@ through here: a call that carries a :class:`WatchedBody` as ``extra_body`` is wa
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion
 
 from flashmoa.engine import PromptUsage
 
@@ -21,9 +25,13 @@ def _nobody(_text: str) -> None:
 
 @dataclass(slots=True)
 class Watch:
-    """One call. ``on_text`` gets the answer's text as it arrives, without any reasoning."""
+    """One call. ``on_text`` gets the answer's text as it arrives, without any reasoning.
+
+    ``taps``: an answer that is asked for as a whole is streamed, and put together again.
+    """
 
     on_text: Callable[[str], None] = _nobody
+    taps: bool = False
     usage: PromptUsage | None = field(default=None, init=False)
 
 
@@ -42,16 +50,45 @@ def watch_completions(client: AsyncOpenAI) -> None:
     async def create(**request: Any) -> Any:
         # Looked up at each call, so that whoever patches the class is still obeyed.
         send = cast("Callable[..., Awaitable[Any]]", type(completions).create)
-        result = await send(completions, **request)
         body = request.get("extra_body")
         if not isinstance(body, WatchedBody):
-            return result
+            return await send(completions, **request)
+        if body.watch.taps and not request.get("stream"):
+            return await _tapped(partial(send, completions), request, body.watch)
+        result = await send(completions, **request)
         if request.get("stream"):
             return _watched(result, body.watch)
         body.watch.usage = _usage(result)
         return result
 
     completions.create = create  # type: ignore[method-assign]
+
+
+async def _tapped(
+    send: Callable[..., Awaitable[Any]], request: dict[str, Any], watch: Watch
+) -> ChatCompletion:
+    """The whole answer, from a stream: AutoGen goes on with it as if it had come at once."""
+    asked: dict[str, Any] = request.get("stream_options") or {}
+    options = {**asked, "include_usage": True}
+    state = ChatCompletionStreamState[Any]()
+    begun = False
+    try:
+        chunks = await send(**{**request, "stream": True, "stream_options": options})
+        async with aclosing(_watched(chunks, watch)) as watched:
+            async for chunk in watched:
+                begun = begun or bool(chunk.choices)
+                state.handle_chunk(chunk)
+    except (APIStatusError, APIConnectionError):
+        raise
+    except APIError:
+        # What would have been a status comes as an event in a stream, where nobody retries.
+        if begun:
+            raise
+        result = await send(**request)
+        watch.usage = _usage(result)
+        return result
+    # Not its "final completion", which is an error where the answer was cut at max_tokens.
+    return ChatCompletion.model_validate(state.current_completion_snapshot.to_dict())
 
 
 async def _watched(chunks: AsyncIterator[Any], watch: Watch) -> AsyncGenerator[Any]:

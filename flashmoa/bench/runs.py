@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_agentchat.teams import BaseGroupChat
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.engine import PromptUsage
@@ -16,7 +16,7 @@ from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 Mode = Literal["unlinked", "warmed", "linked"]
 MODES: tuple[Mode, ...] = ("unlinked", "warmed", "linked")
 
-BuildTeam = Callable[[], RoundRobinGroupChat]
+BuildTeam = Callable[[], BaseGroupChat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Recorder:
         return tuple(done)
 
 
-def _attach(team: RoundRobinGroupChat, mode: Mode, recorder: _Recorder) -> TeamLink:
+def _attach(team: BaseGroupChat, mode: Mode, recorder: _Recorder) -> TeamLink:
     if mode == "unlinked":
         return watch(team, recorder)
     return link(team, stream=mode == "linked", listener=recorder)

@@ -70,8 +70,24 @@ class LinkAdvanced(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkWaits(Event):
+    """The link to ``agent`` gets no text of ``upstream`` as it is written, and why."""
+
+    upstream: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkDeclined(Event):
+    """There is no link to ``agent`` this time, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClosed(Event):
-    """The link is over. ``reason``: ``used``, ``abort``, ``unused``, ``closed``, or an error."""
+    """The link is over. ``reason``: ``used``, ``abort``, ``mispredicted``, ``unused``,
+    ``closed``, or an error."""
 
     stream_id: str | None
     reason: str

@@ -235,8 +235,16 @@ async def test_token_counts_are_the_engines(chat: FlashMoAChatCompletionClient) 
     assert chat.remaining_tokens(HELLO) == 32768 - usage.prompt_tokens
 
 
-async def test_what_is_missing_is_said(engine: LocalEngine) -> None:
-    with pytest.raises(ValueError, match="base_url is required"):
-        FlashMoAChatCompletionClient(model="tiny")
+async def test_the_engine_is_looked_for_where_it_usually_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert FlashMoAChatCompletionClient(model="tiny").engine.url == "http://127.0.0.1:30000"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere:1/v1")
+    assert FlashMoAChatCompletionClient(model="tiny").engine.url == "http://elsewhere:1"
+    assert FlashMoAChatCompletionClient(model="gpt-4o").model_info["vision"]
+
+
+async def test_what_is_wrong_is_said(engine: LocalEngine) -> None:
     with pytest.raises(ValueError, match="not an engine's URL"):
         FlashMoAChatCompletionClient(model="tiny", base_url="localhost:30000")

@@ -9,8 +9,9 @@ import anyio
 import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.conditions import MaxMessageTermination
-from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
+from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import CancellationToken
+from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.bench.runs import Mode, Run, run_once
@@ -194,9 +195,12 @@ async def test_an_agent_that_calls_tools_is_waited_for(
 
 
 async def test_only_what_can_be_linked_is_taken(clients: tuple[Client, Client]) -> None:
-    agents = [AssistantAgent(name, model_client=clients[0]) for name in ("one", "two")]
-    with pytest.raises(TypeError, match="SelectorGroupChat"):
-        link(SelectorGroupChat(agents, model_client=clients[0]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="AssistantAgent"):
+        link(AssistantAgent("one", model_client=clients[0]))  # type: ignore[arg-type]
+    others = OpenAIChatCompletionClient(model="gpt-4o", api_key="none")
+    with pytest.raises(ValueError, match="nothing to link"):
+        link(RoundRobinGroupChat([AssistantAgent("one", model_client=others)]))
+    await others.close()
 
 
 async def test_watching_links_nothing(clients: tuple[Client, Client], guide: str) -> None:

@@ -83,3 +83,26 @@ def test_pieces_in_any_order_make_the_whole_prompt(
         taken += prompt.take()
     whole = "head" + "".join((text.strip() if strip else text) + "|" for text in texts)
     assert taken == whole == prompt.stable()
+
+
+def test_a_prompt_goes_on_as_one_in_which_more_is_certain() -> None:
+    unsettled = Slot("?")
+    prompt = Prompt(["So ", unsettled])
+    assert prompt.take() == "So "
+    first, second = Slot("A"), Slot("B")
+    first.append("far")
+    prompt.become(Prompt(["So ", first, " and ", second]))
+    assert (prompt.take(), prompt.take()) == ("far", "")
+    first.close()
+    assert prompt.take() == " and "
+    assert prompt.slots == (first, second) and not prompt.is_complete
+
+
+def test_a_prompt_becomes_no_other_than_what_was_taken() -> None:
+    slot = Slot("A")
+    prompt = Prompt(["So ", slot])
+    slot.append("far")
+    assert prompt.take() == "So far"
+    with pytest.raises(ValueError, match="another one"):
+        prompt.become(Prompt(["So good"]))
+    assert prompt.slots == (slot,) and prompt.take() == ""

@@ -1,0 +1,209 @@
+"""Dry runs of AutoGen's stock agents and managers on copies that change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
+from autogen_agentchat.messages import BaseChatMessage
+from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import (
+    MagenticOneOrchestrator,
+)
+from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
+from autogen_core import CancellationToken
+from autogen_core.memory import ListMemory, MemoryQueryResult, UpdateContextResult
+from autogen_core.model_context import (
+    BufferedChatCompletionContext,
+    ChatCompletionContext,
+    HeadAndTailChatCompletionContext,
+    UnboundedChatCompletionContext,
+)
+from autogen_core.models import CreateResult, LLMMessage, SystemMessage
+from autogen_core.tools import StaticWorkbench
+
+from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._forecast import Call, DryRun, NotForecastable
+
+_CONTEXTS = (
+    UnboundedChatCompletionContext,
+    BufferedChatCompletionContext,
+    HeadAndTailChatCompletionContext,
+)
+
+
+class _Captured(Exception):
+    """Carries a call out of a dry run."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+class _ListeningClient:
+    """Stands in for a model client and stops the run at its first call."""
+
+    def __init__(self, real: FlashMoAChatCompletionClient) -> None:
+        self.model_info = real.model_info
+
+    async def create(
+        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
+    ) -> CreateResult:
+        raise _Captured(Call(list(messages), list(tools)))
+
+    async def create_stream(
+        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
+    ) -> AsyncGenerator[Any]:
+        raise _Captured(Call(list(messages), list(tools)))
+        yield  # pragma: no cover - makes this a generator
+
+
+class _Found:
+    """A memory that found something; what, nobody knows."""
+
+    async def update_context(self, model_context: ChatCompletionContext) -> UpdateContextResult:
+        await model_context.add_message(SystemMessage(content="?"))
+        return UpdateContextResult(memories=MemoryQueryResult(results=[]))
+
+
+def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
+    """The FlashMoA client an agent calls itself, if it has one."""
+    if isinstance(agent, MessageFilterAgent):
+        return client_of(agent._wrapped_agent)
+    client = getattr(agent, "_model_client", None)
+    return client if isinstance(client, FlashMoAChatCompletionClient) else None
+
+
+def rewrites(agent: Any) -> str | None:
+    """Why the message others get is not the text its model answers with, if so."""
+    if isinstance(agent, MessageFilterAgent):
+        return rewrites(agent._wrapped_agent)
+    if isinstance(agent, SocietyOfMindAgent):
+        return None
+    if not _is_stock_assistant(agent):
+        return f"a {type(agent).__name__} may send others something else than its model's text"
+    return None if agent._output_content_type is None else "its answer is structured"
+
+
+def agent_dry_runs(agent: Any, received: Sequence[BaseChatMessage]) -> list[DryRun]:
+    """Dry runs of an agent's next turn; two where its memory may find something or not.
+
+    Args:
+        received: messages it has received since its last turn.
+
+    Raises:
+        NotForecastable: a dry run could have effects, or would not tell.
+    """
+    client = client_of(agent)
+    if client is None:
+        raise NotForecastable("it has no FlashMoAChatCompletionClient")
+    listening = _ListeningClient(client)
+    memories = _memories(agent)
+
+    def dry_run(memory: Any) -> DryRun:
+        async def run(future: Sequence[BaseChatMessage]) -> Call:
+            shadow = _shadow(agent, listening, memory)
+            return await _captured(shadow, [*received, *future])
+
+        return run
+
+    return [dry_run(memory) for memory in memories]
+
+
+def manager_dry_runs(manager: Any) -> list[DryRun]:
+    """Dry runs of a manager's own next call. Raises: NotForecastable."""
+    client = client_of(manager)
+    if client is None:
+        raise NotForecastable("it has no FlashMoAChatCompletionClient")
+    listening = _ListeningClient(client)
+    if type(manager) is SelectorGroupChatManager:
+        return [lambda future: _selection(manager, listening, future)]
+    if type(manager) is MagenticOneOrchestrator:
+        return [lambda future: _ledger(manager, listening, future)]
+    raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
+
+
+def _is_stock_assistant(agent: Any) -> bool:
+    return (
+        isinstance(agent, AssistantAgent)
+        and type(agent).on_messages_stream is AssistantAgent.on_messages_stream
+    )
+
+
+def _memories(agent: Any) -> list[Any]:
+    if isinstance(agent, MessageFilterAgent):
+        return _memories(agent._wrapped_agent)
+    memory: Sequence[Any] | None = getattr(agent, "_memory", None)
+    if not memory:
+        return [None]
+    # A list only lists; asking others may cost or change something.
+    if all(type(one) is ListMemory for one in memory):
+        return [list(memory)]
+    return [None, [_Found()]]
+
+
+def _shadow(agent: Any, listening: _ListeningClient, memory: Any) -> Any:
+    shadow: Any = copy.copy(agent)
+    if isinstance(agent, MessageFilterAgent):
+        shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory)
+        return shadow
+    if not _is_stock_assistant(agent):
+        raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
+    if not all(isinstance(one, StaticWorkbench) for one in agent._workbench):
+        raise NotForecastable("its workbench would have to be asked for its tools")
+    shadow._model_client = listening
+    shadow._model_context = _clone(agent._model_context)
+    shadow._memory = memory
+    return shadow
+
+
+def _clone(context: Any) -> Any:
+    if type(context) not in _CONTEXTS:
+        raise NotForecastable(
+            f"its {type(context).__name__} keeps messages by rules that a text still being "
+            "written can change"
+        )
+    clone = copy.copy(context)
+    clone._messages = list(context._messages)
+    return clone
+
+
+async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> Call:
+    try:
+        async for _ in shadow.on_messages_stream(messages, CancellationToken()):
+            pass
+    except _Captured as captured:
+        return captured.call
+    raise NotForecastable("it answers without asking its model")
+
+
+async def _selection(
+    manager: Any, listening: _ListeningClient, future: Sequence[BaseChatMessage]
+) -> Call:
+    shadow: Any = copy.copy(manager)
+    shadow._model_client = listening
+    shadow._model_context = _clone(manager._model_context)
+    shadow._message_thread = list(manager._message_thread)
+    await shadow.update_message_thread(future)
+    try:
+        await shadow.select_speaker(shadow._message_thread)
+    except _Captured as captured:
+        return captured.call
+    raise NotForecastable("it selects without asking its model")
+
+
+async def _ledger(
+    manager: Any, listening: _ListeningClient, future: Sequence[BaseChatMessage]
+) -> Call:
+    shadow: Any = copy.copy(manager)
+    shadow._model_client = listening
+    shadow._message_thread = [*manager._message_thread, *future]
+    # What it would say of itself goes nowhere.
+    shadow._output_message_queue = asyncio.Queue()
+    try:
+        await shadow._orchestrate_step(CancellationToken())
+    except _Captured as captured:
+        return captured.call
+    raise NotForecastable("it goes on without asking its model")

@@ -1,0 +1,205 @@
+"""Who may speak next, and who will have written by then; told by the team's own manager.
+
+Nothing is asked that could change anything: no selector function, no termination condition.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
+from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import GraphFlowManager
+from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import (
+    MagenticOneOrchestrator,
+)
+from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRobinGroupChatManager
+from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
+from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
+
+# The manager's own calls (Selector, MagenticOne); no participant can be called so.
+MANAGER = "(manager)"
+# Agents that write at the same time, and so finish in any order.
+Step = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A call that may come.
+
+    Attributes:
+        agent: a participant's name, or :data:`MANAGER`.
+        after: who writes before it, in order, beginning with those who are writing now.
+        sure: whether it comes for certain, unless the team ends before.
+        handoff: whether what it is given last is the handoff to it, not text of ``after``.
+    """
+
+    agent: str
+    after: tuple[Step, ...] = ()
+    sure: bool = True
+    handoff: bool = False
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        return tuple(name for step in self.after for name in sorted(step))
+
+
+def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
+    """The turns that may follow, the likeliest first, while ``speaker`` writes.
+
+    An agent's own next turn is not among them: its text becomes an assistant message there,
+    which nobody can tell before it is complete.
+    """
+    for kind, rule in _RULES.items():
+        if isinstance(manager, kind) and type(manager).select_speaker is kind.select_speaker:
+            return rule(manager, speaker)
+    return []
+
+
+def _round_robin(manager: Any, speaker: str) -> list[Turn]:
+    names = list(manager._participant_names)
+    position = names.index(speaker)
+    order = names[position + 1 :] + names[:position]
+    if manager._max_turns is not None:
+        # The turn being taken is counted when it ends.
+        order = order[: max(0, manager._max_turns - manager._current_turn - 1)]
+    steps = [frozenset([name]) for name in [speaker, *order]]
+    return [Turn(name, tuple(steps[: place + 1])) for place, name in enumerate(order)]
+
+
+def _graph(manager: Any, speaker: str) -> list[Turn]:
+    """Steps of the graph: the next one begins when every agent of this one has finished."""
+    run = _GraphRun(manager)
+    active = list(manager._active_speakers)
+    if speaker not in active:
+        active.append(speaker)
+    left = None
+    if manager._max_turns is not None:
+        left = manager._max_turns - manager._current_turn - 1
+    turns: list[Turn] = []
+    steps: list[Step] = []
+    seen = set(active)
+    sure = True
+    while active and (left is None or len(steps) < left):
+        steps.append(frozenset(active))
+        sure = run.finish(active) and sure
+        active = run.drain()
+        turns += [Turn(name, tuple(steps), sure) for name in active if name not in seen]
+        if not sure or seen & set(active):
+            break
+        seen |= set(active)
+    return turns
+
+
+class _GraphRun:
+    """The counters of a ``GraphFlowManager``, to be run ahead on a copy."""
+
+    def __init__(self, manager: Any) -> None:
+        self._edges = manager._edges
+        self._activation = manager._activation
+        self._remaining = copy.deepcopy(manager._remaining)
+        self._origin = manager._origin_remaining
+        self._enqueued = copy.deepcopy(manager._enqueued_any)
+        self._triggered = copy.deepcopy(manager._triggered_activation_groups)
+        self._ready: deque[str] = deque(manager._ready)
+
+    def finish(self, names: Sequence[str]) -> bool:
+        """These have spoken, and every condition on what they said holds.
+
+        Returns: whether there was no condition.
+        """
+        edges = [edge for name in names for edge in self._edges.get(name, ())]
+        for edge in edges:
+            self._follow(edge.target, edge.activation_group)
+        return all(edge.condition is None and edge.condition_function is None for edge in edges)
+
+    def _follow(self, target: str, group: str) -> None:
+        if self._activation[target][group] == "all":
+            self._remaining[target][group] -= 1
+            if self._remaining[target][group] != 0:
+                return
+        elif self._enqueued[target][group]:
+            return
+        else:
+            self._enqueued[target][group] = True
+        self._ready.append(target)
+        self._triggered.setdefault(target, set()).add(group)
+
+    def drain(self) -> list[str]:
+        """Who speaks next; each is waited for anew from here on."""
+        names = list(dict.fromkeys(self._ready))
+        self._ready.clear()
+        for name in names:
+            for group in self._triggered.pop(name, ()):
+                if self._activation[name][group] == "any":
+                    self._enqueued[name][group] = False
+                else:
+                    self._remaining[name][group] = self._origin[name][group]
+        return names
+
+
+def _selector(manager: Any, speaker: str) -> list[Turn]:
+    if speaker != MANAGER and _is_last_turn(manager):
+        return []
+    after = () if speaker == MANAGER else (frozenset([speaker]),)
+    previous = manager._previous_speaker
+    repeated = manager._allow_repeated_speaker
+    names = [
+        name
+        for name in _by_habit(manager, previous)
+        if name != speaker and (repeated or name != previous)
+    ]
+    candidates = [Turn(name, after, sure=False) for name in names]
+    # A function may choose instead; asking it could have effects.
+    asks_model = manager._selector_func is None and manager._candidate_func is None
+    if speaker == MANAGER or not asks_model or len(names) < 2:
+        return candidates
+    return [Turn(MANAGER, after), *candidates]
+
+
+def _is_last_turn(manager: Any) -> bool:
+    return manager._max_turns is not None and manager._current_turn + 1 >= manager._max_turns
+
+
+def _by_habit(manager: Any, speaker: str | None) -> list[str]:
+    """Participants, first those who followed ``speaker`` most often so far."""
+    names = list(manager._participant_names)
+    spoke = [m.source for m in manager._message_thread if m.source in names]
+    followed = [after for before, after in pairwise(spoke) if before == speaker]
+    return sorted(names, key=lambda name: -followed.count(name))
+
+
+def _swarm(manager: Any, speaker: str) -> list[Turn]:
+    """Whoever it may hand off to; the handoff's message is known beforehand."""
+    if _is_last_turn(manager):
+        return []
+    after = (frozenset([speaker]),)
+    names = [name for name in manager._participant_names if name != speaker]
+    return [Turn(name, after, sure=False, handoff=True) for name in names]
+
+
+def _magentic(manager: Any, speaker: str) -> list[Turn]:
+    """The orchestrator after each agent; its instruction comes out of JSON, so it is a writer
+    whose text is never seen."""
+    if speaker == MANAGER:
+        return [
+            Turn(name, (frozenset([MANAGER]),), sure=False)
+            for name in _by_habit(manager, None)
+            if manager._message_thread
+        ]
+    steps = (frozenset([speaker]), frozenset([MANAGER]))
+    others = [name for name in manager._participant_names if name != speaker]
+    return [Turn(MANAGER, steps[:1]), *(Turn(name, steps, sure=False) for name in others)]
+
+
+_RULES: dict[type[BaseGroupChatManager], Callable[[Any, str], list[Turn]]] = {
+    RoundRobinGroupChatManager: _round_robin,
+    GraphFlowManager: _graph,
+    SelectorGroupChatManager: _selector,
+    SwarmGroupChatManager: _swarm,
+    MagenticOneOrchestrator: _magentic,
+}

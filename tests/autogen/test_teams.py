@@ -1,0 +1,210 @@
+"""Every stock team linked on real SGLang: each prompt predicted, each answer the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
+from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig, PerSourceFilter
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.teams import (
+    BaseGroupChat,
+    DiGraphBuilder,
+    GraphFlow,
+    RoundRobinGroupChat,
+    SelectorGroupChat,
+)
+from autogen_core.memory import ListMemory, MemoryContent
+from autogen_core.model_context import (
+    BufferedChatCompletionContext,
+    HeadAndTailChatCompletionContext,
+)
+
+from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import CallFinished, CallStarted, Event
+
+from ..engine.support import settled
+
+pytestmark = pytest.mark.anyio
+Client = FlashMoAChatCompletionClient
+Build = Callable[[Client], BaseGroupChat]
+
+
+@dataclass
+class Told:
+    """What was said, by whom, in order, and how each call's prompt was found."""
+
+    said: list[tuple[str, str]]
+    statuses: list[tuple[str, str | None]]
+    events: list[Event]
+
+
+async def told(client: Client, build: Build, task: str, linked: bool) -> Told:
+    await client.engine.flush_cache()
+    events: list[Event] = []
+    team = build(client)
+    running = link(team, listener=events.append) if linked else watch(team, events.append)
+    result = await team.run(task=task)
+    await running.close()
+    finished = [event for event in events if isinstance(event, CallFinished)]
+    statuses = [
+        (e.agent, e.usage.prompt_stream.status if e.usage and e.usage.prompt_stream else None)
+        for e in finished
+    ]
+    said = [(m.source, m.to_text()) for m in result.messages]
+    return Told(said, statuses, events)
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    client = Client(
+        model="tiny",
+        base_url=engine.url,
+        temperature=0,
+        max_tokens=12,
+        extra_body={"ignore_eos": True},
+    )
+    yield client
+    await client.close()
+
+
+def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
+    more = {"system_message": f"You are {name}. " + "Be brief. " * 20, **more}
+    return AssistantAgent(name, model_client=client, **more)
+
+
+def round_robin(client: Client) -> BaseGroupChat:
+    return RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=7)
+
+
+def streaming(client: Client) -> BaseGroupChat:
+    agents = [agent(client, n, model_client_stream=True) for n in ("one", "two", "three")]
+    return RoundRobinGroupChat(agents, max_turns=7)
+
+
+def bounded(client: Client) -> BaseGroupChat:
+    contexts = [
+        BufferedChatCompletionContext(3),
+        HeadAndTailChatCompletionContext(1, 2),
+        BufferedChatCompletionContext(4),
+    ]
+    names = ("one", "two", "three")
+    agents = [agent(client, n, model_context=c) for n, c in zip(names, contexts, strict=True)]
+    return RoundRobinGroupChat(agents, max_turns=9)
+
+
+def remembering(client: Client) -> BaseGroupChat:
+    """A memory adds a system message after the text; the stock client takes only one."""
+    content = MemoryContent(content="It rains.", mime_type="text/plain")
+    memory = ListMemory(memory_contents=[content])
+    agents = [agent(client, "one"), agent(client, "two", memory=[memory], system_message=None)]
+    return RoundRobinGroupChat(agents, max_turns=2)
+
+
+def chain(client: Client) -> BaseGroupChat:
+    names = ("one", "two", "three")
+    agents = [agent(client, n) for n in names]
+    builder = DiGraphBuilder()
+    for one in agents:
+        builder.add_node(one)
+    builder.add_edge(agents[0], agents[1]).add_edge(agents[1], agents[2])
+    return GraphFlow(agents, graph=builder.build())
+
+
+def fan(client: Client, filtered: bool = False) -> BaseGroupChat:
+    chair = agent(client, "chair")
+    reviewers: list[Any] = [agent(client, f"rev{i}") for i in range(3)]
+    meta: Any = agent(client, "meta")
+    if filtered:
+        wanted = [PerSourceFilter(source=n) for n in ("user", "rev0", "rev1", "rev2")]
+        meta = MessageFilterAgent("meta", meta, MessageFilterConfig(per_source=wanted))
+    builder = DiGraphBuilder()
+    for one in (chair, *reviewers, meta):
+        builder.add_node(one)
+    for one in reviewers:
+        builder.add_edge(chair, one).add_edge(one, meta)
+    return GraphFlow([chair, *reviewers, meta], graph=builder.build())
+
+
+def filtered_fan(client: Client) -> BaseGroupChat:
+    return fan(client, filtered=True)
+
+
+def conditional(client: Client) -> BaseGroupChat:
+    """Whatever the writer says, one of the two is chosen; and round again once."""
+    writer, yes, no = (agent(client, n) for n in ("writer", "yes", "no"))
+    builder = DiGraphBuilder()
+    for one in (writer, yes, no):
+        builder.add_node(one)
+    builder.add_edge(writer, yes, condition=lambda m: len(m.to_text()) % 2 == 0)
+    builder.add_edge(writer, no, condition=lambda m: len(m.to_text()) % 2 == 1)
+    return GraphFlow([writer, yes, no], graph=builder.build())
+
+
+def selecting(client: Client) -> BaseGroupChat:
+    """By a tiny model, which names nobody: the selector asks again, and takes the last one."""
+    agents = [agent(client, n) for n in ("one", "two", "three")]
+    return SelectorGroupChat(
+        agents,
+        model_client=client,
+        termination_condition=MaxMessageTermination(5),
+        max_selector_attempts=1,
+        allow_repeated_speaker=True,
+    )
+
+
+def nested(client: Client) -> BaseGroupChat:
+    inner = RoundRobinGroupChat([agent(client, n) for n in ("in1", "in2")], max_turns=2)
+    return RoundRobinGroupChat([agent(client, "one"), inner, agent(client, "two")], max_turns=3)
+
+
+def society(client: Client) -> BaseGroupChat:
+    inner = RoundRobinGroupChat([agent(client, n) for n in ("in1", "in2")], max_turns=2)
+    minds = SocietyOfMindAgent("minds", team=inner, model_client=client)
+    return RoundRobinGroupChat([agent(client, "one"), minds, agent(client, "two")], max_turns=3)
+
+
+# Calls that nothing can be known of before: the first ones, and an agent's second in a row.
+@pytest.mark.parametrize(
+    ("build", "unlinked"),
+    [
+        (round_robin, {"one"}),
+        (streaming, {"one"}),
+        (bounded, {"one"}),
+        (remembering, {"one"}),
+        (chain, {"one"}),
+        (fan, {"chair"}),
+        (filtered_fan, {"chair"}),
+        (conditional, {"writer"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_every_linkable_call_is_predicted_and_nothing_changes(
+    model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: set[str]
+) -> None:
+    task = guide[:800]
+    plain = await told(model_client, build, task, linked=False)
+    linked = await told(model_client, build, task, linked=True)
+    assert sorted(linked.said) == sorted(plain.said)
+    first = linked.statuses[0]
+    assert first[0] in unlinked and first[1] is None
+    assert [status for _, status in linked.statuses[1:]] == ["hit"] * (len(linked.statuses) - 1)
+    await settled(client)
+
+
+@pytest.mark.parametrize("build", [selecting, nested, society], ids=lambda build: build.__name__)
+async def test_teams_in_which_not_all_is_known(
+    model_client: Client, client: EngineClient, guide: str, build: Build
+) -> None:
+    task = guide[:800]
+    plain = await told(model_client, build, task, linked=False)
+    linked = await told(model_client, build, task, linked=True)
+    assert linked.said == plain.said
+    assert "hit" in {status for _, status in linked.statuses}
+    assert len([e for e in linked.events if isinstance(e, CallStarted)]) == len(linked.statuses)
+    await settled(client)

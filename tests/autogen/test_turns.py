@@ -1,0 +1,223 @@
+"""Teams in which what is said decides who speaks: handoffs, an orchestrator, tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.base import TaskResult
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.teams import (
+    BaseGroupChat,
+    MagenticOneGroupChat,
+    RoundRobinGroupChat,
+    SelectorGroupChat,
+    Swarm,
+)
+
+from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link, watch
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import CallFinished, Event, LinkWaits
+
+from ..engine.support import settled
+from .scripted import script
+
+pytestmark = pytest.mark.anyio
+Client = FlashMoAChatCompletionClient
+
+
+def make(engine: LocalEngine, **more: Any) -> Client:
+    return Client(
+        model="tiny",
+        base_url=engine.url,
+        temperature=0,
+        max_tokens=12,
+        extra_body={"ignore_eos": True},
+        **more,
+    )
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    client = make(engine)
+    await client.engine.flush_cache()
+    yield client
+    await settled(client.engine)
+    await client.close()
+
+
+def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
+    return AssistantAgent(
+        name, model_client=client, system_message=f"You are {name}. " + "Be brief. " * 20, **more
+    )
+
+
+def finished(events: list[Event]) -> list[tuple[str, str | None, int | None]]:
+    """Each call: whose, how its prompt was found, and tokens that were left."""
+    return [
+        (e.agent, use.prompt_stream.status if use.prompt_stream else None, use.late_tokens)
+        for e in events
+        if isinstance(e, CallFinished) and (use := e.usage) is not None
+    ]
+
+
+async def run_linked(team: BaseGroupChat, task: str) -> tuple[TaskResult, list[Event]]:
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    result = await team.run(task=task)
+    await linked.close()
+    return result, events
+
+
+def sayings(result: TaskResult) -> list[tuple[str, str]]:
+    return [(message.source, message.to_text()) for message in result.messages]
+
+
+async def test_a_swarm_is_linked_to_whom_it_may_hand_off(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(request: dict[str, Any]) -> Any:
+        name = "bob" if "You are alice" in request["messages"][0]["content"] else "alice"
+        return (f"transfer_to_{name}", {})
+
+    script(monkeypatch, said)
+
+    def team() -> Swarm:
+        agents = [
+            agent(model_client, "alice", handoffs=["bob"]),
+            agent(model_client, "bob", handoffs=["alice"]),
+        ]
+        return Swarm(agents, termination_condition=MaxMessageTermination(10))
+
+    result, events = await run_linked(team(), guide[:900])
+    calls = finished(events)
+    assert [name for name, _, _ in calls] == ["alice", "bob"] * 4 + ["alice"]
+    assert [status for _, status, _ in calls[1:]] == ["hit"] * 8
+    # The whole prompt was known: at most the template's last tokens are left.
+    assert calls[1][2] is not None and calls[1][2] <= 16
+    plain = team()
+    watch(plain, lambda _: None)
+    assert sayings(await plain.run(task=guide[:900])) == sayings(result)
+
+
+async def test_an_orchestrator_reads_along(
+    engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without structured output the ledger is an ordinary completion.
+    info: dict[str, Any] = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": True,
+        "family": "unknown",
+        "structured_output": False,
+        "multiple_system_messages": False,
+    }
+    client = make(engine, model_info=info)
+    await client.engine.flush_cache()
+    ledgers = 0
+
+    def said(request: dict[str, Any]) -> Any:
+        nonlocal ledgers
+        if "response_format" not in request:
+            return None
+        ledgers += 1
+        answers = {
+            "is_request_satisfied": ledgers == 4,
+            "is_progress_being_made": True,
+            "is_in_loop": False,
+            "instruction_or_question": "Go on.",
+            "next_speaker": ("coder", "writer")[ledgers % 2],
+        }
+        return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
+
+    script(monkeypatch, said)
+    agents = [agent(client, name) for name in ("coder", "writer")]
+    team = MagenticOneGroupChat(agents, model_client=client, max_turns=6)
+    _, events = await run_linked(team, guide[:600])
+    calls = finished(events)
+    reading = [
+        status
+        for before, (name, status, _) in pairwise(calls)
+        if name == "(manager)" and before[0] != "(manager)"
+    ]
+    assert len(reading) == 3
+    assert set(reading) == {"hit"}
+    assert {status for name, status, _ in calls if name != "(manager)"} == {"hit"}
+    assert ledgers == 4
+    await settled(client.engine)
+    await client.close()
+
+
+async def test_a_selector_and_its_candidates(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = iter(["two", "three", "one", "three", "two"] * 2)
+
+    def said(request: dict[str, Any]) -> Any:
+        text = request["messages"][-1]["content"]
+        return next(turns) if "You decide who speaks next" in text else None
+
+    script(monkeypatch, said)
+    agents = [agent(model_client, name) for name in ("one", "two", "three")]
+    team = SelectorGroupChat(
+        agents,
+        model_client=model_client,
+        selector_prompt=SELECTOR_PROMPT,
+        termination_condition=MaxMessageTermination(6),
+    )
+    _, events = await run_linked(team, guide[:600])
+    calls = finished(events)
+    assert [name for name, _, _ in calls[::2]] == ["(manager)"] * 5
+    assert [name for name, _, _ in calls[1::2]] == ["two", "three", "one", "three", "two"]
+    # All but the very first, before which nothing is known of.
+    assert [status for _, status, _ in calls[1:]] == ["hit"] * 9
+
+
+@pytest.mark.parametrize("reflect", [False, True])
+async def test_tools_are_waited_for_and_reflections_streamed(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, reflect: bool
+) -> None:
+    async def look(place: str) -> str:
+        return f"a fine {place}"
+
+    def said(request: dict[str, Any]) -> Any:
+        return ("look", {"place": "lake"}) if request.get("tools") else None
+
+    script(monkeypatch, said)
+    one = agent(model_client, "one", tools=[look], reflect_on_tool_use=reflect)
+    team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=4)
+    result, events = await run_linked(team, guide[:600])
+    calls = finished(events)
+    assert [name for name, _, _ in calls].count("two") == 2
+    assert {status for name, status, _ in calls if name == "two"} == {"hit"}
+    waits = {event.reason for event in events if isinstance(event, LinkWaits)}
+    assert waits == {"it has tools, so its answer may be a call"}
+    assert ("one", "a fine lake") in sayings(result) or reflect
+
+
+async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
+    client = make(engine, auto_link=True)
+    await client.engine.flush_cache()
+    assert client.dump_component().config["auto_link"] is True
+    team = RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=4)
+    result = await team.run(task=guide[:600])
+    usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
+    assert all(isinstance(usage, EngineUsage) and usage.streamed_tokens for usage in usages)
+    alone = await agent(client, "alone").run(task="Go.")
+    assert len(alone.messages) == 2
+    await client.close()
+    async with client.__class__(model="tiny", base_url=engine.url).engine as other:
+        await settled(other)
+
+
+async def test_linking_again_replaces_the_first_link(model_client: Client, guide: str) -> None:
+    team = RoundRobinGroupChat([agent(model_client, n) for n in ("one", "two")], max_turns=2)
+    first: list[Event] = []
+    link(team, listener=first.append)
+    _, events = await run_linked(team, guide[:600])
+    assert not first
+    assert [status for _, status, _ in finished(events)] == [None, "hit"]

@@ -1,0 +1,98 @@
+"""Who may speak next, as told by managers that stand still."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import (
+    DiGraph,
+    DiGraphEdge,
+    DiGraphNode,
+    GraphFlowManager,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.autogen._speakers import Step, Turn, upcoming
+
+Edges = set[tuple[int, int]]
+
+
+def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> Any:  # type: ignore[assignment]
+    """A ``GraphFlowManager`` as it is before its first step, without a runtime."""
+    nodes = {f"a{n}": DiGraphNode(name=f"a{n}", edges=[]) for n in range(size)}
+    for start, end in sorted(edges):
+        word = "yes" if (start, end) in conditions else None
+        nodes[f"a{start}"].edges.append(DiGraphEdge(target=f"a{end}", condition=word))
+    graph = DiGraph(nodes=nodes)
+    manager: Any = GraphFlowManager.__new__(GraphFlowManager)
+    manager._edges = {name: node.edges for name, node in nodes.items()}
+    manager._build_lookup_tables(graph)
+    manager._triggered_activation_groups = {}
+    manager._remaining = {t: Counter(g) for t, g in graph.get_remaining_map().items()}
+    manager._origin_remaining = {t: Counter(g) for t, g in manager._remaining.items()}
+    manager._graph = graph
+    manager._ready = []
+    manager._active_speakers = []
+    manager._max_turns = None
+    manager._current_turn = 0
+    return manager
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
+    size = draw(st.integers(2, 7))
+    edges = {(draw(st.integers(0, end - 1)), end) for end in range(1, size)}
+    pairs = [(start, end) for end in range(size) for start in range(end)]
+    return edges | set(draw(st.lists(st.sampled_from(pairs), max_size=6))), size
+
+
+def oracle(edges: Edges, size: int) -> list[Step]:
+    """Steps of a graph without conditions: everybody whose parents have all spoken."""
+    spoken: set[int] = set()
+    steps: list[Step] = []
+    while len(spoken) < size:
+        step = {
+            n
+            for n in range(size)
+            if n not in spoken and {start for start, end in edges if end == n} <= spoken
+        }
+        steps.append(frozenset(f"a{n}" for n in step))
+        spoken |= step
+    return steps
+
+
+@given(graph=graphs())
+def test_a_graph_is_told_to_its_end(graph: tuple[Edges, int]) -> None:
+    edges, size = graph
+    manager = graph_manager(edges, size)
+    steps = oracle(edges, size)
+    manager._active_speakers = sorted(steps[0])
+    expected = {
+        Turn(name, tuple(steps[:place])) for place in range(1, len(steps)) for name in steps[place]
+    }
+    before = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
+    assert set(upcoming(manager, "a0")) == expected
+    after = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
+    assert before == after
+
+
+def test_what_a_condition_decides_is_not_sure_and_nothing_is_told_beyond_it() -> None:
+    edges: Edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
+    manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
+    manager._active_speakers = ["a0"]
+    step = frozenset(["a0"])
+    assert upcoming(manager, "a0") == [Turn("a1", (step,), False), Turn("a2", (step,), False)]
+
+
+def test_a_turn_limit_ends_the_outlook() -> None:
+    manager = graph_manager({(0, 1), (1, 2)}, 3)
+    manager._active_speakers = ["a0"]
+    manager._max_turns = 2
+    assert [turn.agent for turn in upcoming(manager, "a0")] == ["a1"]
+
+
+def test_an_unknown_manager_tells_nothing() -> None:
+    assert upcoming(SimpleNamespace(), "one") == []  # type: ignore[arg-type]

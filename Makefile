@@ -3,6 +3,8 @@
 # make soak    ten thousand prompt streams: nothing grows (minutes)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
+# make test-conformance   AutoGen's own tests with our model client in the stock one's
+#                      place; needs the package index
 # make check   lint, format and types
 # make clean   remove what these made
 
@@ -17,7 +19,7 @@ PROJECTS := pyproject.toml server_patches/pyproject.toml
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test soak test-releases $(RELEASE_TESTS) check format clean
+.PHONY: setup demo test soak test-conformance test-releases $(RELEASE_TESTS) check format clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -52,6 +54,9 @@ soak: $(READY)
 	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/engine/test_soak.py -s
 
 test-releases: $(RELEASE_TESTS)
+
+test-conformance: $(READY)
+	@$(BIN)/python tests/conformance/run.py
 
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"

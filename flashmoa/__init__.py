@@ -8,7 +8,19 @@ teams; what is here is neutral of any agent framework.
 from flashmoa.engine import EngineClient, FlashMoAError
 from flashmoa.links import FailurePolicy, Link
 from flashmoa.prompts import Prompt, Slot
+from flashmoa.workflow import Answer, Expected, Text, Workflow
 
 __version__ = "0.1.0"
 
-__all__ = ["EngineClient", "FailurePolicy", "FlashMoAError", "Link", "Prompt", "Slot"]
+__all__ = [
+    "Answer",
+    "EngineClient",
+    "Expected",
+    "FailurePolicy",
+    "FlashMoAError",
+    "Link",
+    "Prompt",
+    "Slot",
+    "Text",
+    "Workflow",
+]

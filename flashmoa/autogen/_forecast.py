@@ -12,19 +12,17 @@ certain.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from autogen_agentchat.messages import BaseChatMessage, TextMessage
+from autogen_agentchat.messages import BaseChatMessage
 from autogen_core.models import LLMMessage
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.prompts import Prompt, Slot
+from flashmoa.stand_ins import StandIns
 
-# White space around a stand-in shows what the chat template strips.
-_MARGIN = "  "
 # The slot that nobody fills: what comes here is not certain yet.
 UNCERTAIN = "(not certain yet)"
 
@@ -43,20 +41,6 @@ class Call:
 
 # Given what an agent will have received by then: the call it will make.
 DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[Call]]
-
-
-@dataclass(frozen=True, slots=True)
-class StandIns:
-    """Stand-ins for texts still being written, by writer."""
-
-    texts: dict[str, str] = field(default_factory=dict[str, str])
-
-    @classmethod
-    def of(cls, writers: Sequence[str]) -> StandIns:
-        return cls({name: f"[{secrets.token_hex(8)}]" for name in writers})
-
-    def message(self, writer: str, source: str) -> TextMessage:
-        return TextMessage(content=f"{_MARGIN}{self.texts[writer]}{_MARGIN}", source=source)
 
 
 async def forecast(
@@ -84,10 +68,13 @@ async def forecast(
             if call not in calls:
                 calls.append(call)
     rendered = [await render(client, call) for call in calls]
-    if len(rendered) == 1:
-        return Prompt(_segments(rendered[0], stand_ins, len(rendered[0])))
-    certain = len(os.path.commonprefix(rendered))  # noqa: RUF071
-    return Prompt([*_segments(rendered[0], stand_ins, certain), Slot(UNCERTAIN)])
+    try:
+        if len(rendered) == 1:
+            return Prompt(stand_ins.segments(rendered[0]))
+        certain = len(os.path.commonprefix(rendered))  # noqa: RUF071
+        return Prompt([*stand_ins.segments(rendered[0], certain), Slot(UNCERTAIN)])
+    except ValueError as error:
+        raise NotForecastable(str(error)) from error
 
 
 async def render(client: FlashMoAChatCompletionClient, call: Call) -> str:
@@ -99,31 +86,3 @@ async def render(client: FlashMoAChatCompletionClient, call: Call) -> str:
         tools=[dict(tool) for tool in params.tools],
         template_args=extra_body.get("chat_template_kwargs"),
     )
-
-
-def _segments(rendered: str, stand_ins: StandIns, certain: int) -> list[str | Slot]:
-    """The first ``certain`` characters, cut at the stand-ins."""
-    places = sorted(
-        (rendered.index(text), name, text)
-        for name, text in stand_ins.texts.items()
-        if _occurs_once(rendered, text, name)
-    )
-    segments: list[str | Slot] = []
-    done = 0
-    for start, name, text in places:
-        kept_start = rendered[:start].endswith(_MARGIN)
-        begin, end = start - len(_MARGIN) * kept_start, start + len(text)
-        if end > certain:
-            return [*segments, rendered[done : min(begin, certain)]]
-        kept_end = rendered[end:].startswith(_MARGIN)
-        segments.append(rendered[done:begin])
-        segments.append(Slot(name, strip_start=not kept_start, strip_end=not kept_end))
-        done = end + len(_MARGIN) * kept_end
-    return [*segments, rendered[done:certain]]
-
-
-def _occurs_once(rendered: str, text: str, name: str) -> bool:
-    """Whether a text is there; a filter or a bounded context may have left it out."""
-    if rendered.count(text) > 1:
-        raise NotForecastable(f"the chat template shows {name}'s text more than once")
-    return text in rendered

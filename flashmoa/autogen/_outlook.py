@@ -9,7 +9,7 @@ from typing import Literal
 import anyio
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import UNCERTAIN, NotForecastable, StandIns, forecast
+from flashmoa.autogen._forecast import UNCERTAIN, NotForecastable, forecast
 from flashmoa.autogen._roster import Roster
 from flashmoa.autogen._speakers import MANAGER, Turn
 from flashmoa.autogen._tasks import TaskHost
@@ -18,6 +18,7 @@ from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.links import FailurePolicy, Link, report_plain_engine
 from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.prompts import Prompt
+from flashmoa.stand_ins import StandIns
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Outlook:
         return all(running is None or not running.complete for running in now)
 
     async def _forecast(self, turn: Turn, client: FlashMoAChatCompletionClient) -> Prompt:
-        stand_ins = StandIns.of(turn.writers)
+        stand_ins = StandIns(turn.writers)
         futures = self._roster.futures(turn, stand_ins)
         return await forecast(client, self._roster.dry_runs(turn.agent), futures, stand_ins)
 

@@ -11,10 +11,11 @@ from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentC
 from autogen_core import AgentId
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import DryRun, NotForecastable, StandIns
+from flashmoa.autogen._forecast import DryRun, NotForecastable
 from flashmoa.autogen._parts import Parts
 from flashmoa.autogen._shadows import agent_dry_runs, client_of, manager_dry_runs, rewrites
 from flashmoa.autogen._speakers import MANAGER, Turn, upcoming
+from flashmoa.stand_ins import StandIns
 
 # Some message of somebody; what matters is that there is one.
 _ANOTHER = TextMessage(content="?", source="x")
@@ -102,7 +103,7 @@ class Roster:
                 if self._is_team(name):  # Who knows how many messages it will send.
                     return messages, False
                 source = self._instances[MANAGER]._name if name == MANAGER else name
-                messages.append(stand_ins.message(name, source))
+                messages.append(TextMessage(content=stand_ins.padded(name), source=source))
         return messages, True
 
     def _handoff(self, turn: Turn) -> HandoffMessage:

@@ -184,6 +184,29 @@ class EngineClient:
         async with self._events("/generate", body) as events:
             yield _generation(events)
 
+    @asynccontextmanager
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        prompt_stream_id: str | None = None,
+        **parameters: Any,
+    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
+        """Stream a chat completion. Leaving the context aborts it.
+
+        ``parameters``: of OpenAI's chat completions, and SGLang's own.
+        """
+        body = {
+            "model": "default",
+            **parameters,
+            "messages": list(messages),
+            "prompt_stream_id": prompt_stream_id,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with self._events("/v1/chat/completions", body) as events:
+            yield _chat(events)
+
     async def _call(
         self,
         method: str,
@@ -261,6 +284,19 @@ async def _generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[
         seen, tokens = len(text), len(event["output_ids"])
 
 
+async def _chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    async for event in events:
+        choices: list[dict[str, Any]] = event.get("choices") or []
+        choice = choices[0] if choices else {}
+        delta: dict[str, Any] = choice.get("delta") or {}
+        usage: dict[str, Any] | None = event.get("usage")
+        yield Delta(
+            text=delta.get("content") or "",
+            usage=PromptUsage.from_openai(usage) if usage else None,
+            finish_reason=choice.get("finish_reason"),
+        )
+
+
 class _translated:
     """Turn httpx's exceptions into ours."""
 
@@ -296,4 +332,6 @@ def _refusal(response: httpx.Response, url: str) -> errors.EngineError:
             )
         message, code = response.text[:500], "error"
     kind = errors.BY_STATUS.get(response.status_code, errors.RequestRefused)
+    if kind is errors.StreamUnknown and code != "unknown_stream":
+        return errors.PluginMissing(f"{url} has no prompt streams: {message}")
     return kind(message, response.status_code, code)

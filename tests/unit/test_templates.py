@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import StandIns, forecast, render
+from flashmoa.autogen._forecast import forecast, render
 from flashmoa.autogen._shadows import agent_dry_runs
 from flashmoa.engine import MalformedRequest
+from flashmoa.stand_ins import StandIns
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -141,9 +142,9 @@ async def told_and_sent(
     await context.add_message(TextMessage(content="Hi", source="user").to_model_message())
     await context.add_message(AssistantMessage(content="<think>well</think>Hello", source="reader"))
     writers = [f"writer{number}" for number in range(len(texts))]
-    stand_ins = StandIns.of(writers)
+    stand_ins = StandIns(writers)
     (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
-    future = [stand_ins.message(name, name) for name in writers]
+    future = [TextMessage(content=stand_ins.padded(name), source=name) for name in writers]
     prompt = await forecast(agent._model_client, [dry_run], [future], stand_ins)
     before = prompt.stable()
     for slot in prompt.slots:

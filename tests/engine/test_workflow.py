@@ -1,0 +1,133 @@
+"""Calls linked without an agent framework."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+from openai import AsyncOpenAI
+
+from flashmoa import EngineClient, Workflow
+from flashmoa.engine import EngineError, PromptUsage
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import Event, LinkClosed, LinkOpened
+
+from .support import settled
+
+pytestmark = pytest.mark.anyio
+PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture
+async def reader(downstream_client: EngineClient) -> AsyncGenerator[EngineClient]:
+    await downstream_client.flush_cache()
+    yield downstream_client
+    await settled(downstream_client)
+
+
+def asks(text: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
+async def said(engine: EngineClient, text: str) -> str:
+    async with engine.chat(asks(text), **PARAMETERS) as deltas:
+        return "".join([delta.text async for delta in deltas])
+
+
+def status(usage: PromptUsage | None) -> str | None:
+    return usage.prompt_stream.status if usage is not None and usage.prompt_stream else None
+
+
+async def test_answers_flow_into_prompts(
+    client: EngineClient, reader: EngineClient, guide: str
+) -> None:
+    """Three write at once, one reads them all, another one that."""
+    questions = [f"{guide[:300]} Part {number}?" for number in range(3)]
+    events: list[Event] = []
+    async with Workflow(client, listener=events.append) as flow:
+        parts = [flow.ask(asks(question), name="part", **PARAMETERS) for question in questions]
+        joined = "\n\n".join(f"{n}. {part}" for n, part in enumerate(parts, 1))
+        whole = flow.ask(asks(f"{guide[:1500]}\n{joined}\nAll?"), engine=reader, **PARAMETERS)
+        last = flow.ask(asks(f"In short: {whole}"), name="last", **PARAMETERS)
+        texts = [await part for part in parts]
+        assert f"{parts[0]}" == texts[0] and parts[0].is_complete
+    assert [part.name for part in parts] == ["part", "part-2", "part-3"]
+    assert status(whole.usage) == status(last.usage) == "hit"
+    opened = [event for event in events if isinstance(event, LinkOpened)]
+    assert ("part", "part-2", "part-3") in {event.upstream for event in opened}
+    await client.flush_cache()
+    await reader.flush_cache()
+    expected = [await said(client, question) for question in questions]
+    assert texts == expected
+    joined = "\n\n".join(f"{n}. {text}" for n, text in enumerate(expected, 1))
+    expected_whole = await said(reader, f"{guide[:1500]}\n{joined}\nAll?")
+    assert await whole == expected_whole
+    assert await last == await said(client, f"In short: {expected_whole}")
+    await settled(client)
+
+
+async def test_two_calls_of_an_openai_client(
+    engine: LocalEngine, reader: EngineClient, guide: str
+) -> None:
+    writing = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none")
+    reading = AsyncOpenAI(base_url=f"{reader.url}/v1", api_key="none")
+    settings: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 16}
+    async with Workflow(reader) as flow:
+        draft = flow.text("draft")
+        review = await flow.expect(asks(f"{guide[:1500]}\nReview this: {draft}"))
+        stream = await writing.chat.completions.create(
+            messages=asks("Write."),  # type: ignore[arg-type]
+            stream=True,
+            **settings,
+        )
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                draft.write(chunk.choices[0].delta.content)
+        draft.close()
+        sent = await review.messages()
+        answer = await reading.chat.completions.create(
+            messages=sent,  # type: ignore[arg-type]
+            extra_body=review.take_over(),
+            **settings,
+        )
+    assert await draft in sent[1]["content"]
+    assert answer.usage is not None
+    assert status(PromptUsage.from_openai(answer.usage.model_dump())) == "hit"
+    await writing.close()
+    await reading.close()
+
+
+async def test_what_fails_is_raised_where_it_is_awaited(
+    client: EngineClient, reader: EngineClient, guide: str
+) -> None:
+    events: list[Event] = []
+    async with Workflow(reader, listener=events.append) as flow:
+        bad = flow.ask(asks("?"), engine=client, name="bad", **{**PARAMETERS, "max_tokens": -5})
+        after = flow.ask(asks(f"{guide[:900]} {bad}"), name="after", **PARAMETERS)
+        with pytest.raises(EngineError):
+            await bad
+        with pytest.raises(EngineError):
+            await after
+    assert all(e.reason in ("abort", "closed") for e in events if isinstance(e, LinkClosed))
+
+
+async def test_leaving_early_gives_everything_back(reader: EngineClient, guide: str) -> None:
+    with pytest.raises((ExceptionGroup, ZeroDivisionError)):
+        async with Workflow(reader) as flow:
+            draft = flow.text()
+            flow.ask(asks(f"{guide[:900]} {draft}"), **PARAMETERS)
+            with anyio.fail_after(30):
+                while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            raise ZeroDivisionError
+    assert (await settled(reader)).pinned_streams == 0
+
+
+async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide: str) -> None:
+    async with EngineClient(plain_engine.url) as plain, Workflow(plain) as flow:
+        first = flow.ask(asks(guide[:300]), **PARAMETERS)
+        second = flow.ask(asks(f"In short: {first}"), **PARAMETERS)
+        assert await first and await second
+        assert status(second.usage) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -13,7 +12,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from flashmoa.engine import errors
-from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, PromptUsage, StreamState
+from flashmoa.engine.deltas import chat_completion, data_events, generation
+from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Messages = Sequence[Mapping[str, Any]]
@@ -182,7 +182,7 @@ class EngineClient:
             "stream": True,
         }
         async with self._events("/generate", body) as events:
-            yield _generation(events)
+            yield generation(events)
 
     @asynccontextmanager
     async def chat(
@@ -205,7 +205,7 @@ class EngineClient:
             "stream_options": {"include_usage": True},
         }
         async with self._events("/v1/chat/completions", body) as events:
-            yield _chat(events)
+            yield chat_completion(events)
 
     async def _call(
         self,
@@ -236,7 +236,7 @@ class EngineClient:
                 if response.is_error:
                     await response.aread()
                     raise _refusal(response, self.url)
-                yield _data_events(response)
+                yield data_events(response)
 
 
 class _Rendered(BaseModel):
@@ -245,56 +245,6 @@ class _Rendered(BaseModel):
 
 class _Ignored(BaseModel):
     pass
-
-
-async def _data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        try:
-            event = json.loads(line.removeprefix("data: "))
-        except json.JSONDecodeError as error:
-            raise errors.BadAnswer(f"not a server-sent event: {line[:200]!r}") from error
-        if "error" in event:
-            problem = event["error"]
-            raise errors.RequestRefused(
-                str(problem.get("message", problem)), int(problem.get("code") or 400), "generation"
-            )
-        yield event
-
-
-async def _generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
-    """SGLang's ``/generate`` events repeat the whole text; give what is new."""
-    seen, tokens = 0, 0
-    async for event in events:
-        text: str = event.get("text") or ""
-        meta: dict[str, Any] = event["meta_info"]
-        reason = meta.get("finish_reason")
-        if reason and "prompt_tokens" not in meta:
-            # Aborted before it ran: a full queue, a server that shuts down.
-            status = int(reason.get("status_code") or 503)
-            refused = errors.BY_STATUS.get(status, errors.RequestRefused)
-            raise refused(str(reason.get("message") or reason["type"]), status, "aborted")
-        yield Delta(
-            text=text[seen:],
-            token_ids=event["output_ids"][tokens:],
-            usage=PromptUsage.model_validate(meta) if reason else None,
-            finish_reason=reason["type"] if reason else None,
-        )
-        seen, tokens = len(text), len(event["output_ids"])
-
-
-async def _chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
-    async for event in events:
-        choices: list[dict[str, Any]] = event.get("choices") or []
-        choice = choices[0] if choices else {}
-        delta: dict[str, Any] = choice.get("delta") or {}
-        usage: dict[str, Any] | None = event.get("usage")
-        yield Delta(
-            text=delta.get("content") or "",
-            usage=PromptUsage.from_openai(usage) if usage else None,
-            finish_reason=choice.get("finish_reason"),
-        )
 
 
 class _translated:

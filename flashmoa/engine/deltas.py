@@ -1,0 +1,64 @@
+"""Streamed answers, step by step: what an engine sends, as :class:`Delta`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+
+from flashmoa.engine import errors
+from flashmoa.engine.wire import Delta, PromptUsage
+
+
+async def data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    """The events of a stream. Raises: BadAnswer, RequestRefused."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        try:
+            event = json.loads(line.removeprefix("data: "))
+        except json.JSONDecodeError as error:
+            raise errors.BadAnswer(f"not a server-sent event: {line[:200]!r}") from error
+        if "error" in event:
+            problem = event["error"]
+            raise errors.RequestRefused(
+                str(problem.get("message", problem)), int(problem.get("code") or 400), "generation"
+            )
+        yield event
+
+
+async def generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    """SGLang's ``/generate`` events repeat the whole text; give what is new."""
+    seen, tokens = 0, 0
+    async for event in events:
+        text: str = event.get("text") or ""
+        meta: dict[str, Any] = event["meta_info"]
+        reason = meta.get("finish_reason")
+        if reason and "prompt_tokens" not in meta:
+            # Aborted before it ran: a full queue, a server that shuts down.
+            status = int(reason.get("status_code") or 503)
+            refused = errors.BY_STATUS.get(status, errors.RequestRefused)
+            raise refused(str(reason.get("message") or reason["type"]), status, "aborted")
+        yield Delta(
+            text=text[seen:],
+            token_ids=event["output_ids"][tokens:],
+            usage=PromptUsage.model_validate(meta) if reason else None,
+            finish_reason=reason["type"] if reason else None,
+        )
+        seen, tokens = len(text), len(event["output_ids"])
+
+
+async def chat_completion(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    """OpenAI's chunks."""
+    async for event in events:
+        choices: list[dict[str, Any]] = event.get("choices") or []
+        choice = choices[0] if choices else {}
+        delta: dict[str, Any] = choice.get("delta") or {}
+        usage: dict[str, Any] | None = event.get("usage")
+        yield Delta(
+            text=delta.get("content") or "",
+            usage=PromptUsage.from_openai(usage) if usage else None,
+            finish_reason=choice.get("finish_reason"),
+        )

@@ -31,18 +31,21 @@ class Text:
 
     In a string it is its text once it is complete, and a mark before: hand it on as it is, in
     messages given to the same workflow, and do not look into the string.
+
+    Attributes:
+        mark: what stands for it meanwhile.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._mark = f"\u27e6{name}:{secrets.token_hex(8)}\u27e7"
+        self.mark = f"\u27e6{name}:{secrets.token_hex(8)}\u27e7"
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = anyio.Event()
         self._error: BaseException | None = None
 
     def __str__(self) -> str:
-        return "".join(self._parts) if self.is_complete else self._mark
+        return "".join(self._parts) if self.is_complete else self.mark
 
     def __await__(self) -> Generator[Any, Any, str]:
         return self.complete().__await__()
@@ -70,6 +73,21 @@ class Text:
             link.close_slot(self.name)
         self._done.set()
 
+    def finish(self, whole: str) -> None:
+        """This is all of it: add what has not been written yet, and close it.
+
+        Where it is not what was written so far, links to it end.
+        """
+        written = "".join(self._parts)
+        if whole.startswith(written):
+            if whole != written:
+                self.write(whole.removeprefix(written))
+        else:
+            self._parts = [whole]
+            for link in self._links:
+                link.end("abort")
+        self.close()
+
     def fail(self, error: BaseException) -> None:
         """It will not be completed; links that wait for it act by their policy."""
         self._error = error
@@ -77,7 +95,7 @@ class Text:
             link.fail_slot(self.name)
         self._done.set()
 
-    def _follow(self, link: Link) -> None:
+    def follow(self, link: Link) -> None:
         """Have a link told of it, from its beginning."""
         self._links.append(link)
         if self._parts:
@@ -106,7 +124,7 @@ class Expected:
 
     async def messages(self) -> list[dict[str, Any]]:
         """What to send, once every text in it is complete. Raises: what a text failed with."""
-        found = {text._mark: await text.complete() for text in self._texts}
+        found = {text.mark: await text.complete() for text in self._texts}
         return [_replaced(message, found) for message in self._messages]
 
     def take_over(self) -> dict[str, Any]:
@@ -162,7 +180,7 @@ class Workflow:
     def text(self, name: str = "text") -> Text:
         """A text that you write, from whatever source."""
         text = Text(self._unused(name))
-        self._texts[text._mark] = text
+        self._texts[text.mark] = text
         return text
 
     def ask(
@@ -181,7 +199,7 @@ class Workflow:
         What goes wrong is raised where the answer is awaited.
         """
         answer = Answer(self._unused(name))
-        self._texts[answer._mark] = answer
+        self._texts[answer.mark] = answer
         target = engine or self._engine
         self._asking.start_soon(self._answer, answer, messages, target, parameters)
         return answer
@@ -199,7 +217,7 @@ class Workflow:
         target = engine or self._engine
         texts = self._read_by(messages)
         stand_ins = StandIns(text.name for text in texts)
-        padded = {text._mark: stand_ins.padded(text.name) for text in texts}
+        padded = {text.mark: stand_ins.padded(text.name) for text in texts}
         shown = [_replaced(message, padded) for message in messages]
         try:
             rendered = await target.render(shown, tools=tools, template_args=template_args)
@@ -214,7 +232,7 @@ class Workflow:
             target, prompt, agent=name, on_failure=self._on_failure, listener=self._listener
         )
         for text in texts:
-            text._follow(link)
+            text.follow(link)
         self._linking.start_soon(link.run)
         return Expected(messages, texts, link)
 

@@ -6,24 +6,27 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal, Self, cast
 from weakref import WeakSet
 
-import httpx
 from autogen_core import AgentId, CancellationToken
 from autogen_core._message_handler_context import MessageHandlerContext
-from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo
+from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo, UserMessage
 from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from autogen_ext.models.openai._model_info import get_info
 from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
 from pydantic import BaseModel, SecretStr
 
 from flashmoa.autogen._calls import CallObserver, CallWatcher, Reporting
 from flashmoa.autogen._completions import Watch, WatchedBody, watch_completions
+from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel, model_info
 from flashmoa.autogen._merging import merge_users
-from flashmoa.engine import EngineClient, EngineError, engine_url
+from flashmoa.autogen._promises import PromisedCall, Promises, Render
+from flashmoa.autogen._synchronous import SynchronousEngine
+from flashmoa.engine import EngineClient, engine_url
+from flashmoa.workflow import Text
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +34,6 @@ ToolChoice = Tool | Literal["auto", "required", "none"]
 JsonOutput = bool | type[BaseModel] | None
 
 _DEFAULT_URL = "http://127.0.0.1:30000"
-_COUNT_TIMEOUT_SECONDS = 10.0
-
-
-class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
-    """The configuration ``dump_component`` writes; unlike the stock one it keeps extra_body."""
-
-    extra_body: dict[str, Any] | None = None
-    auto_link: bool = False
-    merge_user_messages: bool = False
 
 
 class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
@@ -70,7 +64,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         if not kwargs.get("api_key"):
             kwargs["api_key"] = "EMPTY"
         if "model_info" not in kwargs and "model_capabilities" not in kwargs:
-            kwargs["model_info"] = _model_info(kwargs.get("model"))
+            kwargs["model_info"] = model_info(kwargs.get("model"))
         super().__init__(**kwargs)
         self._auto_link = auto_link
         self._merge_user_messages = merge_user_messages
@@ -87,11 +81,13 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
         )
+        self._promises = Promises(self.engine)
+        self._counter = SynchronousEngine(self.engine.url, key)
         self._context_length: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections and links belong to the process that made them.
-        return {**super().__getstate__(), "engine": None, "_watchers": None}
+        return {**super().__getstate__(), "engine": None, "_watchers": None, "_promises": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -129,19 +125,86 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
+        messages, stream = await self._promises.resolve(messages, self._renderer(tools))
+        call = partial(
+            self._ask_model,
+            messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            json_output=json_output,
+            extra_create_args=extra_create_args,
+            cancellation_token=cancellation_token,
+        )
+        return await call([PromisedCall(stream)] if stream is not None else [])
+
+    async def promise(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        json_output: JsonOutput = None,
+        extra_create_args: Mapping[str, Any] = {},
+        cancellation_token: CancellationToken | None = None,
+    ) -> CreateResult:
+        """As :meth:`create`, but returns at once: the content stands for the text to come.
+
+        For agents written by hand. Hand the content on as it is, in messages, results and
+        f-strings; the ``create`` or ``promise`` of any such client that finds it in its
+        messages has its prompt prefilled while the text is written, and sends the text. Do
+        not look into it, cut it or show it: ``await result(content)`` is the text.
+        """
+
+        async def write(text: Text) -> CreateResult:
+            resolved, stream = await self._promises.resolve(messages, self._renderer(()))
+            return await self._ask_model(
+                resolved,
+                [PromisedCall(stream, text)],
+                tools=(),
+                tool_choice="auto",
+                json_output=json_output,
+                extra_create_args=extra_create_args,
+                cancellation_token=cancellation_token,
+            )
+
+        return self._promises.make(_caller() or "promise", write)
+
+    async def result(self, content: str) -> str:
+        """A string with promised texts in it, once they are complete.
+
+        Raises: what a text failed with.
+        """
+        message = UserMessage(content=content, source="user")
+        (resolved,), _ = await self._promises.resolve([message], None)
+        assert isinstance(resolved.content, str)
+        return resolved.content
+
+    async def _ask_model(
+        self,
+        messages: Sequence[LLMMessage],
+        more: Sequence[CallObserver],
+        *,
+        json_output: JsonOutput,
+        tools: Sequence[Tool | ToolSchema],
+        extra_create_args: Mapping[str, Any],
+        **rest: Any,
+    ) -> CreateResult:
         held = _held(tools, json_output, self.model_info)
-        observers = self._begin(held)
+        observers = [*self._begin(held), *more]
         watch = Watch(_heard_by(observers, held), taps=bool(observers) and held is None)
         with Reporting(observers, watch, not _is_structured(json_output)) as report:
             result = await super().create(
                 messages,
                 tools=tools,
-                tool_choice=tool_choice,
                 json_output=json_output,
                 extra_create_args=self._watched_args(extra_create_args, observers, watch),
-                cancellation_token=cancellation_token,
+                **rest,
             )
             return report(result)
+
+    def _renderer(self, tools: Sequence[Tool | ToolSchema]) -> Render:
+        async def prompt(messages: Sequence[LLMMessage]) -> str:
+            return await render(self, messages, tools)
+
+        return prompt
 
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
@@ -155,8 +218,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
+        messages, stream_id = await self._promises.resolve(messages, self._renderer(tools))
         held = _held(tools, json_output, self.model_info)
         observers = self._begin(held)
+        if stream_id is not None:
+            observers.append(PromisedCall(stream_id))
         watch = Watch(_heard_by(observers, held))
         args = self._watched_args(extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
@@ -191,9 +257,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         return params
 
     def _begin(self, held: str | None) -> list[CallObserver]:
-        try:
-            agent = MessageHandlerContext.agent_id()
-        except RuntimeError:  # Called outside any agent.
+        agent = _agent_id()
+        if agent is None:
             return []
         observers = self._observers(agent, held)
         if not observers and self._auto_link:
@@ -226,6 +291,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         try:
             for watcher in list(self._watchers):
                 await watcher.close()
+            await self._promises.close()
             await self.engine.close()
         finally:
             await super().close()
@@ -250,7 +316,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             "tools": params.tools or None,
             "max_tokens": 1,
         }
-        answer = self._ask("/tokenize", {k: v for k, v in body.items() if v is not None})
+        answer = self._counter.ask("/tokenize", {k: v for k, v in body.items() if v is not None})
         return int(answer["count"])
 
     def remaining_tokens(
@@ -261,44 +327,36 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> int:
         """The served model's context length less :meth:`count_tokens`."""
         if self._context_length is None:
-            self._context_length = int(self._ask("/v1/models")["data"][0]["max_model_len"])
+            self._context_length = int(self._counter.ask("/v1/models")["data"][0]["max_model_len"])
         return self._context_length - self.count_tokens(messages, tools=tools)
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self._raw_config['api_key']}"}
-        method = "GET" if body is None else "POST"
-        try:
-            answer = httpx.request(
-                method,
-                self.engine.url + path,
-                json=body,
-                headers=headers,
-                timeout=_COUNT_TIMEOUT_SECONDS,
-            )
-            answer.raise_for_status()
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.engine.url}{path} could not be asked: {error}") from error
-        return answer.json()
 
-
-def default_model_info() -> ModelInfo:
-    """What SGLang offers with any text model."""
-    return ModelInfo(
-        vision=False,
-        function_calling=True,
-        json_output=True,
-        family=ModelFamily.UNKNOWN,
-        structured_output=True,
-        multiple_system_messages=False,
-    )
-
-
-def _model_info(model: str | None) -> ModelInfo:
-    """What AutoGen knows of a model of that name, else what SGLang offers with any."""
+def _agent_id() -> AgentId | None:
+    """Who is calling, if it is an agent."""
     try:
-        return get_info(model or "")
-    except (KeyError, ValueError):
-        return default_model_info()
+        return MessageHandlerContext.agent_id()
+    except RuntimeError:
+        return None
+
+
+def _caller() -> str | None:
+    agent = _agent_id()
+    return agent.type if agent is not None else None
+
+
+async def render(
+    client: FlashMoAChatCompletionClient,
+    messages: Sequence[LLMMessage],
+    tools: Sequence[Tool | ToolSchema],
+) -> str:
+    """The text of a call's prompt, by its engine's chat template. Raises: EngineError."""
+    params = client._process_create_args(messages, tools, "auto", None, {})
+    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
+    return await client.engine.render(
+        [dict(message) for message in params.messages],
+        tools=[dict(tool) for tool in params.tools],
+        template_args=extra_body.get("chat_template_kwargs"),
+    )
 
 
 def _held(

@@ -19,7 +19,7 @@ from typing import Any
 from autogen_agentchat.messages import BaseChatMessage
 from autogen_core.models import LLMMessage
 
-from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._client import FlashMoAChatCompletionClient, render
 from flashmoa.prompts import Prompt, Slot
 from flashmoa.stand_ins import StandIns
 
@@ -67,7 +67,7 @@ async def forecast(
             call = await dry_run(future)
             if call not in calls:
                 calls.append(call)
-    rendered = [await render(client, call) for call in calls]
+    rendered = [await render(client, call.messages, call.tools) for call in calls]
     try:
         if len(rendered) == 1:
             return Prompt(stand_ins.segments(rendered[0]))
@@ -75,14 +75,3 @@ async def forecast(
         return Prompt([*stand_ins.segments(rendered[0], certain), Slot(UNCERTAIN)])
     except ValueError as error:
         raise NotForecastable(str(error)) from error
-
-
-async def render(client: FlashMoAChatCompletionClient, call: Call) -> str:
-    """The text of a call's prompt, by the engine's chat template."""
-    params = client._process_create_args(call.messages, call.tools, "auto", None, {})
-    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
-    return await client.engine.render(
-        [dict(message) for message in params.messages],
-        tools=[dict(tool) for tool in params.tools],
-        template_args=extra_body.get("chat_template_kwargs"),
-    )

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import forecast, render
+from flashmoa.autogen._client import render
+from flashmoa.autogen._forecast import forecast
 from flashmoa.autogen._shadows import agent_dry_runs
 from flashmoa.engine import MalformedRequest
 from flashmoa.stand_ins import StandIns
@@ -151,7 +152,9 @@ async def told_and_sent(
         slot.append(texts[writers.index(slot.name)])
         slot.close()
     written = [TextMessage(content=t, source=n) for n, t in zip(writers, texts, strict=True)]
-    return before, prompt.stable(), await render(agent._model_client, await dry_run(written))
+    call = await dry_run(written)
+    sent = await render(agent._model_client, call.messages, call.tools)
+    return before, prompt.stable(), sent
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -39,6 +39,7 @@ DEADLY = [
     generated(positional_embed_overrides={"a": 1}),
     generated(rid=["a"]), generated(rid=[]),
     generated(sampling_params=[]), generated(sampling_params=[{}]),
+    generated(text=""), generated(text=["x", ""]),
 ]  # fmt: skip
 
 

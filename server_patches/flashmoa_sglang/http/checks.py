@@ -12,13 +12,20 @@ from typing import Any
 from flashmoa_sglang.http import sampling
 
 
-def check(obj: Any, vocabulary: int) -> None:
+def check(obj: Any, vocabulary: int, tokenizer: Any = None) -> None:
     """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that would do harm.
+
+    Args:
+        tokenizer: the served one, if there is one.
 
     Raises:
         ValueError: SGLang answers 400.
     """
     sampling.check(obj)
+    texts = obj.text if isinstance(obj.text, list) else [obj.text]
+    # Where no token begins every text, that would be a prompt of none.
+    if "" in texts and tokenizer is not None and not tokenizer.encode(""):
+        raise ValueError("text cannot be empty.")
     ids = getattr(obj, "input_ids", None)
     if ids is not None:
         for each in ids if ids and isinstance(ids[0], list) else [ids]:

@@ -155,7 +155,7 @@ def generate_request(
     Raises:
         ValueError: a hint is malformed, or the plugin's own mark is forged.
     """
-    checks.check(obj, manager.model_config.vocab_size)
+    checks.check(obj, manager.model_config.vocab_size, manager.tokenizer)
     if not hasattr(obj, "stream"):  # An embedding.
         return original(manager, obj, http_request)
     expected_output = hints.of(http_request).expected_output

@@ -43,6 +43,8 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         arguments=[
             "--max-total-tokens", str(POOL), "--enable-cache-report",
             "--tool-call-parser", "glm",
+            # A random model may like nothing better than white space, to the last token.
+            "--constrained-json-disable-any-whitespace",
         ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip

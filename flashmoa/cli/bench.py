@@ -16,6 +16,7 @@ BENCHES = {
     "schedule": "streaming and shortest-job-first together (§6.6)",
     "neighbours": "what requests that use no stream notice of the plugin",
     "pressure": "streams where the KV pool is too small for them",
+    "client": "what linking costs between two agents' calls",
     "pair": "two engines, the upstream agent really decoding",
 }
 

@@ -74,6 +74,13 @@ async def test_first_token(benches: Bench) -> None:
     assert found["lengths"][0]["growth"] == 1
 
 
+async def test_client(benches: Bench) -> None:
+    found = await benches.run("client", ["flashmoa"], "--prompts", "300")
+    (cost,) = found["costs"]
+    assert cost["prompt_tokens"] > 200
+    assert 0 < cost["watched"] < 1 and 0 < cost["linked"] < 1
+
+
 async def test_schedule(benches: Bench) -> None:
     found = await benches.run(
         "schedule", ["stock", "flashmoa", "sjf"], "--concurrency", "3", "--prefixes", "own"
@@ -84,7 +91,7 @@ async def test_schedule(benches: Bench) -> None:
 
 async def test_neighbours(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
-    # Streams that may not ride along get a forward in 200 decode steps.
+    # Streams that may not ride along get a forward in 256 decode steps.
     small += ["--tokens", "300"]
     streams = ["--streams", "2", "--prefix", "200"]
     found = await benches.run("neighbours", ["stock", "flashmoa"], *small, *streams)

@@ -141,9 +141,9 @@ def test_a_share_of_one_step_and_of_many() -> None:
     assert ride_tokens(COSTS, 1, 0.4, 1) == pytest.approx(66, abs=1)
     # Fewer than 32 are not worth it.
     assert ride_tokens(COSTS, 1, 0.2, 1) == 0
-    # A forward of 0.5 s is 20 % of 2.5 s: 200 steps of 10 ms beside it.
-    assert pause_steps(COSTS, 4900, 1, 0.2) == pytest.approx(200, abs=1)
-    assert pause_steps(COSTS, 100, 1, 0.2) > 100
+    # A forward of 1 s is 20 % of 5 s: 400 steps of 10 ms beside it.
+    assert pause_steps(COSTS, 9900, 1, 0.2) == pytest.approx(400, abs=1)
+    assert pause_steps(COSTS, 100, 1, 0.2) == 256
     assert pause_steps(COSTS, 100, 1, 1.0) == 0
 
 

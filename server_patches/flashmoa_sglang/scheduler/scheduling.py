@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _DELAY = 0.35
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
 _LEAST_RIDE = 32
-_RARELY = 200
+_RARELY = 256
 # A request is passed over at most this many times.
 HELD_STEPS = 16
 LITTLE_LEFT = 128
@@ -127,7 +127,7 @@ def ride_tokens(costs: Costs, decoding: int, share: float, page: int) -> int:
 def pause_steps(costs: Costs, tokens: int, decoding: int, share: float) -> int:
     """Decode steps that others get after a forward of ``tokens`` for streams alone.
 
-    Enough for its share, and so many that fewer than one step in a hundred is held up.
+    Enough for its share, and so many that at most one step in 256 is held up.
     """
     if share >= 1:
         return 0

@@ -26,7 +26,7 @@ from autogen_core.model_context import (
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFinished, CallStarted, Event
+from flashmoa.observe import CallFinished, CallStarted, Event, LinkClosed
 
 from ..engine.support import settled
 
@@ -52,8 +52,15 @@ async def told(client: Client, build: Build, task: str, linked: bool) -> Told:
     result = await team.run(task=task)
     await running.close()
     finished = [event for event in events if isinstance(event, CallFinished)]
+    # A link may be predicted and its stream not be open yet: the tiny model is quick.
+    late = {e.agent for e in events if isinstance(e, LinkClosed) and e.reason == "too late"}
     statuses = [
-        (e.agent, e.usage.prompt_stream.status if e.usage and e.usage.prompt_stream else None)
+        (
+            e.agent,
+            e.usage.prompt_stream.status
+            if e.usage and e.usage.prompt_stream
+            else ("late" if e.agent in late else None),
+        )
         for e in finished
     ]
     said = [(m.source, m.to_text()) for m in result.messages]
@@ -193,7 +200,8 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     assert sorted(linked.said) == sorted(plain.said)
     first = linked.statuses[0]
     assert first[0] in unlinked and first[1] is None
-    assert [status for _, status in linked.statuses[1:]] == ["hit"] * (len(linked.statuses) - 1)
+    found = [status for _, status in linked.statuses[1:]]
+    assert set(found) <= {"hit", "late"} and "hit" in found
     await settled(client)
 
 

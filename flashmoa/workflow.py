@@ -133,6 +133,12 @@ class Expected:
         stream = self._link.take_over() if self._link is not None else None
         return {"prompt_stream_id": stream} if stream is not None else {}
 
+    async def give_back(self) -> None:
+        """The request failed or will not be sent: its stream is not to wait for it."""
+        if self._link is not None:
+            self._link.end("abort")
+            await self._link.delete_stream()
+
 
 class Workflow:
     """Calls of one engine, or several, that read what others of them write.
@@ -239,9 +245,9 @@ class Workflow:
     async def _answer(
         self, answer: Answer, messages: Messages, engine: EngineClient, parameters: dict[str, Any]
     ) -> None:
+        texts = self._read_by(messages)
+        expected = Expected(messages, texts, None)
         try:
-            texts = self._read_by(messages)
-            expected = Expected(messages, texts, None)
             if not all(text.is_complete for text in texts):
                 expected = await self.expect(
                     messages,
@@ -260,8 +266,10 @@ class Workflow:
             answer.close()
         except Exception as error:
             answer.fail(error)
+            await expected.give_back()
         except BaseException:
             answer.fail(RuntimeError(f"{answer.name} was cancelled"))
+            await expected.give_back()
             raise
 
     def _read_by(self, messages: Messages) -> list[Text]:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Literal, Self, cast
 from weakref import WeakSet
 
@@ -125,17 +124,16 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        messages, stream = await self._promises.resolve(messages, self._renderer(tools))
-        call = partial(
-            self._ask_model,
+        messages, link = await self._promises.resolve(messages, self._renderer(tools))
+        return await self._ask_model(
             messages,
+            [PromisedCall(self._promises, link)] if link is not None else [],
             tools=tools,
             tool_choice=tool_choice,
             json_output=json_output,
             extra_create_args=extra_create_args,
             cancellation_token=cancellation_token,
         )
-        return await call([PromisedCall(stream)] if stream is not None else [])
 
     async def promise(
         self,
@@ -154,10 +152,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         """
 
         async def write(text: Text) -> CreateResult:
-            resolved, stream = await self._promises.resolve(messages, self._renderer(()))
+            resolved, link = await self._promises.resolve(messages, self._renderer(()))
             return await self._ask_model(
                 resolved,
-                [PromisedCall(stream, text)],
+                [PromisedCall(self._promises, link, text)],
                 tools=(),
                 tool_choice="auto",
                 json_output=json_output,
@@ -218,11 +216,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        messages, stream_id = await self._promises.resolve(messages, self._renderer(tools))
+        messages, link = await self._promises.resolve(messages, self._renderer(tools))
         held = _held(tools, json_output, self.model_info)
         observers = self._begin(held)
-        if stream_id is not None:
-            observers.append(PromisedCall(stream_id))
+        if link is not None:
+            observers.append(PromisedCall(self._promises, link))
         watch = Watch(_heard_by(observers, held))
         args = self._watched_args(extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:

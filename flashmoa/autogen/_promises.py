@@ -36,8 +36,10 @@ Render = Callable[[Sequence[LLMMessage]], Awaitable[str]]
 class PromisedCall:
     """A call for or from a promise (a ``CallObserver``)."""
 
-    def __init__(self, stream_id: str | None, text: Text | None = None) -> None:
-        self.prompt_stream_id = stream_id
+    def __init__(self, promises: Promises, link: Link | None, text: Text | None = None) -> None:
+        self.prompt_stream_id = link.take_over() if link is not None else None
+        self._promises = promises
+        self._link = link
         self._text = text
 
     def on_text(self, text: str) -> None:
@@ -48,7 +50,9 @@ class PromisedCall:
         """Whoever promised it has the result as well."""
 
     def on_failure(self, error: BaseException) -> None:
-        """Likewise."""
+        """The request may not have reached the engine, which then still keeps its stream."""
+        if self._link is not None:
+            self._promises.give_back(self._link)
 
 
 class Promises:
@@ -89,9 +93,9 @@ class Promises:
 
     async def resolve(
         self, messages: Sequence[LLMMessage], render: Render | None
-    ) -> tuple[Sequence[LLMMessage], str | None]:
-        """Messages with texts for marks, once these are complete, and the prompt stream that
-        was fed with them meanwhile. Raises: what a text failed with."""
+    ) -> tuple[Sequence[LLMMessage], Link | None]:
+        """Messages with texts for marks, once these are complete, and the link that was fed
+        with them meanwhile, to be taken over by the call. Raises: what a text failed with."""
         found = [
             text for mark, text in _texts.items() if any(mark in c for c in _contents(messages))
         ]
@@ -105,7 +109,11 @@ class Promises:
             if link is not None:
                 link.end("abort")
             raise
-        return _replaced(messages, texts), link.take_over() if link is not None else None
+        return _replaced(messages, texts), link
+
+    def give_back(self, link: Link) -> None:
+        """A request that had taken a link over has failed."""
+        self._host.start(link.delete_stream)
 
     async def close(self) -> None:
         """End what is being written and linked."""

@@ -149,6 +149,16 @@ async def test_a_promise_that_fails_fails_whoever_reads_it(
     await settled(client.engine)
 
 
+async def test_a_reader_that_is_refused_gives_its_stream_back(
+    clients: Callable[..., Client], guide: str
+) -> None:
+    client, broken = clients(max_tokens=200), clients(max_tokens=-3)
+    promised = await client.promise([UserMessage(content="Go.", source="user")])
+    with pytest.raises(Exception, match="must be at least 0"):
+        await broken.create([UserMessage(content=f"{guide[:500]} {promised.content}", source="u")])
+    await settled(client.engine)
+
+
 async def test_closing_a_client_ends_what_it_promised(
     clients: Callable[..., Client], guide: str
 ) -> None:

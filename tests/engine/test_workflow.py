@@ -113,6 +113,18 @@ async def test_what_fails_is_raised_where_it_is_awaited(
     assert all(e.reason in ("abort", "closed") for e in events if isinstance(e, LinkClosed))
 
 
+async def test_a_reader_that_is_refused_gives_its_stream_back(
+    client: EngineClient, reader: EngineClient, guide: str
+) -> None:
+    slow, refused = {**PARAMETERS, "max_tokens": 200}, {**PARAMETERS, "max_tokens": -5}
+    async with Workflow(client) as flow:
+        draft = flow.ask(asks("Write."), **slow)
+        review = flow.ask(asks(f"{guide[:900]} {draft}"), engine=reader, **refused)
+        with pytest.raises(EngineError):
+            await review
+        assert (await settled(reader)).pinned_streams == 0
+
+
 async def test_leaving_early_gives_everything_back(reader: EngineClient, guide: str) -> None:
     with pytest.raises((ExceptionGroup, ZeroDivisionError)):
         async with Workflow(reader) as flow:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 FailurePolicy = Literal["abort", "finalize"]
 
+_LATE = "too late"
 _plain_engines: set[str] = set()
 # What went wrong at which engine: once is enough to say so.
 _said: set[tuple[str, type[EngineError]]] = set()
@@ -65,6 +66,11 @@ class Link:
     @property
     def is_over(self) -> bool:
         return self._over is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its request came before its stream was open."""
+        return self._over == _LATE
 
     @property
     def stream_id(self) -> str | None:
@@ -115,7 +121,7 @@ class Link:
         if self.is_over:
             return None
         # A stream that is still being opened comes too late for its request.
-        self.end("used" if self.stream_id is not None else "too late")
+        self.end("used" if self.stream_id is not None else _LATE)
         return self.stream_id
 
     def end(self, reason: str) -> None:

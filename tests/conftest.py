@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+import anyio
 import pytest
 
 from flashmoa.bench.models import tiny_model
@@ -37,7 +38,7 @@ async def engines() -> AsyncGenerator[LocalEngines]:
 @pytest.fixture(scope="session")
 async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
     """With the plugin; its own memory check turned into a crash."""
-    return await engines.start(
+    started = await engines.start(
         model,
         core=0,
         arguments=[
@@ -48,17 +49,30 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip
+    await _measured(started)
+    return started
 
 
 @pytest.fixture(scope="session")
 async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
     """A second engine with the plugin, on the other core."""
-    return await engines.start(
+    started = await engines.start(
         model,
         core=1,
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
+    await _measured(started)
+    return started
+
+
+async def _measured(engine: LocalEngine) -> None:
+    """Wait until the engine has measured its costs: what shares a batch with that may round
+    otherwise than alone, and where two tokens are nearly as likely, answer otherwise."""
+    async with EngineClient(engine.url, timeout=60) as client:
+        with anyio.fail_after(60):
+            while (await client.info()).costs is None:  # noqa: ASYNC110
+                await anyio.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from flashmoa.autogen._tasks import TaskHost
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.links import FailurePolicy, Link, report_plain_engine
-from flashmoa.observe import LinkDeclined, Listener
+from flashmoa.observe import CallStarted, LinkDeclined, Listener
 from flashmoa.prompts import Prompt
 from flashmoa.stand_ins import StandIns
 
@@ -64,6 +64,10 @@ class Outlook:
         """A call goes out."""
         own, rewritten = self._links.pop(agent, None), self._roster.rewrites(agent)
         turn = RunningTurn(self, agent, engine_url, own, held=held, rewritten=rewritten)
+        early = own is None and self._looking and agent not in self._declined
+        late = early or (own is not None and own.is_late)
+        stream_id = turn.prompt_stream_id
+        self.listener(CallStarted(agent=agent, engine=engine_url, stream_id=stream_id, late=late))
         # Whatever was complete before has been delivered, or somebody is waited for anyway.
         self._running = {n: t for n, t in self._running.items() if not t.complete}
         self._running[agent] = turn

@@ -9,7 +9,7 @@ from autogen_core.models import CreateResult
 
 from flashmoa.engine import PromptUsage
 from flashmoa.links import Link
-from flashmoa.observe import CallFailed, CallFinished, CallStarted, FirstToken, LinkWaits, Listener
+from flashmoa.observe import CallFailed, CallFinished, FirstToken, LinkWaits, Listener
 
 
 class Audience(Protocol):
@@ -59,7 +59,6 @@ class RunningTurn:
         self._text: list[str] = []
         self._begun = False
         self._tell = audience.listener
-        self._tell(CallStarted(agent=agent, engine=engine, stream_id=self.prompt_stream_id))
 
     def replay(self, link: Link) -> None:
         """Give a link that waits for this agent what it missed."""

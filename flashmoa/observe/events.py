@@ -27,9 +27,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted(Event):
-    """An agent's request goes out; ``stream_id`` if it uses a prompt stream."""
+    """An agent's request goes out; ``stream_id`` if it uses a prompt stream.
+
+    ``late``: its link was still being made, so that it came before its stream.
+    """
 
     stream_id: str | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

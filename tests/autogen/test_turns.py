@@ -20,11 +20,11 @@ from autogen_agentchat.teams import (
 )
 
 from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link, watch
-from flashmoa.engine import PromptUsage
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFinished, Event, LinkClosed, LinkWaits
+from flashmoa.observe import Event, LinkWaits
 
 from ..engine.support import settled
+from .exactness import Found, count, found, mostly_hit
 from .scripted import script
 
 pytestmark = pytest.mark.anyio
@@ -57,24 +57,10 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
     )
 
 
-def finished(events: list[Event]) -> list[tuple[str, str | None, int | None]]:
-    """Each call: whose, how its prompt was found, and tokens that were left.
-
-    Predicted is also one whose stream was not open yet: the tiny model is quick.
-    """
-    late = {e.agent for e in events if isinstance(e, LinkClosed) and e.reason == "too late"}
-
-    def status(agent: str, usage: PromptUsage) -> str | None:
-        if usage.prompt_stream is None:
-            return "predicted" if agent in late else None
-        found = usage.prompt_stream.status
-        return "predicted" if found == "hit" else found
-
-    return [
-        (e.agent, status(e.agent, use), use.late_tokens)
-        for e in events
-        if isinstance(e, CallFinished) and (use := e.usage) is not None
-    ]
+def predicted(kind: str, calls: list[Found]) -> bool:
+    """Whether all these calls were, of those that were not too early."""
+    count(kind, calls)
+    return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
 
 
 async def run_linked(team: BaseGroupChat, task: str) -> tuple[TaskResult, list[Event]]:
@@ -106,11 +92,12 @@ async def test_a_swarm_is_linked_to_whom_it_may_hand_off(
         return Swarm(agents, termination_condition=MaxMessageTermination(10))
 
     result, events = await run_linked(team(), guide[:900])
-    calls = finished(events)
-    assert [name for name, _, _ in calls] == ["alice", "bob"] * 4 + ["alice"]
-    assert [status for _, status, _ in calls[1:]] == ["predicted"] * 8
+    calls = found(events)
+    assert [call.agent for call in calls] == ["alice", "bob"] * 4 + ["alice"]
+    assert predicted("swarm", calls[1:])
     # The whole prompt was known: at most the template's last tokens are left.
-    assert calls[1][2] is not None and calls[1][2] <= 16
+    hits = [call for call in calls if call.status == "hit"]
+    assert all(call.late_tokens is not None and call.late_tokens <= 16 for call in hits)
     plain = team()
     watch(plain, lambda _: None)
     assert sayings(await plain.run(task=guide[:900])) == sayings(result)
@@ -150,15 +137,15 @@ async def test_an_orchestrator_reads_along(
     agents = [agent(client, name) for name in ("coder", "writer")]
     team = MagenticOneGroupChat(agents, model_client=client, max_turns=6)
     _, events = await run_linked(team, guide[:600])
-    calls = finished(events)
+    calls = found(events)
     reading = [
-        status
-        for before, (name, status, _) in pairwise(calls)
-        if name == "(manager)" and before[0] != "(manager)"
+        call
+        for before, call in pairwise(calls)
+        if call.agent == "(manager)" and before.agent != "(manager)"
     ]
     assert len(reading) == 3
-    assert set(reading) == {"predicted"}
-    assert {status for name, status, _ in calls if name != "(manager)"} == {"predicted"}
+    speaking = [call for call in calls if call.agent != "(manager)"]
+    assert predicted("magentic one", [*reading, *speaking])
     assert ledgers == 4
     await settled(client.engine)
     await client.close()
@@ -182,11 +169,11 @@ async def test_a_selector_and_its_candidates(
         termination_condition=MaxMessageTermination(6),
     )
     _, events = await run_linked(team, guide[:600])
-    calls = finished(events)
-    assert [name for name, _, _ in calls[::2]] == ["(manager)"] * 5
-    assert [name for name, _, _ in calls[1::2]] == ["two", "three", "one", "three", "two"]
+    calls = found(events)
+    assert [call.agent for call in calls[::2]] == ["(manager)"] * 5
+    assert [call.agent for call in calls[1::2]] == ["two", "three", "one", "three", "two"]
     # All but the very first, before which nothing is known of.
-    assert [status for _, status, _ in calls[1:]] == ["predicted"] * 9
+    assert predicted("selector, our prompt", calls[1:])
 
 
 @pytest.mark.parametrize("reflect", [False, True])
@@ -203,9 +190,9 @@ async def test_tools_are_waited_for_and_reflections_streamed(
     one = agent(model_client, "one", tools=[look], reflect_on_tool_use=reflect)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=4)
     result, events = await run_linked(team, guide[:600])
-    calls = finished(events)
-    assert [name for name, _, _ in calls].count("two") == 2
-    assert {status for name, status, _ in calls if name == "two"} == {"predicted"}
+    readers = [call for call in found(events) if call.agent == "two"]
+    assert len(readers) == 2
+    assert predicted("tools, reflected on" if reflect else "tools", readers)
     waits = {event.reason for event in events if isinstance(event, LinkWaits)}
     assert waits == {"it has tools, so its answer may be a call"}
     assert ("one", "a fine lake") in sayings(result) or reflect
@@ -232,4 +219,4 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     link(team, listener=first.append)
     _, events = await run_linked(team, guide[:600])
     assert not first
-    assert [status for _, status, _ in finished(events)] == [None, "predicted"]
+    assert [call.status for call in found(events)][1:] == ["hit"]

@@ -6,9 +6,11 @@ teams; what is here is neutral of any agent framework.
 """
 
 from flashmoa.engine import EngineClient, FlashMoAError
-from flashmoa.links import FailurePolicy, Link
+from flashmoa.failures import FailurePolicy, UpstreamCancelled
+from flashmoa.links import Link
 from flashmoa.prompts import Prompt, Slot
-from flashmoa.workflow import Answer, Expected, Text, Workflow
+from flashmoa.texts import Text
+from flashmoa.workflow import Answer, Expected, Workflow
 
 __version__ = "0.1.0"
 
@@ -22,5 +24,6 @@ __all__ = [
     "Prompt",
     "Slot",
     "Text",
+    "UpstreamCancelled",
     "Workflow",
 ]

@@ -9,17 +9,23 @@ the downstream request is computed as it would have been without it.
 from __future__ import annotations
 
 import logging
-from typing import Literal
 
 import anyio
 
 from flashmoa.engine import EngineClient, EngineError, PluginMissing, PromptFeed, StreamState
-from flashmoa.observe import LinkAdvanced, LinkClosed, LinkOpened, Listener, contained, ignore
+from flashmoa.failures import Failure, FailurePolicy, OnFailure
+from flashmoa.observe import (
+    LinkAdvanced,
+    LinkClosed,
+    LinkOpened,
+    Listener,
+    UpstreamFailed,
+    contained,
+    ignore,
+)
 from flashmoa.prompts import Prompt, Slot
 
 logger = logging.getLogger(__name__)
-
-FailurePolicy = Literal["abort", "finalize"]
 
 _LATE = "too late"
 _plain_engines: set[str] = set()
@@ -34,8 +40,7 @@ class Link:
         engine: where the downstream agent will run.
         prompt: its future prompt; feed it through :meth:`feed` and :meth:`close_slot`.
         agent: the downstream agent's name, for events.
-        on_failure: when an upstream agent fails: ``abort`` gives the link up, ``finalize``
-            keeps what arrived, for downstream agents that go on with it.
+        on_failure: what becomes of it when an upstream agent fails.
         unused_seconds: how long to wait for the downstream request once the prompt is
             complete; then the engine's KV is given back.
         listener: is told what happens.
@@ -49,19 +54,21 @@ class Link:
         prompt: Prompt,
         *,
         agent: str,
-        on_failure: FailurePolicy = "abort",
+        on_failure: OnFailure = "abort",
         unused_seconds: float = 30.0,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
         self.prompt = prompt
         self.agent = agent
-        self._on_failure: FailurePolicy = on_failure
+        self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
         self._feed = PromptFeed(engine, prompt, self._advance)
         self._ended = anyio.Event()
         self._over: str | None = None
+        # When a slot's writer was last heard of, by the event loop's clock.
+        self._heard: dict[str, float] = {}
 
     @property
     def is_over(self) -> bool:
@@ -85,6 +92,7 @@ class Link:
         """Add text to the open slot ``name``; without one, nothing happens."""
         for slot in self._open_slots(name):
             slot.append(text)
+        self._heard[name] = anyio.current_time()
         self._feed.changed()
 
     def close_slot(self, name: str) -> None:
@@ -93,11 +101,21 @@ class Link:
             slot.close()
         self._feed.changed()
 
-    def fail_slot(self, name: str) -> None:
+    def fail_slot(self, name: str, failure: Failure = "error") -> None:
         """The agent writing slot ``name`` failed: act by the link's policy."""
-        if not self.waits_for(name):
+        if self.is_over or not self.waits_for(name):
             return
-        if self._on_failure == "finalize":
+        action = self._policy.action(failure)
+        self._listener(
+            UpstreamFailed(
+                agent=self.agent,
+                engine=self.engine.url,
+                upstream=name,
+                failure=failure,
+                action=action,
+            )
+        )
+        if action == "finalize":
             self.close_slot(name)
         else:
             self.end("abort")
@@ -134,6 +152,18 @@ class Link:
     async def run(self) -> None:
         """Open the stream, follow the frontier, and close it again, whatever happens."""
         try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._watch_stalls)
+                await self._send()
+                group.cancel_scope.cancel()
+        except BaseException:
+            self._over = self._over if self.is_over else "closed"
+            raise
+        finally:
+            await self._give_back()
+
+    async def _send(self) -> None:
+        try:
             await self._feed.run()
             if self.stream_id is not None:
                 await self._await_use()
@@ -148,11 +178,18 @@ class Link:
                 _said.add((self.engine.url, type(error)))
                 level = logging.DEBUG if known else logging.WARNING
                 logger.log(level, "Link to %s ends: %s", self.agent, error)
-        except BaseException:
-            self._over = self._over if self.is_over else "closed"
-            raise
-        finally:
-            await self._give_back()
+
+    async def _watch_stalls(self) -> None:
+        patience = self._policy.stall_seconds
+        while True:
+            now = anyio.current_time()
+            heard = {n: at for n, at in self._heard.items() if self.waits_for(n)}
+            for name, at in heard.items():
+                if now - at >= patience:
+                    self.fail_slot(name, "stall")
+            waiting = [at for at in heard.values() if now - at < patience]
+            # What is heard of first from now on cannot stall any sooner.
+            await anyio.sleep(min(waiting, default=now) + patience - now)
 
     def _advance(self, state: StreamState) -> None:
         """An answer of the engine, the first one when the stream is open."""

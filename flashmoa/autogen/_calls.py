@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from autogen_core.models import CreateResult, RequestUsage
+from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
+from autogen_core.tools import Tool, ToolSchema
+from pydantic import BaseModel
 
 from flashmoa.autogen._completions import Watch
 from flashmoa.engine import PromptUsage
+
+JsonOutput = bool | type[BaseModel] | None
 
 
 @dataclass
@@ -84,3 +89,31 @@ class Reporting:
         if not self._finished:
             for observer in self._observers:
                 observer.on_failure(error or RuntimeError("the answer was not read to its end"))
+
+
+def held_back(
+    tools: Sequence[Tool | ToolSchema], json_output: JsonOutput, model_info: ModelInfo
+) -> str | None:
+    """Why the answer's text does not reach other agents as it arrives, if so."""
+    if tools:
+        return "it has tools, so its answer may be a call"
+    if is_structured(json_output):
+        return "its answer is structured, and written anew"
+    if model_info["family"] == ModelFamily.R1:
+        return "its reasoning is taken out of its text"
+    return None
+
+
+def is_structured(json_output: JsonOutput) -> bool:
+    """Whether AutoGen makes something else of the answer than its text."""
+    return isinstance(json_output, type)
+
+
+def heard_by(observers: Sequence[CallObserver], held: str | None) -> Callable[[str], None]:
+    """What a call's text is given to as it arrives: all its observers, unless it is held."""
+
+    def on_text(text: str) -> None:
+        for observer in observers if held is None else ():
+            observer.on_text(text)
+
+    return on_text

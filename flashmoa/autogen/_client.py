@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Self, cast
 from weakref import WeakSet
 
 from autogen_core import AgentId, CancellationToken
 from autogen_core._message_handler_context import MessageHandlerContext
-from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo, UserMessage
+from autogen_core.models import CreateResult, LLMMessage
 from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
-from flashmoa.autogen._calls import CallObserver, CallWatcher, Reporting
+from flashmoa.autogen._calls import (
+    CallObserver,
+    CallWatcher,
+    JsonOutput,
+    Reporting,
+    heard_by,
+    held_back,
+    is_structured,
+)
 from flashmoa.autogen._completions import Watch, WatchedBody, watch_completions
 from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel, model_info
 from flashmoa.autogen._merging import merge_users
-from flashmoa.autogen._promises import PromisedCall, Promises, Render
+from flashmoa.autogen._promises import PromisedCall, Promises
+from flashmoa.autogen._rendering import render
 from flashmoa.autogen._synchronous import SynchronousEngine
 from flashmoa.engine import EngineClient, engine_url
-from flashmoa.workflow import Text
+from flashmoa.failures import FailurePolicy, OnFailure
+from flashmoa.observe import Listener, contained, ignore
+from flashmoa.readings import Reading
+from flashmoa.texts import Text
 
 logger = logging.getLogger(__name__)
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
-JsonOutput = bool | type[BaseModel] | None
 
-_DEFAULT_URL = "http://127.0.0.1:30000"
+_LOCAL = "http://127.0.0.1:30000"
 
 
 class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     """A drop-in for ``OpenAIChatCompletionClient`` on a self-hosted SGLang engine.
 
     By itself it is the stock client with defaults for self-hosting: no API key needed,
-    ``model_info`` filled in, token counts from the served tokenizer, usage in streams too.
+    ``model_info`` and token counts asked of the engine, usage in streams too.
     Linked (``flashmoa.autogen.link(team)``), it streams what its agents write into the
     prompts of the agents that will read it.
 
@@ -49,6 +60,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         merge_user_messages: send user messages that follow each other as one, for chat templates
             that refuse them (Mistral, Gemma); in AutoGen's teams most messages are of users.
         auto_link: link the teams of its agents by themselves, at their first call.
+        on_failure: what becomes of links to its prompts when a text in them fails.
+        listener: is told what happens to teams that ``auto_link`` links, and to promises. It
+            stays with this object: neither ``dump_component`` nor a pickle has it.
         **kwargs: as the stock client's.
     """
 
@@ -56,15 +70,24 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
 
     def __init__(
-        self, *, auto_link: bool = False, merge_user_messages: bool = False, **kwargs: Any
+        self,
+        *,
+        auto_link: bool = False,
+        merge_user_messages: bool = False,
+        on_failure: OnFailure = "abort",
+        listener: Listener = ignore,
+        **kwargs: Any,
     ) -> None:
-        base_url = kwargs.get("base_url") or os.environ.get("OPENAI_BASE_URL") or _DEFAULT_URL
-        kwargs["base_url"] = f"{engine_url(base_url)}/v1"
+        url = engine_url(kwargs.get("base_url") or os.environ.get("OPENAI_BASE_URL") or _LOCAL)
+        kwargs["base_url"] = f"{url}/v1"
         if not kwargs.get("api_key"):
             kwargs["api_key"] = "EMPTY"
+        self._synchronous = SynchronousEngine(url, kwargs["api_key"])
         if "model_info" not in kwargs and "model_capabilities" not in kwargs:
-            kwargs["model_info"] = model_info(kwargs.get("model"))
+            kwargs["model_info"] = model_info(kwargs.get("model"), self._synchronous)
         super().__init__(**kwargs)
+        self.on_failure = FailurePolicy.of(on_failure)
+        self._listener = contained(listener)
         self._auto_link = auto_link
         self._merge_user_messages = merge_user_messages
         # A linked team keeps its link; a client must not keep the team.
@@ -80,13 +103,12 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
         )
-        self._promises = Promises(self.engine)
-        self._counter = SynchronousEngine(self.engine.url, key)
-        self._context_length: int | None = None
+        self._promises = Promises(self.engine, self.on_failure, self._listener)
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections and links belong to the process that made them.
-        return {**super().__getstate__(), "engine": None, "_watchers": None, "_promises": None}
+        own = dict.fromkeys(("engine", "_watchers", "_promises"))
+        return {**super().__getstate__(), **own, "_listener": ignore}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -98,6 +120,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         fields = config.model_dump(exclude_none=True)
         if isinstance(config.api_key, SecretStr):
             fields["api_key"] = config.api_key.get_secret_value()
+        if isinstance(config, FlashMoAClientConfigurationConfigModel):
+            fields["on_failure"] = config.on_failure
         return cls(**fields)
 
     def _to_config(self) -> FlashMoAClientConfigurationConfigModel:
@@ -105,6 +129,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             **self._raw_config,
             auto_link=self._auto_link,
             merge_user_messages=self._merge_user_messages,
+            on_failure=self.on_failure,
         )
 
     def add_watcher(self, watcher: CallWatcher) -> None:
@@ -124,10 +149,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        messages, link = await self._promises.resolve(messages, self._renderer(tools))
+        messages, reading = await self._read(messages, tools, cancellation_token)
         return await self._ask_model(
             messages,
-            [PromisedCall(self._promises, link)] if link is not None else [],
+            [PromisedCall(self._promises, reading)] if reading is not None else [],
             tools=tools,
             tool_choice=tool_choice,
             json_output=json_output,
@@ -152,10 +177,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         """
 
         async def write(text: Text) -> CreateResult:
-            resolved, link = await self._promises.resolve(messages, self._renderer(()))
+            resolved, reading = await self._read(messages, (), cancellation_token)
             return await self._ask_model(
                 resolved,
-                [PromisedCall(self._promises, link, text)],
+                [PromisedCall(self._promises, reading, text)],
                 tools=(),
                 tool_choice="auto",
                 json_output=json_output,
@@ -170,10 +195,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
         Raises: what a text failed with.
         """
-        message = UserMessage(content=content, source="user")
-        (resolved,), _ = await self._promises.resolve([message], None)
-        assert isinstance(resolved.content, str)
-        return resolved.content
+        return await self._promises.result(content)
 
     async def _ask_model(
         self,
@@ -185,10 +207,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any],
         **rest: Any,
     ) -> CreateResult:
-        held = _held(tools, json_output, self.model_info)
+        held = held_back(tools, json_output, self.model_info)
         observers = [*self._begin(held), *more]
-        watch = Watch(_heard_by(observers, held), taps=bool(observers) and held is None)
-        with Reporting(observers, watch, not _is_structured(json_output)) as report:
+        watch = Watch(heard_by(observers, held), taps=bool(observers) and held is None)
+        with Reporting(observers, watch, not is_structured(json_output)) as report:
             result = await super().create(
                 messages,
                 tools=tools,
@@ -198,11 +220,16 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             )
             return report(result)
 
-    def _renderer(self, tools: Sequence[Tool | ToolSchema]) -> Render:
-        async def prompt(messages: Sequence[LLMMessage]) -> str:
-            return await render(self, messages, tools)
+    async def _read(
+        self,
+        messages: Sequence[LLMMessage],
+        tools: Sequence[Tool | ToolSchema],
+        cancellation_token: CancellationToken | None,
+    ) -> tuple[Sequence[LLMMessage], Reading | None]:
+        async def rendered(shown: Sequence[LLMMessage]) -> str:
+            return await render(self, shown, tools)
 
-        return prompt
+        return await self._promises.resolve(messages, rendered, cancellation_token)
 
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
@@ -216,16 +243,16 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        messages, link = await self._promises.resolve(messages, self._renderer(tools))
-        held = _held(tools, json_output, self.model_info)
+        messages, reading = await self._read(messages, tools, cancellation_token)
+        held = held_back(tools, json_output, self.model_info)
         observers = self._begin(held)
-        if link is not None:
-            observers.append(PromisedCall(self._promises, link))
-        watch = Watch(_heard_by(observers, held))
+        if reading is not None:
+            observers.append(PromisedCall(self._promises, reading))
+        watch = Watch(heard_by(observers, held))
         args = self._watched_args(extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
             include_usage = True
-        with Reporting(observers, watch, not _is_structured(json_output)) as report:
+        with Reporting(observers, watch, not is_structured(json_output)) as report:
             stream = super().create_stream(
                 messages,
                 tools=tools,
@@ -262,7 +289,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         if not observers and self._auto_link:
             from flashmoa.autogen._team import link_caller  # It imports this module.
 
-            link_caller()
+            link_caller(self._listener)
             observers = self._observers(agent, held)
         return observers
 
@@ -308,14 +335,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             EngineError: the engine could not be asked.
         """
         params = self._process_create_args(messages, tools, "auto", None, {})
-        body: dict[str, Any] = {
-            "model": self._create_args["model"],
-            "messages": params.messages,
-            "tools": params.tools or None,
-            "max_tokens": 1,
-        }
-        answer = self._counter.ask("/tokenize", {k: v for k, v in body.items() if v is not None})
-        return int(answer["count"])
+        return self._synchronous.count_tokens(self._create_args["model"], params)
 
     def remaining_tokens(
         self,
@@ -324,9 +344,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
         """The served model's context length less :meth:`count_tokens`."""
-        if self._context_length is None:
-            self._context_length = int(self._counter.ask("/v1/models")["data"][0]["max_model_len"])
-        return self._context_length - self.count_tokens(messages, tools=tools)
+        return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
 
 
 def _agent_id() -> AgentId | None:
@@ -340,43 +358,3 @@ def _agent_id() -> AgentId | None:
 def _caller() -> str | None:
     agent = _agent_id()
     return agent.type if agent is not None else None
-
-
-async def render(
-    client: FlashMoAChatCompletionClient,
-    messages: Sequence[LLMMessage],
-    tools: Sequence[Tool | ToolSchema],
-) -> str:
-    """The text of a call's prompt, by its engine's chat template. Raises: EngineError."""
-    params = client._process_create_args(messages, tools, "auto", None, {})
-    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
-    return await client.engine.render(
-        [dict(message) for message in params.messages],
-        tools=[dict(tool) for tool in params.tools],
-        template_args=extra_body.get("chat_template_kwargs"),
-    )
-
-
-def _held(
-    tools: Sequence[Tool | ToolSchema], json_output: JsonOutput, model_info: ModelInfo
-) -> str | None:
-    """Why the answer's text does not reach other agents as it arrives, if so."""
-    if tools:
-        return "it has tools, so its answer may be a call"
-    if _is_structured(json_output):
-        return "its answer is structured, and written anew"
-    if model_info["family"] == ModelFamily.R1:
-        return "its reasoning is taken out of its text"
-    return None
-
-
-def _is_structured(json_output: JsonOutput) -> bool:
-    return isinstance(json_output, type)
-
-
-def _heard_by(observers: Sequence[CallObserver], held: str | None) -> Callable[[str], None]:
-    def on_text(text: str) -> None:
-        for observer in observers if held is None else ():
-            observer.on_text(text)
-
-    return on_text

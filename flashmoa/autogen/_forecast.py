@@ -19,7 +19,8 @@ from typing import Any
 from autogen_agentchat.messages import BaseChatMessage
 from autogen_core.models import LLMMessage
 
-from flashmoa.autogen._client import FlashMoAChatCompletionClient, render
+from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._rendering import render
 from flashmoa.prompts import Prompt, Slot
 from flashmoa.stand_ins import StandIns
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,8 @@ from flashmoa.autogen._speakers import MANAGER, Turn
 from flashmoa.autogen._tasks import TaskHost
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.links import FailurePolicy, Link, report_plain_engine
+from flashmoa.failures import FailurePolicy
+from flashmoa.links import Link, report_plain_engine
 from flashmoa.observe import CallStarted, LinkDeclined, Listener
 from flashmoa.prompts import Prompt
 from flashmoa.stand_ins import StandIns
@@ -37,8 +39,14 @@ class Settings:
     """How a team is linked; see :func:`flashmoa.autogen.link`."""
 
     ahead: Ahead
-    on_failure: FailurePolicy
+    on_failure: FailurePolicy | Mapping[str, FailurePolicy] | None
     kv_share: float
+
+    def policy(self, agent: str, client: FlashMoAChatCompletionClient) -> FailurePolicy:
+        """For the link to an agent."""
+        given = self.on_failure
+        policy = given.get(agent) if isinstance(given, Mapping) else given
+        return policy or client.on_failure
 
 
 class Outlook:
@@ -211,7 +219,7 @@ class Outlook:
             client.engine,
             prompt,
             agent=turn.agent,
-            on_failure=self._settings.on_failure,
+            on_failure=self._settings.policy(turn.agent, client),
             listener=self.listener,
         )
         self._links[turn.agent] = link

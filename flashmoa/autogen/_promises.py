@@ -8,26 +8,26 @@ when they are complete.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, LLMMessage, RequestUsage
 
 from flashmoa.autogen._tasks import TaskHost
-from flashmoa.engine import EngineClient, EngineError, PluginMissing, PromptUsage
-from flashmoa.links import Link, report_plain_engine
-from flashmoa.prompts import Prompt
-from flashmoa.stand_ins import StandIns
-from flashmoa.workflow import Text
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.failures import FailurePolicy, UpstreamCancelled
+from flashmoa.observe import Listener
+from flashmoa.readings import Reading
+from flashmoa.texts import Text, mentioned, replaced
 
-logger = logging.getLogger(__name__)
-
-# Texts are kept for whoever may still read them; the oldest go first.
+# Finished texts are kept for whoever may still read them; the oldest go first.
 _KEPT = 4096
 # Marks of all clients of this process: one model's answer may be another one's prompt.
-_texts: OrderedDict[str, Text] = OrderedDict()
+_texts: dict[str, Text] = {}
+_finished: dict[str, None] = {}
+_numbers = itertools.count(1)
 
 # Renders messages as the engine will, for a call with these tools.
 Render = Callable[[Sequence[LLMMessage]], Awaitable[str]]
@@ -36,10 +36,12 @@ Render = Callable[[Sequence[LLMMessage]], Awaitable[str]]
 class PromisedCall:
     """A call for or from a promise (a ``CallObserver``)."""
 
-    def __init__(self, promises: Promises, link: Link | None, text: Text | None = None) -> None:
-        self.prompt_stream_id = link.take_over() if link is not None else None
+    def __init__(
+        self, promises: Promises, reading: Reading | None, text: Text | None = None
+    ) -> None:
+        self.prompt_stream_id = reading.take_over() if reading is not None else None
         self._promises = promises
-        self._link = link
+        self._reading = reading
         self._text = text
 
     def on_text(self, text: str) -> None:
@@ -51,8 +53,8 @@ class PromisedCall:
 
     def on_failure(self, error: BaseException) -> None:
         """The request may not have reached the engine, which then still keeps its stream."""
-        if self._link is not None:
-            self._promises.give_back(self._link)
+        if self._reading is not None:
+            self._promises.give_back(self._reading)
 
 
 class Promises:
@@ -60,20 +62,27 @@ class Promises:
 
     Args:
         engine: where the client's requests go.
+        policy: what becomes of its prompts when a text in them fails.
+        listener: is told what happens to the links.
     """
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, policy: FailurePolicy, listener: Listener) -> None:
         self._engine = engine
+        self._policy = policy
+        self._listener = listener
         self._host = TaskHost()
-        self._made = 0
+        self._writing: set[Text] = set()
 
     def make(self, name: str, write: Callable[[Text], Awaitable[CreateResult]]) -> CreateResult:
-        """An answer that ``write`` is about to write: its content is a mark."""
-        self._made += 1
-        text = Text(f"{name}-{self._made}")
-        _texts[f"{text}"] = text
-        while len(_texts) > _KEPT:
-            _texts.popitem(last=False)
+        """An answer that ``write`` is about to write: its content is a mark.
+
+        Raises: RuntimeError where the client has been closed.
+        """
+        if self._host.is_closed:
+            raise RuntimeError("this client is closed; it writes nothing more")
+        text = Text(f"{name}-{next(_numbers)}")
+        _texts[text.mark] = text
+        self._writing.add(text)
 
         async def run() -> None:
             try:
@@ -83,76 +92,78 @@ class Promises:
                 text.finish(result.content)
             except Exception as error:
                 text.fail(error)
-            except BaseException:
-                text.fail(RuntimeError(f"{text.name} was cancelled"))
-                raise
+            finally:
+                self._end(text)
 
         self._host.start(run)
         usage = RequestUsage(prompt_tokens=0, completion_tokens=0)
-        return CreateResult(finish_reason="stop", content=f"{text}", usage=usage, cached=False)
+        return CreateResult(finish_reason="stop", content=text.mark, usage=usage, cached=False)
 
     async def resolve(
-        self, messages: Sequence[LLMMessage], render: Render | None
-    ) -> tuple[Sequence[LLMMessage], Link | None]:
-        """Messages with texts for marks, once these are complete, and the link that was fed
-        with them meanwhile, to be taken over by the call. Raises: what a text failed with."""
-        found = [
-            text for mark, text in _texts.items() if any(mark in c for c in _contents(messages))
-        ]
-        if not found:
+        self,
+        messages: Sequence[LLMMessage],
+        render: Render | None,
+        cancellation_token: CancellationToken | None = None,
+    ) -> tuple[Sequence[LLMMessage], Reading | None]:
+        """Messages with texts for marks, once these are complete, and what was fed with them
+        meanwhile, to be taken over by the call. Raises: what a text failed with."""
+        texts = mentioned(_contents(messages), _texts)
+        if not texts:
             return messages, None
-        waiting = [text for text in found if not text.is_complete]
-        link = await self._link(messages, waiting, found, render) if waiting and render else None
-        try:
-            texts = {text.mark: await text.complete() for text in found}
-        except BaseException:
-            if link is not None:
-                link.end("abort")
-            raise
-        return _replaced(messages, texts), link
+        # Cancelled with whoever waits for it, or by the token.
+        waiting = asyncio.ensure_future(self._read(texts, messages, render))
+        if cancellation_token is not None:
+            cancellation_token.link_future(waiting)
+        return await waiting
 
-    def give_back(self, link: Link) -> None:
+    async def result(self, content: str) -> str:
+        """A string with texts for marks. Raises: what a text failed with."""
+        texts = mentioned([content], _texts)
+        return replaced(content, await Reading(texts, self._policy, "result").whole())
+
+    def give_back(self, reading: Reading) -> None:
         """A request that had taken a link over has failed."""
-        self._host.start(link.delete_stream)
+        self._host.start(reading.give_back)
 
     async def close(self) -> None:
         """End what is being written and linked."""
         await self._host.close()
+        for text in list(self._writing):  # Those whose writing had not even begun.
+            self._end(text)
 
-    async def _link(
-        self,
-        messages: Sequence[LLMMessage],
-        waiting: Sequence[Text],
-        found: Sequence[Text],
-        render: Render,
-    ) -> Link | None:
-        stand_ins = StandIns(text.name for text in waiting)
-        shown = {text.mark: stand_ins.padded(text.name) for text in waiting}
-        shown |= {text.mark: f"{text}" for text in found if text.mark not in shown}
+    def _end(self, text: Text) -> None:
+        text.fail(UpstreamCancelled(f"{text.name} was cancelled"))  # Unless it is over.
+        self._writing.discard(text)
+        _finished[text.mark] = None
+        while len(_finished) > _KEPT:
+            oldest = next(iter(_finished))
+            del _finished[oldest], _texts[oldest]
+
+    async def _read(
+        self, texts: Sequence[Text], messages: Sequence[LLMMessage], render: Render | None
+    ) -> tuple[Sequence[LLMMessage], Reading]:
+        reading = Reading(texts, self._policy, "promise", self._listener)
+        if reading.is_waiting and render is not None:
+
+            async def rendered(by: Mapping[str, str]) -> str:
+                return await render(_replaced(messages, by))
+
+            self._host.start(await reading.link(self._engine, rendered))
         try:
-            prompt = Prompt(stand_ins.segments(await render(_replaced(messages, shown))))
-        except PluginMissing as problem:
-            report_plain_engine(self._engine.url, problem)
-            return None
-        except (EngineError, ValueError) as error:
-            logger.warning("No link to a promised prompt this time: %s", error)
-            return None
-        link = Link(self._engine, prompt, agent="promise")
-        for text in waiting:
-            text.follow(link)
-        self._host.start(link.run)
-        return link
+            return _replaced(messages, await reading.whole()), reading
+        except BaseException:
+            await reading.give_back()
+            raise
 
 
 def _contents(messages: Sequence[LLMMessage]) -> list[str]:
     return [message.content for message in messages if isinstance(message.content, str)]
 
 
-def _replaced(messages: Sequence[LLMMessage], by: dict[str, str]) -> list[LLMMessage]:
-    replaced: list[LLMMessage] = []
-    for message in messages:
-        content: Any = message.content
-        for mark, text in by.items() if isinstance(content, str) else ():
-            content = content.replace(mark, text)
-        replaced.append(message.model_copy(update={"content": content}))
-    return replaced
+def _replaced(messages: Sequence[LLMMessage], by: Mapping[str, str]) -> list[LLMMessage]:
+    return [
+        message.model_copy(update={"content": replaced(message.content, by)})
+        if isinstance(message.content, str)
+        else message
+        for message in messages
+    ]

@@ -24,6 +24,10 @@ class TaskHost:
         self._group: TaskGroup | None = None
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run ``work()`` in the group; what it raises is logged and goes no further.
 

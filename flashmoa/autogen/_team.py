@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from autogen_agentchat.agents import SocietyOfMindAgent
@@ -14,7 +15,7 @@ from flashmoa.autogen._parts import Parts
 from flashmoa.autogen._roster import Roster
 from flashmoa.autogen._shadows import client_of
 from flashmoa.autogen._turn import RunningTurn
-from flashmoa.links import FailurePolicy
+from flashmoa.failures import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, contained, ignore
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def link(
     team: BaseGroupChat,
     *,
     stream: bool = True,
-    on_failure: FailurePolicy = "abort",
+    on_failure: OnFailure | Mapping[str, OnFailure] | None = None,
     kv_share: float = _KV_SHARE,
     listener: Listener = ignore,
 ) -> TeamLink:
@@ -44,16 +45,19 @@ def link(
             ``FlashMoAChatCompletionClient``; agents with other clients, and agents that are no
             stock ``AssistantAgent``, alone or in a ``MessageFilterAgent``, run unlinked.
         stream: ``False`` prefills only what is known beforehand, and streams no tokens.
-        on_failure: what becomes of a link whose upstream agent fails, see :class:`Link`.
+        on_failure: what becomes of a link whose upstream agent fails; for all, or by the names
+            of the agents linked to. By default as the agent's client has it.
         kv_share: of an engine's KV pool, for agents that may speak next but need not.
         listener: is told everything that happens.
 
     Raises:
         TypeError: not a team that can be linked.
-        ValueError: no agent of the team uses a FlashMoA client.
+        ValueError: no agent of the team uses a FlashMoA client, or there is no agent or no
+            action of such a name as ``on_failure`` has.
     """
-    settings = Settings("text" if stream else "known", on_failure, kv_share)
-    return TeamLink(_parts(team), settings, contained(listener))
+    parts = _parts(team)
+    settings = Settings("text" if stream else "known", _policies(on_failure, parts), kv_share)
+    return TeamLink(parts, settings, contained(listener))
 
 
 def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
@@ -61,14 +65,14 @@ def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
 
     Raises: as :func:`link`.
     """
-    return TeamLink(_parts(team), Settings("nothing", "abort", 0.0), contained(listener))
+    return TeamLink(_parts(team), Settings("nothing", None, 0.0), contained(listener))
 
 
-def link_caller() -> None:
+def link_caller(listener: Listener) -> None:
     """Link the team on whose behalf a client is being called, if there is one (``auto_link``)."""
     parts = Parts.of_caller()
     if parts is not None and not hasattr(parts.owner, _LINK):
-        TeamLink(parts, Settings("text", "abort", _KV_SHARE), ignore)
+        TeamLink(parts, Settings("text", None, _KV_SHARE), listener)
 
 
 class TeamLink:
@@ -125,6 +129,21 @@ def _parts(team: Any) -> Parts:
     if not isinstance(team, BaseGroupChat):
         raise TypeError(f"only a team can be linked, not a {type(team).__name__}")
     return Parts.of(team)
+
+
+def _policies(
+    given: OnFailure | Mapping[str, OnFailure] | None, parts: Parts
+) -> FailurePolicy | dict[str, FailurePolicy] | None:
+    if given is None or not isinstance(given, Mapping):
+        return None if given is None else FailurePolicy.of(given)
+    names = _names(parts)
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"on_failure names {unknown}; the team has {sorted(names)}")
+    return {name: FailurePolicy.of(one) for name, one in given.items()}
+
+
+def _names(parts: Parts) -> set[str]:
+    return {one.name for one in parts.participants}.union(*map(_names, _within(parts)))
 
 
 def _clients(parts: Parts) -> set[FlashMoAChatCompletionClient]:

@@ -8,6 +8,7 @@ from typing import Protocol
 from autogen_core.models import CreateResult
 
 from flashmoa.engine import PromptUsage
+from flashmoa.failures import failure_of
 from flashmoa.links import Link
 from flashmoa.observe import CallFailed, CallFinished, FirstToken, LinkWaits, Listener
 
@@ -101,7 +102,7 @@ class RunningTurn:
     def on_failure(self, error: BaseException) -> None:
         self._tell(CallFailed(agent=self.agent, engine=self._engine, error=repr(error)))
         self._audience.failed(self)
-        self._each(lambda link: link.fail_slot(self.agent))
+        self._each(lambda link: link.fail_slot(self.agent, failure_of(error)))
         if self._own is not None:
             # The request may not have reached the engine, which then still keeps its stream.
             self._audience.give_back(self._own)

@@ -31,7 +31,7 @@ class EngineUnreachable(EngineError):
     """No connection could be made, or it broke."""
 
 
-class EngineTimeout(EngineError):
+class EngineTimeout(EngineError, TimeoutError):
     """The engine did not answer in time."""
 
 

@@ -12,6 +12,7 @@ from flashmoa.observe.events import (
     LinkOpened,
     LinkWaits,
     Listener,
+    UpstreamFailed,
     contained,
     ignore,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "LinkOpened",
     "LinkWaits",
     "Listener",
+    "UpstreamFailed",
     "contained",
     "ignore",
 ]

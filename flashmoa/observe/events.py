@@ -82,6 +82,16 @@ class LinkWaits(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamFailed(Event):
+    """The link to ``agent`` waits for ``upstream``, which failed (``error``, ``cancel``,
+    ``timeout``, ``stall``); ``action`` is what its policy says."""
+
+    upstream: str
+    failure: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkDeclined(Event):
     """There is no link to ``agent`` this time, and why."""
 

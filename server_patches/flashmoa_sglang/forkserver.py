@@ -54,9 +54,24 @@ def fork_instead_of_spawning() -> None:
     torch.multiprocessing.set_start_method = keep
 
 
+def fork_engine(order: dict[str, Any]) -> int:
+    """The new engine's process id, once it leads a process group: its name for whoever asks
+    whether it runs."""
+    ready, leads = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.close(ready)
+        os.close(leads)
+        run_engine(order)
+    os.close(leads)
+    os.read(ready, 1)  # Its end of the pipe is closed, whatever has become of it.
+    os.close(ready)
+    return pid
+
+
 def run_engine(order: dict[str, Any]) -> None:
     """In the forked process: become an engine. Does not return."""
-    os.setsid()
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))
@@ -100,10 +115,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            run_engine(order)
-        print(pid, flush=True)
+        print(fork_engine(order), flush=True)
 
 
 if __name__ == "__main__":

@@ -199,13 +199,15 @@ async def test_tools_are_waited_for_and_reflections_streamed(
 
 
 async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
-    client = make(engine, auto_link=True)
+    events: list[Event] = []
+    client = make(engine, auto_link=True, listener=events.append)
     await client.engine.flush_cache()
     assert client.dump_component().config["auto_link"] is True
     team = RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=4)
     result = await team.run(task=guide[:600])
     usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
     assert all(isinstance(usage, EngineUsage) and usage.streamed_tokens for usage in usages)
+    assert [call.agent for call in found(events)] == ["one", "two", "three", "one"]
     alone = await agent(client, "alone").run(task="Go.")
     assert len(alone.messages) == 2
     await client.close()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from flashmoa import FailurePolicy, Link, Prompt, Slot
+from flashmoa import Link, Prompt, Slot
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from flashmoa.failures import Action
 from flashmoa.observe import Event, LinkClosed
 
 from .support import GREEDY, generate, settled
@@ -55,7 +56,7 @@ async def test_sixteen_links_at_once(
 
 @pytest.mark.parametrize("policy", ["abort", "finalize"])
 async def test_a_failing_upstream_ends_or_finishes_its_link(
-    client: EngineClient, words: Words, policy: FailurePolicy
+    client: EngineClient, words: Words, policy: Action
 ) -> None:
     head = words(100, 81)
     link = Link(client, Prompt([head, Slot("A"), " go"]), agent="B", on_failure=policy)

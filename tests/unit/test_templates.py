@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._client import render
 from flashmoa.autogen._forecast import forecast
+from flashmoa.autogen._rendering import render
 from flashmoa.autogen._shadows import agent_dry_runs
 from flashmoa.engine import MalformedRequest
 from flashmoa.stand_ins import StandIns

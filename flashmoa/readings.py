@@ -1,0 +1,96 @@
+"""A request that waits for texts, and the link that prefills its prompt meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from flashmoa.engine import EngineClient, EngineError, PluginMissing
+from flashmoa.failures import FailurePolicy
+from flashmoa.links import Link, report_plain_engine
+from flashmoa.observe import Listener, ignore
+from flashmoa.prompts import Prompt
+from flashmoa.stand_ins import StandIns
+from flashmoa.texts import Text
+
+logger = logging.getLogger(__name__)
+
+# Given a text for each mark: the prompt as its engine will render it.
+Render = Callable[[Mapping[str, str]], Awaitable[str]]
+
+# What is to be run while a request waits.
+Run = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Reading:
+    """What one request reads.
+
+    Args:
+        texts: all that its messages mention; no two of a name.
+        policy: what becomes of it when one fails.
+        agent: who will send the request.
+        listener: is told what happens to its link.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Text],
+        policy: FailurePolicy,
+        agent: str,
+        listener: Listener = ignore,
+    ) -> None:
+        self._texts = texts
+        self._policy = policy
+        self._agent = agent
+        self._listener = listener
+        self._link: Link | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any of its texts is still being written."""
+        return not all(text.is_complete for text in self._texts)
+
+    async def link(
+        self, engine: EngineClient, render: Render
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Link its prompt to the texts; returns what to run meanwhile.
+
+        Where that cannot be, why is logged, and there is nothing to run.
+        """
+        waiting = [text for text in self._texts if not text.is_complete]
+        stand_ins = StandIns(text.name for text in waiting)
+        shown = {text.mark: f"{text}" for text in self._texts}
+        shown |= {text.mark: stand_ins.padded(text.name) for text in waiting}
+        try:
+            prompt = Prompt(stand_ins.segments(await render(shown)))
+        except PluginMissing as problem:
+            report_plain_engine(engine.url, problem)
+            return _nothing
+        except (EngineError, ValueError) as error:
+            logger.warning("No link to %s this time: %s", self._agent, error)
+            return _nothing
+        self._link = Link(
+            engine, prompt, agent=self._agent, on_failure=self._policy, listener=self._listener
+        )
+        for text in waiting:
+            text.follow(self._link)
+        return self._link.run
+
+    async def whole(self) -> dict[str, str]:
+        """Every text by its mark, once it is there. Raises: what a text failed with."""
+        return {text.mark: await text.read(self._policy) for text in self._texts}
+
+    def take_over(self) -> str | None:
+        """The request goes out: the prompt stream it is to use, if there is one."""
+        return self._link.take_over() if self._link is not None else None
+
+    async def give_back(self) -> None:
+        """The request failed or will not be sent: its stream is not to wait for it."""
+        if self._link is not None:
+            self._link.end("abort")
+            await self._link.delete_stream()
+
+
+async def _nothing() -> None:
+    return None

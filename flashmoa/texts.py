@@ -1,0 +1,139 @@
+"""Texts that somebody is writing, the marks that stand for them, and who waits for them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import anyio
+
+from flashmoa.failures import FailurePolicy, failure_of
+from flashmoa.links import Link
+
+_MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
+
+
+class Text:
+    """A text that somebody is writing.
+
+    In a string it is its text once it is complete, and a mark before: hand it on as it is, in
+    messages given to the same workflow, and do not look into the string.
+
+    Attributes:
+        mark: what stands for it meanwhile.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name.translate({0x27E6: None, 0x27E7: None})
+        self.mark = f"\u27e6{self.name}:{secrets.token_hex(8)}\u27e7"
+        self._parts: list[str] = []
+        self._links: list[Link] = []
+        self._done = False
+        self._error: BaseException | None = None
+        self._changed = anyio.Event()
+
+    def __str__(self) -> str:
+        return self.written if self.is_complete else self.mark
+
+    def __await__(self) -> Generator[Any, Any, str]:
+        return self.complete().__await__()
+
+    @property
+    def written(self) -> str:
+        """What there is of it."""
+        return "".join(self._parts)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._done and self._error is None
+
+    async def complete(self) -> str:
+        """The whole text. Raises: whatever it was failed with."""
+        while not self._done:
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        return self.written
+
+    async def read(self, policy: FailurePolicy) -> str:
+        """The text as a reader with that policy gets it. Raises: whatever it was failed with,
+        unless the policy goes on with what arrived."""
+        patience = policy.stall_seconds if policy.stall == "finalize" else None
+        while not self._done:
+            with anyio.move_on_after(patience if self._parts else None) as waiting:
+                await self._changed.wait()
+            if waiting.cancelled_caught:
+                return self.written
+        if self._error is not None and policy.action(failure_of(self._error)) == "abort":
+            raise self._error
+        return self.written
+
+    def write(self, piece: str) -> None:
+        """The next piece; of a text that is over already it goes nowhere."""
+        if self._done:
+            return
+        self._parts.append(piece)
+        for link in self._links:
+            link.feed(self.name, piece)
+        self._tell()
+
+    def close(self) -> None:
+        """That was all of it; harmless to repeat."""
+        for link in self._links:
+            link.close_slot(self.name)
+        self._end()
+
+    def finish(self, whole: str) -> None:
+        """This is all of it: add what has not been written yet, and close it.
+
+        Where it is not what was written so far, links to it end.
+        """
+        if whole.startswith(self.written):
+            if whole != self.written:
+                self.write(whole.removeprefix(self.written))
+        else:
+            self._parts = [whole]
+            for link in self._links:
+                link.end("abort")
+        self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """It will not be completed; links that wait for it act by their policy."""
+        if self._done:
+            return
+        self._error = error
+        for link in self._links:
+            link.fail_slot(self.name, failure_of(error))
+        self._end()
+
+    def follow(self, link: Link) -> None:
+        """Have a link told of it, from its beginning."""
+        self._links.append(link)
+        if self._parts:
+            link.feed(self.name, self.written)
+        if self.is_complete:
+            link.close_slot(self.name)
+        elif self._error is not None:
+            link.fail_slot(self.name, failure_of(self._error))
+
+    def _end(self) -> None:
+        self._done = True
+        self._links.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def mentioned(strings: Iterable[str], texts: Mapping[str, Text]) -> list[Text]:
+    """Those of ``texts``, by their marks, that stand in any of these strings, in their order."""
+    marks = dict.fromkeys(mark for one in strings for mark in _MARK.findall(one))
+    return [texts[mark] for mark in marks if mark in texts]
+
+
+def replaced(text: str, by: Mapping[str, str]) -> str:
+    """A string with something else for its marks."""
+    return _MARK.sub(lambda found: by.get(found.group(), found.group()), text)

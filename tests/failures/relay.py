@@ -1,0 +1,93 @@
+"""A relay before an engine, through which answers can break off or stand still."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Literal
+from urllib.parse import urlsplit
+
+import anyio
+from anyio.abc import SocketAttribute, SocketStream
+
+Fault = Literal["reset", "stall"]
+_BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+class Relay:
+    """Passes connections on to an engine.
+
+    Attributes:
+        url: of the relay. target: the engine's.
+        has_struck: whether the fault it was armed with has happened.
+    """
+
+    def __init__(self, url: str, target: str) -> None:
+        self.url = url
+        self.target = target
+        self.has_struck = False
+        self._released = anyio.Event()
+        self._fault: Fault | None = None
+        self._left = 0
+
+    def arm(self, fault: Fault, events: int = 12) -> None:
+        """Have the next streamed answer go wrong after that many events."""
+        self._fault, self._left = fault, events
+
+    def release(self) -> None:
+        """What stands still goes on."""
+        self._released.set()
+
+    async def serve(self, client: SocketStream) -> None:
+        parts = urlsplit(self.target)
+        assert parts.hostname and parts.port
+        async with client:
+            with suppress(*_BROKEN):
+                async with (
+                    await anyio.connect_tcp(parts.hostname, parts.port) as engine,
+                    anyio.create_task_group() as group,
+                ):
+                    group.start_soon(_pass_on, client, engine, group.cancel_scope)
+                    await self._pass_back(engine, client)
+                    group.cancel_scope.cancel()
+
+    async def _pass_back(self, engine: SocketStream, client: SocketStream) -> None:
+        with suppress(*_BROKEN):
+            while True:
+                piece = await engine.receive()
+                if self._fault is not None:
+                    self._left -= piece.count(b"data: ")
+                    if self._left < 0:
+                        fault, self._fault = self._fault, None
+                        self.has_struck = True
+                        if fault == "reset":
+                            _make_reset(client)
+                            return
+                        await self._released.wait()
+                await client.send(piece)
+
+
+async def _pass_on(client: SocketStream, engine: SocketStream, both: anyio.CancelScope) -> None:
+    with suppress(*_BROKEN):
+        while True:
+            await engine.send(await client.receive())
+    both.cancel()
+
+
+def _make_reset(stream: SocketStream) -> None:
+    """Closing it will send RST instead of FIN."""
+    plain: socket.socket = stream.extra(SocketAttribute.raw_socket)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@asynccontextmanager
+async def relay_to(target: str) -> AsyncGenerator[Relay]:
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as group:
+        port = listener.extra(SocketAttribute.local_port)
+        relay = Relay(f"http://127.0.0.1:{port}", target)
+        group.start_soon(listener.serve, relay.serve)
+        yield relay
+        group.cancel_scope.cancel()

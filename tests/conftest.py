@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-import anyio
 import pytest
 
 from flashmoa.bench.models import tiny_model
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
+
+from .engine.support import measured
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "examples" / "guides" / "nepal.md"
@@ -49,7 +50,7 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip
-    await _measured(started)
+    await measured(started)
     return started
 
 
@@ -62,17 +63,8 @@ async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
-    await _measured(started)
+    await measured(started)
     return started
-
-
-async def _measured(engine: LocalEngine) -> None:
-    """Wait until the engine has measured its costs: what shares a batch with that may round
-    otherwise than alone, and where two tokens are nearly as likely, answer otherwise."""
-    async with EngineClient(engine.url, timeout=60) as client:
-        with anyio.fail_after(60):
-            while (await client.info()).costs is None:  # noqa: ASYNC110
-                await anyio.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,7 @@ import anyio
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import UNCERTAIN, NotForecastable, forecast
 from flashmoa.autogen._roster import Roster
-from flashmoa.autogen._speakers import MANAGER, Turn
+from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn
 from flashmoa.autogen._tasks import TaskHost
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.engine import EngineError, PluginMissing
@@ -41,6 +41,7 @@ class Settings:
     ahead: Ahead
     on_failure: FailurePolicy | Mapping[str, FailurePolicy] | None
     kv_share: float
+    include: Collection[str] = ()
 
     def policy(self, agent: str, client: FlashMoAChatCompletionClient) -> FailurePolicy:
         """For the link to an agent."""
@@ -50,14 +51,26 @@ class Settings:
 
 
 class Outlook:
-    """The links of one team (an ``Audience`` of its calls)."""
+    """The links of one team (an ``Audience`` of its calls).
 
-    def __init__(self, roster: Roster, settings: Settings, listener: Listener) -> None:
+    Args:
+        societies: the outlooks of teams whose ``SocietyOfMindAgent`` is a member of this one,
+            by its name.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        settings: Settings,
+        listener: Listener,
+        societies: Mapping[str, Outlook],
+    ) -> None:
         self.listener = listener
         self.streams = settings.ahead == "text"
         self.host = TaskHost()
         self._roster = roster
         self._settings = settings
+        self._societies = societies
         self._links: dict[str, Link] = {}
         self._unsure: set[str] = set()
         # What links were made from, as far as it may be another thing at the next look.
@@ -70,7 +83,7 @@ class Outlook:
 
     def begin(self, agent: str, engine_url: str, held: str | None) -> RunningTurn:
         """A call goes out."""
-        own, rewritten = self._links.pop(agent, None), self._roster.rewrites(agent)
+        own, rewritten = self._take(agent), self._roster.rewrites(agent)
         turn = RunningTurn(self, agent, engine_url, own, held=held, rewritten=rewritten)
         early = own is None and self._looking and agent not in self._declined
         late = early or (own is not None and own.is_late)
@@ -83,6 +96,11 @@ class Outlook:
         # In the background: nothing the user waits for waits for a link.
         self._look()
         return turn
+
+    def _take(self, agent: str) -> Link | None:
+        """The link to the prompt of a call that is here."""
+        society = self._societies.get(agent)
+        return self._links.pop(agent, None) if society is None else society._take(SUMMARY)
 
     def finished(self, turn: RunningTurn) -> None:
         """A turn's message is known; what others write at the same time comes after it."""
@@ -127,7 +145,7 @@ class Outlook:
                 self._wanted = False
                 await anyio.sleep(_DELIVERY_SECONDS)
                 for turn in await self._roster.upcoming(self._speaker):
-                    if turn.agent not in self._declined:
+                    if turn.agent not in self._declined and turn.agent not in self._societies:
                         await self._serve(turn)
         finally:
             self._looking = False
@@ -135,8 +153,11 @@ class Outlook:
     async def _watch_end(self) -> None:
         """A team that has ended, by whatever condition, tells nobody."""
         try:
-            while self._roster.is_running:  # noqa: ASYNC110
+            ended = 0
+            # Once more after the end, for whoever reads what the team has said.
+            while ended < 2:
                 await anyio.sleep(_END_POLL_SECONDS)
+                ended = 0 if self._roster.is_running else ended + 1
             self.end_all("unused")
         finally:
             self._watching = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from autogen_agentchat.agents import SocietyOfMindAgent
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
@@ -21,6 +22,7 @@ class Parts:
         owner: what the link is kept on, to live as long.
         participants: agents and teams.
         manager_type: of the AutoGen agent that decides who speaks.
+        reader: the ``SocietyOfMindAgent`` whose team it is, if so.
     """
 
     owner: Any
@@ -29,9 +31,10 @@ class Parts:
     participants: Sequence[Any]
     manager_type: str
     is_running: Callable[[], bool]
+    reader: SocietyOfMindAgent | None = None
 
     @classmethod
-    def of(cls, team: BaseGroupChat) -> Parts:
+    def of(cls, team: BaseGroupChat, reader: SocietyOfMindAgent | None = None) -> Parts:
         return cls(
             owner=team,
             team_id=team._team_id,
@@ -39,6 +42,7 @@ class Parts:
             participants=team._participants,
             manager_type=team._group_chat_manager_topic_type,
             is_running=lambda: team._is_running,
+            reader=reader,
         )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from autogen_agentchat.base import Team
@@ -13,8 +13,14 @@ from autogen_core import AgentId
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import DryRun, NotForecastable
 from flashmoa.autogen._parts import Parts
-from flashmoa.autogen._shadows import agent_dry_runs, client_of, manager_dry_runs, rewrites
-from flashmoa.autogen._speakers import MANAGER, Turn, upcoming
+from flashmoa.autogen._shadows import (
+    agent_dry_runs,
+    client_of,
+    manager_dry_runs,
+    rewrites,
+    summary_dry_run,
+)
+from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn, summary, upcoming
 from flashmoa.stand_ins import StandIns
 
 # Some message of somebody; what matters is that there is one.
@@ -22,10 +28,15 @@ _ANOTHER = TextMessage(content="?", source="x")
 
 
 class Roster:
-    """The manager and the containers of a team. They exist once it has begun to run."""
+    """The manager and the containers of a team. They exist once it has begun to run.
 
-    def __init__(self, parts: Parts) -> None:
+    Args:
+        include: names of agents that are no stock ones and linked all the same.
+    """
+
+    def __init__(self, parts: Parts, include: Collection[str]) -> None:
         self._parts = parts
+        self._include = include
         self._instances: dict[str, Any] = {}
 
     @property
@@ -47,19 +58,27 @@ class Roster:
         if agent == MANAGER:
             return "it decides who speaks"
         found = [one for one in self._parts.participants if one.name == agent]
-        return rewrites(found[0]) if found else "it is not known to its team"
+        return (
+            rewrites(found[0], agent in self._include) if found else "it is not known to its team"
+        )
 
     async def upcoming(self, speaker: str) -> list[Turn]:
         """The turns that may follow; what is read of the team after it is as of the same moment."""
         manager = await self._find(MANAGER)
+        await self._find(speaker)
         for turn in upcoming(manager, speaker):
             await self._find(turn.agent)
             for name in turn.writers:
                 await self._find(name)
-        return upcoming(manager, speaker)
+        turns = upcoming(manager, speaker)
+        if self._parts.reader is not None and speaker != MANAGER:
+            turns.append(summary(turns, speaker))
+        return turns
 
     def received(self, agent: str) -> list[BaseChatMessage]:
-        """What a participant has been sent since its last turn."""
+        """What a participant has been sent since its last turn; what the reader has in all."""
+        if agent == SUMMARY:
+            return self._said()
         return [] if agent == MANAGER else list(self._container(agent)._message_buffer)
 
     def client(self, agent: str) -> FlashMoAChatCompletionClient:
@@ -73,7 +92,10 @@ class Roster:
         """Raises: NotForecastable."""
         if agent == MANAGER:
             return manager_dry_runs(self._caller(agent))
-        return agent_dry_runs(self._caller(agent), self.received(agent))
+        if self._parts.reader is not None and agent == SUMMARY:
+            return [summary_dry_run(self._parts.reader, self._said())]
+        included = agent in self._include
+        return agent_dry_runs(self._caller(agent), self.received(agent), included)
 
     def futures(self, turn: Turn, stand_ins: StandIns) -> list[Sequence[BaseChatMessage]]:
         """What an agent may be sent until its turn, each possibility in its order.
@@ -106,6 +128,13 @@ class Roster:
                 messages.append(TextMessage(content=stand_ins.padded(name), source=source))
         return messages, True
 
+    def _said(self) -> list[BaseChatMessage]:
+        """What the team's members have said in this run, without the task they were given."""
+        manager = self._instances[MANAGER]
+        names = {manager._name, *manager._participant_names}
+        thread: list[Any] = manager._message_thread
+        return [m for m in thread if isinstance(m, BaseChatMessage) and m.source in names]
+
     def _handoff(self, turn: Turn) -> HandoffMessage:
         (giver,) = turn.after[0]
         handoffs: dict[str, Any] = getattr(self._caller(giver), "_handoffs", {})
@@ -118,6 +147,8 @@ class Roster:
         return name != MANAGER and isinstance(self._caller(name), Team)
 
     def _caller(self, agent: str) -> Any:
+        if agent == SUMMARY:
+            return self._parts.reader
         return self._instances[MANAGER] if agent == MANAGER else self._container(agent)._agent
 
     def _container(self, name: str) -> ChatAgentContainer:

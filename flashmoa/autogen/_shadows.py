@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
+from autogen_agentchat.base import TaskResult
 from autogen_agentchat.messages import BaseChatMessage
 from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import (
     MagenticOneOrchestrator,
@@ -68,6 +69,18 @@ class _Found:
         return UpdateContextResult(memories=MemoryQueryResult(results=[]))
 
 
+class _Spoken:
+    """A team that has said this and no more."""
+
+    def __init__(self, messages: Sequence[BaseChatMessage]) -> None:
+        self._messages = messages
+
+    async def run_stream(self, **_: Any) -> AsyncGenerator[BaseChatMessage | TaskResult]:
+        for message in self._messages:
+            yield message
+        yield TaskResult(messages=self._messages)
+
+
 def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
     """The FlashMoA client an agent calls itself, if it has one."""
     if isinstance(agent, MessageFilterAgent):
@@ -76,22 +89,29 @@ def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
     return client if isinstance(client, FlashMoAChatCompletionClient) else None
 
 
-def rewrites(agent: Any) -> str | None:
-    """Why the message others get is not the text its model answers with, if so."""
+def rewrites(agent: Any, included: bool) -> str | None:
+    """Why the message others get is not the text its model answers with, if so.
+
+    Args:
+        included: whether the user vouches for an agent that is no stock one.
+    """
     if isinstance(agent, MessageFilterAgent):
-        return rewrites(agent._wrapped_agent)
-    if isinstance(agent, SocietyOfMindAgent):
+        return rewrites(agent._wrapped_agent, included)
+    if included or isinstance(agent, SocietyOfMindAgent):
         return None
     if not _is_stock_assistant(agent):
         return f"a {type(agent).__name__} may send others something else than its model's text"
     return None if agent._output_content_type is None else "its answer is structured"
 
 
-def agent_dry_runs(agent: Any, received: Sequence[BaseChatMessage]) -> list[DryRun]:
+def agent_dry_runs(
+    agent: Any, received: Sequence[BaseChatMessage], included: bool = False
+) -> list[DryRun]:
     """Dry runs of an agent's next turn; two where its memory may find something or not.
 
     Args:
         received: messages it has received since its last turn.
+        included: whether the user vouches for an agent that is no stock one.
 
     Raises:
         NotForecastable: a dry run could have effects, or would not tell.
@@ -104,7 +124,7 @@ def agent_dry_runs(agent: Any, received: Sequence[BaseChatMessage]) -> list[DryR
 
     def dry_run(memory: Any) -> DryRun:
         async def run(future: Sequence[BaseChatMessage]) -> Call:
-            shadow = _shadow(agent, listening, memory)
+            shadow = _shadow(agent, listening, memory, included)
             return await _captured(shadow, [*received, *future])
 
         return run
@@ -123,6 +143,25 @@ def manager_dry_runs(manager: Any) -> list[DryRun]:
     if type(manager) is MagenticOneOrchestrator:
         return [lambda future: _ledger(manager, listening, future)]
     raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
+
+
+def summary_dry_run(agent: SocietyOfMindAgent, said: Sequence[BaseChatMessage]) -> DryRun:
+    """Of the call that reads what the agent's team has said, and will have.
+
+    Raises: NotForecastable.
+    """
+    client = client_of(agent)
+    if client is None:
+        raise NotForecastable("it has no FlashMoAChatCompletionClient")
+    listening = _ListeningClient(client)
+
+    async def run(future: Sequence[BaseChatMessage]) -> Call:
+        shadow: Any = copy.copy(agent)
+        shadow._model_client = listening
+        shadow._team = _Spoken([*said, *future])
+        return await _captured(shadow, [])
+
+    return run
 
 
 def _is_stock_assistant(agent: Any) -> bool:
@@ -144,18 +183,31 @@ def _memories(agent: Any) -> list[Any]:
     return [None, [_Found()]]
 
 
-def _shadow(agent: Any, listening: _ListeningClient, memory: Any) -> Any:
+def _shadow(agent: Any, listening: _ListeningClient, memory: Any, included: bool) -> Any:
     shadow: Any = copy.copy(agent)
     if isinstance(agent, MessageFilterAgent):
-        shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory)
+        shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory, included)
         return shadow
     if not _is_stock_assistant(agent):
+        if included:
+            return _custom_shadow(shadow, listening)
         raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
     if not all(isinstance(one, StaticWorkbench) for one in agent._workbench):
         raise NotForecastable("its workbench would have to be asked for its tools")
     shadow._model_client = listening
     shadow._model_context = _clone(agent._model_context)
     shadow._memory = memory
+    return shadow
+
+
+def _custom_shadow(shadow: Any, listening: _ListeningClient) -> Any:
+    """What it keeps itself is copied; what that holds is shared."""
+    for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
+        if isinstance(value, ChatCompletionContext):
+            setattr(shadow, name, _clone(value))
+        elif isinstance(value, list | dict | set):
+            setattr(shadow, name, copy.copy(cast("Any", value)))
+    shadow._model_client = listening
     return shadow
 
 

@@ -23,6 +23,8 @@ from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChat
 
 # The manager's own calls (Selector, MagenticOne); no participant can be called so.
 MANAGER = "(manager)"
+# The call of a SocietyOfMindAgent that reads what its team has said.
+SUMMARY = "(summary)"
 # Agents that write at the same time, and so finish in any order.
 Step = frozenset[str]
 
@@ -32,7 +34,7 @@ class Turn:
     """A call that may come.
 
     Attributes:
-        agent: a participant's name, or :data:`MANAGER`.
+        agent: a participant's name, :data:`MANAGER` or :data:`SUMMARY`.
         after: who writes before it, in order, beginning with those who are writing now.
         sure: whether it comes for certain, unless the team ends before.
         handoff: whether what it is given last is the handoff to it, not text of ``after``.
@@ -58,6 +60,16 @@ def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
         if isinstance(manager, kind) and type(manager).select_speaker is kind.select_speaker:
             return rule(manager, speaker)
     return []
+
+
+def summary(turns: Sequence[Turn], speaker: str) -> Turn:
+    """The reader's turn, if the team ends with those who are writing now.
+
+    Args:
+        turns: :func:`upcoming`.
+    """
+    now = [turn.after[0] for turn in turns if turn.after]
+    return Turn(SUMMARY, (frozenset([speaker]).union(*now),), sure=False)
 
 
 def _round_robin(manager: Any, speaker: str) -> list[Turn]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from autogen_agentchat.agents import SocietyOfMindAgent
@@ -31,6 +31,7 @@ def link(
     stream: bool = True,
     on_failure: OnFailure | Mapping[str, OnFailure] | None = None,
     kv_share: float = _KV_SHARE,
+    include: Collection[str] = (),
     listener: Listener = ignore,
 ) -> TeamLink:
     """Link a team's agents: each one's tokens stream into the prompts of those after it.
@@ -48,15 +49,21 @@ def link(
         on_failure: what becomes of a link whose upstream agent fails; for all, or by the names
             of the agents linked to. By default as the agent's client has it.
         kv_share: of an engine's KV pool, for agents that may speak next but need not.
+        include: names of agents of your own classes that are to be linked, too. Such an agent
+            keeps its model client as ``_model_client``, sends others the text its model answers
+            with, and up to that call changes nothing but its own lists, dicts, sets and contexts:
+            to tell its next prompt, it is run up to there on a copy.
         listener: is told everything that happens.
 
     Raises:
         TypeError: not a team that can be linked.
-        ValueError: no agent of the team uses a FlashMoA client, or there is no agent or no
-            action of such a name as ``on_failure`` has.
+        ValueError: no agent of the team uses a FlashMoA client; ``on_failure`` or ``include``
+            names an agent or an action there is not, or one that cannot be linked.
     """
     parts = _parts(team)
-    settings = Settings("text" if stream else "known", _policies(on_failure, parts), kv_share)
+    policies = _policies(on_failure, parts)
+    _check_included(include, parts)
+    settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
     return TeamLink(parts, settings, contained(listener))
 
 
@@ -83,14 +90,17 @@ class TeamLink:
 
     def __init__(self, parts: Parts, settings: Settings, listener: Listener) -> None:
         self._clients = _clients(parts)
-        self._inner = [TeamLink(one, settings, listener) for one in _within(parts)]
+        inner = [TeamLink(one, settings, listener) for one in _within(parts)]
+        self._inner = inner
         if not self._clients and not self._inner:
             raise ValueError(
                 "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to link"
             )
-        roster = Roster(parts)
+        roster = Roster(parts, settings.include)
         self._name_of = roster.name_of
-        self._outlook = Outlook(roster, settings, listener)
+        societies = {name: one._outlook for one in inner if (name := one._reader) is not None}
+        self._outlook = Outlook(roster, settings, listener, societies)
+        self._reader = parts.reader.name if parts.reader is not None else None
         before: TeamLink | None = getattr(parts.owner, _LINK, None)
         if before is not None:
             before._retire()
@@ -136,14 +146,29 @@ def _policies(
 ) -> FailurePolicy | dict[str, FailurePolicy] | None:
     if given is None or not isinstance(given, Mapping):
         return None if given is None else FailurePolicy.of(given)
-    names = _names(parts)
-    if unknown := [name for name in given if name not in names]:
-        raise ValueError(f"on_failure names {unknown}; the team has {sorted(names)}")
+    _members(given, parts, "on_failure")
     return {name: FailurePolicy.of(one) for name, one in given.items()}
 
 
-def _names(parts: Parts) -> set[str]:
-    return {one.name for one in parts.participants}.union(*map(_names, _within(parts)))
+def _check_included(names: Collection[str], parts: Parts) -> None:
+    for name, agent in _members(names, parts, "include").items():
+        if client_of(agent) is None:
+            raise ValueError(f"{name} keeps no FlashMoAChatCompletionClient as its _model_client")
+
+
+def _members(names: Iterable[str], parts: Parts, argument: str) -> dict[str, Any]:
+    """The agents of these names. Raises: ValueError."""
+    everybody = _everybody(parts)
+    if unknown := [name for name in names if name not in everybody]:
+        raise ValueError(f"{argument} names {unknown}; the team has {sorted(everybody)}")
+    return {name: everybody[name] for name in names}
+
+
+def _everybody(parts: Parts) -> dict[str, Any]:
+    everybody = {one.name: one for one in parts.participants}
+    for inner in _within(parts):
+        everybody |= _everybody(inner)
+    return everybody
 
 
 def _clients(parts: Parts) -> set[FlashMoAChatCompletionClient]:
@@ -154,7 +179,9 @@ def _clients(parts: Parts) -> set[FlashMoAChatCompletionClient]:
 
 def _within(parts: Parts) -> list[Parts]:
     """Teams within a team that have something to link."""
-    members = parts.participants
-    inner = [one._team if isinstance(one, SocietyOfMindAgent) else one for one in members]
-    found = [Parts.of(one) for one in inner if isinstance(one, BaseGroupChat)]
-    return [one for one in found if _clients(one) or _within(one)]
+    inner: list[Parts] = []
+    for one in parts.participants:
+        team = one._team if isinstance(one, SocietyOfMindAgent) else one
+        if isinstance(team, BaseGroupChat):
+            inner.append(Parts.of(team, one if isinstance(one, SocietyOfMindAgent) else None))
+    return [one for one in inner if _clients(one) or _within(one)]

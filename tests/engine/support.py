@@ -36,6 +36,15 @@ async def special_engine(
         await engine.stop()
 
 
+async def measured(engine: LocalEngine) -> None:
+    """Wait until an engine has measured its costs: what shares a batch with that may round
+    otherwise than alone, and where two tokens are nearly as likely, answer otherwise."""
+    async with EngineClient(engine.url, timeout=60) as client:
+        with anyio.fail_after(60):
+            while (await client.info()).costs is None:  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+
+
 async def generate(
     client: EngineClient, text: str, tokens: int, stream_id: str | None = None
 ) -> tuple[str, PromptUsage]:

@@ -1,7 +1,4 @@
-"""Prompts told beforehand, over chat templates of the main families.
-
-The templates are our own, after what those families' are documented to do.
-"""
+"""Prompts told beforehand, over chat templates of the main families."""
 
 from __future__ import annotations
 
@@ -24,74 +21,7 @@ from flashmoa.autogen._shadows import agent_dry_runs
 from flashmoa.engine import MalformedRequest
 from flashmoa.stand_ins import StandIns
 
-CHATML = """
-{%- if tools %}<|im_start|>system
-# Tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
-LLAMA = """<|begin_of_text|>
-{%- for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
-
-{{ m.content | trim }}<|eot_id|>
-{%- endfor %}<|start_header_id|>assistant<|end_header_id|>
-
-"""
-# Tools and the system prompt stand before the last user message, and roles must alternate.
-MISTRAL = """
-{%- set system = messages[0].content if messages[0].role == "system" else none %}
-{%- set rest = messages[1:] if system is not none else messages %}
-{%- for m in rest %}
-{%- if (m.role == "user") != (loop.index0 % 2 == 0) %}{{ refuse("alternate!") }}{% endif %}
-{%- if m.role == "user" %}
-{%- if loop.last and tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
-{%- if loop.last and system is not none %}[INST] {{ system }}
-
-{{ m.content }}[/INST]{% else %}[INST] {{ m.content }}[/INST]{% endif %}
-{%- else %} {{ m.content }}</s>{% endif %}
-{%- endfor %}"""
-# No system role: it goes before the first user message; roles must alternate; all is trimmed.
-GEMMA = """<bos>
-{%- set system = messages[0].content + "\n\n" if messages[0].role == "system" else "" %}
-{%- set rest = messages[1:] if system else messages %}
-{%- for m in rest %}
-{%- if (m.role == "user") != (loop.index0 % 2 == 0) %}{{ refuse("alternate!") }}{% endif %}
-<start_of_turn>{{ "model" if m.role == "assistant" else m.role }}
-{{ (system if loop.first else "") + (m.content | trim) }}<end_of_turn>
-{%- endfor %}
-<start_of_turn>model
-"""
-# Thinking is taken out of what the assistant has said before.
-DEEPSEEK = """<bos>
-{%- for m in messages %}
-{%- if m.role == "system" %}{{ m.content }}
-{%- elif m.role == "user" %}<User>{{ m.content }}
-{%- else %}<Assistant>{{ m.content.split("</think>")[-1] }}<eos>
-{%- endif %}
-{%- endfor %}<Assistant><think>
-"""
-GPT_OSS = """<|start|>system<|message|>You are a language model.<|end|>
-{%- for m in messages %}
-{%- if m.role == "system" %}<|start|>developer<|message|># Instructions
-
-{{ m.content }}<|end|>
-{%- elif m.role == "assistant" %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
-{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
-{%- endif %}
-{%- endfor %}<|start|>assistant"""
-TEMPLATES = {
-    "chatml": CHATML,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "deepseek": DEEPSEEK,
-    "gpt-oss": GPT_OSS,
-}
-ALTERNATING = {"mistral", "gemma"}
+from ..chat_templates import ALTERNATING, TEMPLATES
 
 
 class Renderer:
@@ -99,7 +29,7 @@ class Renderer:
 
     def __init__(self, template: str) -> None:
         environment = Environment()
-        environment.globals["refuse"] = _refuse
+        environment.globals["raise_exception"] = _refuse
         self._template = environment.from_string(template)
 
     async def render(

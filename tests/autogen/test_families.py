@@ -1,0 +1,92 @@
+"""Teams on engines with chat templates of the main families: predicted, and answered the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent
+from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig, PerSourceFilter
+from autogen_agentchat.base import TaskResult
+from autogen_agentchat.teams import BaseGroupChat, DiGraphBuilder, GraphFlow, RoundRobinGroupChat
+
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.engine.local import LocalEngines
+from flashmoa.observe import Event
+
+from ..chat_templates import ALTERNATING, TEMPLATES
+from ..engine.support import measured, settled, special_engine
+from .exactness import count, found, mostly_hit
+
+pytestmark = pytest.mark.anyio
+Client = FlashMoAChatCompletionClient
+Build = Callable[[Client], BaseGroupChat]
+
+
+def agent(client: Client, name: str) -> Any:
+    system = f"You are {name}. " + "Be brief. " * 20
+    return AssistantAgent(name, model_client=client, system_message=system)
+
+
+def round_robin(client: Client) -> BaseGroupChat:
+    return RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=6)
+
+
+def fan(client: Client) -> BaseGroupChat:
+    """The last one reads the reviewers in its own order, not as they finish."""
+    chair, *reviewers, meta = (agent(client, n) for n in ("chair", "rev0", "rev1", "meta"))
+    wanted = [PerSourceFilter(source=n) for n in ("user", "chair", "rev0", "rev1")]
+    meta = MessageFilterAgent("meta", meta, MessageFilterConfig(per_source=wanted))
+    builder = DiGraphBuilder()
+    for one in (chair, *reviewers, meta):
+        builder.add_node(one)
+    for one in reviewers:
+        builder.add_edge(chair, one).add_edge(one, meta)
+    return GraphFlow([chair, *reviewers, meta], graph=builder.build())
+
+
+def said(result: TaskResult) -> list[tuple[str, str]]:
+    """Who said what; the reviewers finish in any order."""
+    return sorted((message.source, message.to_text()) for message in result.messages)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+async def test_teams_over_a_family(
+    engines: LocalEngines, model: Path, tmp_path: Path, guide: str, family: str
+) -> None:
+    template = tmp_path / f"{family}.jinja"
+    template.write_text(TEMPLATES[family])
+    arguments = ["--chat-template", str(template), "--enable-cache-report"]
+    async with special_engine(engines, model, *arguments) as engine:
+        await measured(engine)
+        client = Client(
+            model="tiny",
+            base_url=engine.url,
+            temperature=0,
+            max_tokens=40,
+            extra_body={"ignore_eos": True},
+            merge_user_messages=family in ALTERNATING,
+        )
+        try:
+            for build in (round_robin, fan):
+                await compare(client, build, guide[:800], family)
+            await settled(client.engine)
+        finally:
+            await client.close()
+
+
+async def compare(client: Client, build: Build, task: str, family: str) -> None:
+    await client.engine.flush_cache()
+    plain = said(await build(client).run(task=task))
+    await client.engine.flush_cache()
+    team, events = build(client), list[Event]()
+    running = link(team, listener=events.append)
+    linked = said(await team.run(task=task))
+    await running.close()
+    assert linked == plain
+    calls = found(events)[1:]
+    count(f"template: {family}", calls)
+    assert {call.status for call in calls} <= {"hit", "late"}
+    assert mostly_hit(calls)

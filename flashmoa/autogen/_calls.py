@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
 from autogen_core.tools import Tool, ToolSchema
 from pydantic import BaseModel
 
-from flashmoa.autogen._completions import Watch
+from flashmoa.autogen._completions import Watch, WatchedBody
 from flashmoa.engine import PromptUsage
 
 JsonOutput = bool | type[BaseModel] | None
@@ -117,3 +117,23 @@ def heard_by(observers: Sequence[CallObserver], held: str | None) -> Callable[[s
             observer.on_text(text)
 
     return on_text
+
+
+def watched_args(
+    configured: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    observers: Sequence[CallObserver],
+    watch: Watch,
+) -> dict[str, Any]:
+    """A call's extra arguments, with its prompt stream and its watch in their body.
+
+    Args:
+        configured: the client's own arguments.
+        extra: those given with the call.
+    """
+    bodies: list[dict[str, Any]] = [one.get("extra_body") or {} for one in (configured, extra)]
+    body = bodies[0] | bodies[1]
+    for observer in observers:
+        if observer.prompt_stream_id is not None:
+            body["prompt_stream_id"] = observer.prompt_stream_id
+    return {**extra, "extra_body": WatchedBody(body, watch)}

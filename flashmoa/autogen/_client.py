@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Self, cast
-from weakref import WeakSet
 
-from autogen_core import AgentId, CancellationToken
-from autogen_core._message_handler_context import MessageHandlerContext
+from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, LLMMessage
 from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -20,26 +17,25 @@ from pydantic import SecretStr
 
 from flashmoa.autogen._calls import (
     CallObserver,
-    CallWatcher,
     JsonOutput,
     Reporting,
     heard_by,
     held_back,
     is_structured,
+    watched_args,
 )
-from flashmoa.autogen._completions import Watch, WatchedBody, watch_completions
+from flashmoa.autogen._completions import Watch, watch_completions
 from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel, model_info
 from flashmoa.autogen._merging import merge_users
 from flashmoa.autogen._promises import PromisedCall, Promises
 from flashmoa.autogen._rendering import render
 from flashmoa.autogen._synchronous import SynchronousEngine
+from flashmoa.autogen._watchers import Watchers, calling_agent
 from flashmoa.engine import EngineClient, engine_url
 from flashmoa.failures import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.readings import Reading
 from flashmoa.texts import Text
-
-logger = logging.getLogger(__name__)
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
 
@@ -90,8 +86,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self._listener = contained(listener)
         self._auto_link = auto_link
         self._merge_user_messages = merge_user_messages
-        # A linked team keeps its link; a client must not keep the team.
-        self._watchers: WeakSet[CallWatcher] = WeakSet()
         self._start()
 
     def _start(self) -> None:
@@ -103,16 +97,16 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
         )
+        self.watchers = Watchers(self.engine.url, self._listener if self._auto_link else None)
         self._promises = Promises(self.engine, self.on_failure, self._listener)
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections and links belong to the process that made them.
-        own = dict.fromkeys(("engine", "_watchers", "_promises"))
+        own = dict.fromkeys(("engine", "watchers", "_promises"))
         return {**super().__getstate__(), **own, "_listener": ignore}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._watchers = WeakSet()
         self._start()
 
     @classmethod
@@ -131,13 +125,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             merge_user_messages=self._merge_user_messages,
             on_failure=self.on_failure,
         )
-
-    def add_watcher(self, watcher: CallWatcher) -> None:
-        """Have a linked team told about this client's calls; closed with the client."""
-        self._watchers.add(watcher)
-
-    def remove_watcher(self, watcher: CallWatcher) -> None:
-        self._watchers.discard(watcher)
 
     async def create(
         self,
@@ -188,7 +175,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 cancellation_token=cancellation_token,
             )
 
-        return self._promises.make(_caller() or "promise", write)
+        agent = calling_agent()
+        return self._promises.make(agent.type if agent is not None else "promise", write)
 
     async def result(self, content: str) -> str:
         """A string with promised texts in it, once they are complete.
@@ -208,14 +196,15 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         **rest: Any,
     ) -> CreateResult:
         held = held_back(tools, json_output, self.model_info)
-        observers = [*self._begin(held), *more]
+        observers = [*self.watchers.begin(held), *more]
         watch = Watch(heard_by(observers, held), taps=bool(observers) and held is None)
+        args = watched_args(self._create_args, extra_create_args, observers, watch)
         with Reporting(observers, watch, not is_structured(json_output)) as report:
             result = await super().create(
                 messages,
                 tools=tools,
                 json_output=json_output,
-                extra_create_args=self._watched_args(extra_create_args, observers, watch),
+                extra_create_args=args,
                 **rest,
             )
             return report(result)
@@ -245,11 +234,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> AsyncGenerator[str | CreateResult, None]:
         messages, reading = await self._read(messages, tools, cancellation_token)
         held = held_back(tools, json_output, self.model_info)
-        observers = self._begin(held)
+        observers = self.watchers.begin(held)
         if reading is not None:
             observers.append(PromisedCall(self._promises, reading))
         watch = Watch(heard_by(observers, held))
-        args = self._watched_args(extra_create_args, observers, watch)
+        args = watched_args(self._create_args, extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
             include_usage = True
         with Reporting(observers, watch, not is_structured(json_output)) as report:
@@ -281,41 +270,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             params.messages[:] = merge_users(params.messages)
         return params
 
-    def _begin(self, held: str | None) -> list[CallObserver]:
-        agent = _agent_id()
-        if agent is None:
-            return []
-        observers = self._observers(agent, held)
-        if not observers and self._auto_link:
-            from flashmoa.autogen._team import link_caller  # It imports this module.
-
-            link_caller(self._listener)
-            observers = self._observers(agent, held)
-        return observers
-
-    def _observers(self, agent: AgentId, held: str | None) -> list[CallObserver]:
-        begun = (
-            watcher.begin(agent.type, agent.key, self.engine.url, held)
-            for watcher in list(self._watchers)
-        )
-        return [observer for observer in begun if observer is not None]
-
-    def _watched_args(
-        self, extra: Mapping[str, Any], observers: list[CallObserver], watch: Watch
-    ) -> dict[str, Any]:
-        configured: dict[str, Any] = self._create_args.get("extra_body") or {}
-        asked: dict[str, Any] = extra.get("extra_body") or {}
-        body = {**configured, **asked}
-        for observer in observers:
-            if observer.prompt_stream_id is not None:
-                body["prompt_stream_id"] = observer.prompt_stream_id
-        return {**extra, "extra_body": WatchedBody(body, watch)}
-
     async def close(self) -> None:
         """Close every link of this client's teams, then its connections."""
         try:
-            for watcher in list(self._watchers):
-                await watcher.close()
+            await self.watchers.close()
             await self._promises.close()
             await self.engine.close()
         finally:
@@ -345,16 +303,3 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> int:
         """The served model's context length less :meth:`count_tokens`."""
         return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
-
-
-def _agent_id() -> AgentId | None:
-    """Who is calling, if it is an agent."""
-    try:
-        return MessageHandlerContext.agent_id()
-    except RuntimeError:
-        return None
-
-
-def _caller() -> str | None:
-    agent = _agent_id()
-    return agent.type if agent is not None else None

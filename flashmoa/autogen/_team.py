@@ -106,7 +106,7 @@ class TeamLink:
             before._retire()
         setattr(parts.owner, _LINK, self)
         for client in self._clients:
-            client.add_watcher(self)
+            client.watchers.add(self)
 
     async def close(self) -> None:
         """End every link and wait until their engines have the KV back; the team runs on."""
@@ -131,7 +131,7 @@ class TeamLink:
 
     def _retire(self) -> None:
         for client in self._clients:
-            client.remove_watcher(self)
+            client.watchers.remove(self)
         self._outlook.end_all("closed")
 
 

@@ -1,37 +1,40 @@
 """What linking costs the client between one agent's last token and the next one's request.
 
-A team of two, run watched and linked in turns on one engine; the time from the end of an
-agent's call to the start of the next agent's is AutoGen's own plus, when linked, ours.
+A team of two on one engine, with AutoGen's own client and linked with ours, in turns. Measured
+at the socket: from the last byte of an answer to the next request. All that happens between,
+AutoGen's messages and our links, is the client's.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import anyio
+import httpx
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.base import ChatAgent, Team
 from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_core.models import UserMessage
+from autogen_ext.models.openai import OpenAIChatCompletionClient
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Role, connected
 from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
-from flashmoa.observe import CallFinished, CallStarted, Event
 
 ROLES = (Role("flashmoa", plugin=True),)
 _TURNS = 8
 _ANSWER_TOKENS = 12
-# A word of the benchmark's own tokenizer, with the space before it.
-_TOKENS_PER_WORD = 1.3
+_WORDS = ("river", "temple", "trail", "valley", "market")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,50 @@ class Cost:
     """Seconds between two agents' calls; medians over runs of each run's median."""
 
     prompt_tokens: int
-    watched: float
+    stock: float
     linked: float
 
     @property
     def added(self) -> float:
-        return self.linked - self.watched
+        return self.linked - self.stock
+
+
+class Clock(httpx.AsyncHTTPTransport):
+    """When requests begin and their answers end, by ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[float] = []
+        self.ended: list[float] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.begun.append(time.perf_counter())
+        response = await super().handle_async_request(request)
+        response.stream = _Timed(response.stream, self.ended)
+        return response
+
+    def gap(self) -> float:
+        """The median from one answer to the next request; it is counted from zero again."""
+        gaps = [after - before for before, after in zip(self.ended, self.begun[1:], strict=False)]
+        self.begun.clear()
+        self.ended.clear()
+        return median(gaps)
+
+
+class _Timed(httpx.AsyncByteStream):
+    def __init__(self, stream: Any, ended: list[float]) -> None:
+        self._stream = stream
+        self._ended = ended
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        last = time.perf_counter()
+        async for piece in self._stream:
+            last = time.perf_counter()
+            yield piece
+        self._ended.append(last)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,52 +109,58 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 async def _measure(url: str, tokens: int, arguments: argparse.Namespace, console: Console) -> Cost:
-    dice = random.Random(arguments.seed)
-    words = " ".join(
-        dice.choice(("river", "temple", "trail", "valley", "market"))
-        for _ in range(int(tokens / _TOKENS_PER_WORD))
+    clock = Clock()
+    settings: dict[str, Any] = {
+        "model": "tiny",
+        "temperature": 0,
+        "max_tokens": _ANSWER_TOKENS,
+        "extra_body": {"ignore_eos": True},
+        "http_client": httpx.AsyncClient(transport=clock, timeout=600),
+    }
+    ours = FlashMoAChatCompletionClient(base_url=url, **settings)
+    stock = OpenAIChatCompletionClient(
+        base_url=f"{url}/v1", api_key="EMPTY", model_info=ours.model_info, **settings
     )
-    client = FlashMoAChatCompletionClient(
-        model="tiny",
-        base_url=url,
-        temperature=0,
-        max_tokens=_ANSWER_TOKENS,
-        extra_body={"ignore_eos": True},
-    )
-    gaps: dict[str, list[float]] = {"watched": [], "linked": []}
+    text = _text(ours, tokens, random.Random(arguments.seed))
+    ways: dict[str, OpenAIChatCompletionClient] = {"stock": stock, "linked": ours}
+    gaps: dict[str, list[float]] = {name: [] for name in ways}
     used = 0
     with progress(console) as bars:
         bar = bars.add_task("warming up", total=2 * arguments.repeats)
-        _, used = await _run(client, words, linked=True)
+        for client in ways.values():
+            used = await _run(client, text)
+        clock.gap()
         for name in order(arguments.repeats, list(gaps)):
             bars.update(bar, description=f"{tokens} tokens {name}")
-            found, _ = await _run(client, words, linked=name == "linked")
-            gaps[name].append(found)
+            await _run(ways[name], text)
+            gaps[name].append(clock.gap())
             bars.advance(bar)
-    await client.close()
-    return Cost(used, median(gaps["watched"]), median(gaps["linked"]))
+    for client in ways.values():
+        await client.close()
+    return Cost(used, median(gaps["stock"]), median(gaps["linked"]))
 
 
-async def _run(client: FlashMoAChatCompletionClient, words: str, linked: bool) -> tuple[float, int]:
-    """The median gap of one run in seconds, and the tokens of its last prompt."""
+def _text(client: FlashMoAChatCompletionClient, tokens: int, dice: random.Random) -> str:
+    """About that many tokens."""
+    words = [dice.choice(_WORDS) for _ in range(tokens)]
+    message = UserMessage(content=" ".join(words), source="user")
+    share = tokens / client.count_tokens([message])
+    return " ".join(words[: int(share * len(words))])
+
+
+async def _run(client: OpenAIChatCompletionClient, text: str) -> int:
+    """Tokens of the last prompt."""
     agents: list[ChatAgent | Team] = [
-        AssistantAgent(name, model_client=client, system_message=f"You are {name}. {words}")
+        AssistantAgent(name, model_client=client, system_message=f"You are {name}. {text}")
         for name in ("one", "two")
     ]
     team = RoundRobinGroupChat(agents, max_turns=_TURNS)
-    events: list[Event] = []
-    running = link(team, listener=events.append) if linked else watch(team, events.append)
-    await team.run(task="Go on.")
-    await running.close()
-    calls = [event for event in events if isinstance(event, CallStarted | CallFinished)]
-    gaps = [
-        after.at - before.at
-        for before, after in pairwise(calls)
-        if isinstance(before, CallFinished) and isinstance(after, CallStarted)
-    ]
-    last = calls[-1]
-    usage = last.usage if isinstance(last, CallFinished) else None
-    return median(gaps), usage.prompt_tokens if usage is not None else 0
+    linked = link(team) if isinstance(client, FlashMoAChatCompletionClient) else None
+    result = await team.run(task="Go on.")
+    if linked is not None:
+        await linked.close()
+    usage = getattr(result.messages[-1], "models_usage", None)
+    return usage.prompt_tokens if usage is not None else 0
 
 
 def show(costs: Sequence[Cost], console: Console) -> None:
@@ -123,6 +170,6 @@ def show(costs: Sequence[Cost], console: Console) -> None:
     for name in ("prompt tokens", "AutoGen alone", "linked", "added"):
         table.add_column(name, justify="right")
     for one in costs:
-        times = (one.watched, one.linked, one.added)
+        times = (one.stock, one.linked, one.added)
         table.add_row(str(one.prompt_tokens), *(f"{value * 1000:.2f}" for value in times))
     console.print(table)

@@ -23,6 +23,7 @@ from autogen_core.models import (
 from autogen_core.tools import FunctionTool
 from pydantic import BaseModel
 
+from flashmoa import FailurePolicy
 from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
@@ -199,7 +200,8 @@ async def running(client: EngineClient) -> None:
 
 
 async def test_a_configuration_survives_dump_and_load(engine: LocalEngine) -> None:
-    client = make(engine, extra_body={"ignore_eos": True}, api_key="sesame")
+    policy = FailurePolicy(stall="finalize", stall_seconds=3.0)
+    client = make(engine, extra_body={"ignore_eos": True}, api_key="sesame", on_failure=policy)
     dumped = client.dump_component()
     assert dumped.provider == "flashmoa.autogen.FlashMoAChatCompletionClient"
     assert "sesame" not in dumped.model_dump_json()
@@ -207,6 +209,7 @@ async def test_a_configuration_survives_dump_and_load(engine: LocalEngine) -> No
     assert isinstance(loaded, FlashMoAChatCompletionClient)
     assert loaded._create_args["extra_body"] == {"ignore_eos": True}
     assert loaded.engine.url == client.engine.url
+    assert loaded.on_failure == policy
     assert (await loaded.create(HELLO)).content == (await client.create(HELLO)).content
     await loaded.close()
     await client.close()
@@ -245,6 +248,19 @@ async def test_the_engine_is_looked_for_where_it_usually_is(
     assert FlashMoAChatCompletionClient(model="gpt-4o").model_info["vision"]
 
 
+async def test_what_the_model_can_do_is_asked_of_its_engine(
+    engine: LocalEngine, downstream: LocalEngine
+) -> None:
+    """The one has a parser for calls of tools, the other has none."""
+    for one, calls in ((engine, True), (downstream, False)):
+        client = make(one)
+        assert client.model_info["function_calling"] is calls
+        assert client.model_info["vision"] is False
+        await client.close()
+
+
 async def test_what_is_wrong_is_said(engine: LocalEngine) -> None:
     with pytest.raises(ValueError, match="not an engine's URL"):
         FlashMoAChatCompletionClient(model="tiny", base_url="localhost:30000")
+    with pytest.raises(ValueError, match="stall_seconds must be a positive number"):
+        make(engine, on_failure=FailurePolicy(stall_seconds=-1))

@@ -11,6 +11,7 @@ import anyio
 import pytest
 from autogen_core import (
     AgentId,
+    CancellationToken,
     MessageContext,
     RoutedAgent,
     SingleThreadedAgentRuntime,
@@ -174,3 +175,25 @@ async def test_closing_a_client_ends_what_it_promised(
     with pytest.raises(UpstreamCancelled):
         await other.result(str(reading.content))
     await settled(other.engine)
+
+
+async def test_a_cancelled_reader_waits_no_longer(
+    clients: Callable[..., Client], guide: str
+) -> None:
+    client, other, token = clients(max_tokens=20000), clients(), CancellationToken()
+    promised = await client.promise([UserMessage(content="Go.", source="user")])
+    asked = [UserMessage(content=f"{guide[:500]} {promised.content}", source="user")]
+    async with anyio.create_task_group() as group:
+
+        async def cancel() -> None:
+            while (await other.engine.info()).prompt_streams == 0:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            token.cancel()
+
+        group.start_soon(cancel)
+        with anyio.fail_after(30), pytest.raises(asyncio.CancelledError):
+            await other.create(asked, cancellation_token=token)
+    await client.close()
+    await settled(other.engine)
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.promise(asked)

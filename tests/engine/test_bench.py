@@ -78,7 +78,7 @@ async def test_client(benches: Bench) -> None:
     found = await benches.run("client", ["flashmoa"], "--prompts", "300")
     (cost,) = found["costs"]
     assert cost["prompt_tokens"] > 200
-    assert 0 < cost["watched"] < 1 and 0 < cost["linked"] < 1
+    assert 0 < cost["stock"] < 1 and 0 < cost["linked"] < 1
 
 
 async def test_schedule(benches: Bench) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from flashmoa.engine import EngineClient, EngineError, PluginMissing
-from flashmoa.failures import FailurePolicy
+from flashmoa.failures import Failure, FailurePolicy
 from flashmoa.links import Link, report_plain_engine
-from flashmoa.observe import Listener, ignore
+from flashmoa.observe import Listener, UpstreamFailed, ignore
 from flashmoa.prompts import Prompt
 from flashmoa.stand_ins import StandIns
 from flashmoa.texts import Text
@@ -45,6 +45,7 @@ class Reading:
         self._agent = agent
         self._listener = listener
         self._link: Link | None = None
+        self._engine = ""
 
     @property
     def is_waiting(self) -> bool:
@@ -58,6 +59,7 @@ class Reading:
 
         Where that cannot be, why is logged, and there is nothing to run.
         """
+        self._engine = engine.url
         waiting = [text for text in self._texts if not text.is_complete]
         stand_ins = StandIns(text.name for text in waiting)
         shown = {text.mark: f"{text}" for text in self._texts}
@@ -79,7 +81,12 @@ class Reading:
 
     async def whole(self) -> dict[str, str]:
         """Every text by its mark, once it is there. Raises: what a text failed with."""
-        return {text.mark: await text.read(self._policy) for text in self._texts}
+        found: dict[str, str] = {}
+        for text in self._texts:
+            found[text.mark] = await text.read(self._policy)
+            if text.failure is not None:
+                self._go_on_without(text, text.failure)
+        return found
 
     def take_over(self) -> str | None:
         """The request goes out: the prompt stream it is to use, if there is one."""
@@ -90,6 +97,21 @@ class Reading:
         if self._link is not None:
             self._link.end("abort")
             await self._link.delete_stream()
+
+    def _go_on_without(self, text: Text, failure: Failure) -> None:
+        """What there is of a text is all of it for this reader."""
+        if self._link is not None:
+            self._link.fail_slot(text.name, failure)  # Unless it has noticed by itself.
+            return
+        self._listener(
+            UpstreamFailed(
+                agent=self._agent,
+                engine=self._engine,
+                upstream=text.name,
+                failure=failure,
+                action="finalize",
+            )
+        )
 
 
 async def _nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from flashmoa.failures import FailurePolicy, failure_of
+from flashmoa.failures import Failure, FailurePolicy, failure_of
 from flashmoa.links import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
@@ -44,6 +44,14 @@ class Text:
     def written(self) -> str:
         """What there is of it."""
         return "".join(self._parts)
+
+    @property
+    def failure(self) -> Failure | None:
+        """What went wrong with it; for whoever goes on with what arrived, a text that is not
+        over has stalled."""
+        if not self._done:
+            return "stall"
+        return None if self._error is None else failure_of(self._error)
 
     @property
     def is_complete(self) -> bool:

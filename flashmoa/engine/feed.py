@@ -13,6 +13,9 @@ from flashmoa.engine.wire import StreamState
 
 # How long the engine keeps a stream that hears nothing; for clients that vanish.
 _STREAM_TTL_SECONDS = 300.0
+# The request usually follows the end at once and carries the rest along; sending it as well
+# would only keep the client from sending the request.
+_GRACE_SECONDS = 0.01
 _OPEN_SECONDS = 10.0
 _DELETE_SECONDS = 5.0
 
@@ -57,6 +60,7 @@ class PromptFeed:
         self._told = told
         self._changed = anyio.Event()
         self._stopped = False
+        self._stopping = anyio.Event()
 
     def changed(self) -> None:
         """The prompt has grown, or is complete."""
@@ -65,6 +69,7 @@ class PromptFeed:
     def stop(self) -> None:
         """Send nothing more: the request is here, or nobody wants the stream any longer."""
         self._stopped = True
+        self._stopping.set()
         self._changed.set()
 
     async def run(self) -> None:
@@ -116,6 +121,10 @@ class PromptFeed:
     async def _follow(self, state: StreamState) -> None:
         seq = 0
         while not self._stopped:
+            if seq and self._prompt.is_complete:
+                with anyio.move_on_after(_GRACE_SECONDS):
+                    await self._stopping.wait()
+                    return
             piece, end = self._prompt.take(), self._prompt.is_complete
             if piece or end:
                 text = piece if isinstance(piece, str) else None

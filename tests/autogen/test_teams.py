@@ -151,7 +151,7 @@ def filtered_fan(client: Client) -> BaseGroupChat:
 
 
 def conditional(client: Client) -> BaseGroupChat:
-    """Whatever the writer says, one of the two is chosen; and round again once."""
+    """Whatever the writer says, one of the two is chosen."""
     writer, yes, no = (agent(client, n) for n in ("writer", "yes", "no"))
     builder = DiGraphBuilder()
     for one in (writer, yes, no):
@@ -159,6 +159,20 @@ def conditional(client: Client) -> BaseGroupChat:
     builder.add_edge(writer, yes, condition=lambda m: len(m.to_text()) % 2 == 0)
     builder.add_edge(writer, no, condition=lambda m: len(m.to_text()) % 2 == 1)
     return GraphFlow([writer, yes, no], graph=builder.build())
+
+
+def cycle(client: Client) -> BaseGroupChat:
+    """The editor sends the writer round again until the team is stopped."""
+    writer, editor, printer = (agent(client, n) for n in ("writer", "editor", "printer"))
+    builder = DiGraphBuilder()
+    for one in (writer, editor, printer):
+        builder.add_node(one)
+    builder.add_edge(writer, editor)
+    builder.add_edge(editor, writer, condition=lambda m: "print!" not in m.to_text())
+    builder.add_edge(editor, printer, condition=lambda m: "print!" in m.to_text())
+    builder.set_entry_point(writer)
+    stop = MaxMessageTermination(8)
+    return GraphFlow([writer, editor, printer], graph=builder.build(), termination_condition=stop)
 
 
 def selecting(client: Client) -> BaseGroupChat:
@@ -196,6 +210,7 @@ def society(client: Client) -> BaseGroupChat:
         (fan, "chair"),
         (filtered_fan, "chair"),
         (conditional, "writer"),
+        (cycle, "writer"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -9,10 +9,10 @@ import anyio
 import pytest
 from openai import AsyncOpenAI
 
-from flashmoa import EngineClient, Workflow
+from flashmoa import EngineClient, FailurePolicy, Workflow
 from flashmoa.engine import EngineError, PromptUsage
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe import Event, LinkClosed, LinkOpened, UpstreamFailed
 
 from .support import settled
 
@@ -143,3 +143,19 @@ async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide:
         second = flow.ask(asks(f"In short: {first}"), **PARAMETERS)
         assert await first and await second
         assert status(second.usage) is None
+
+
+async def test_a_plain_server_answers_what_had_arrived(plain_engine: LocalEngine) -> None:
+    events: list[Event] = []
+    policy = FailurePolicy(error="finalize")
+    async with (
+        EngineClient(plain_engine.url) as plain,
+        Workflow(plain, on_failure=policy, listener=events.append) as flow,
+    ):
+        draft = flow.text("draft")
+        review = flow.ask(asks(f"Review: {draft}"), **PARAMETERS)
+        draft.write("half a")
+        draft.fail(ValueError("broken"))
+        assert await review == await said(plain, "Review: half a")
+    failed = [event for event in events if isinstance(event, UpstreamFailed)]
+    assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]

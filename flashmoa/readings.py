@@ -92,6 +92,11 @@ class Reading:
         """The request goes out: the prompt stream it is to use, if there is one."""
         return self._link.take_over() if self._link is not None else None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the request came before its stream was open."""
+        return self._link is not None and self._link.is_late
+
     async def give_back(self) -> None:
         """The request failed or will not be sent: its stream is not to wait for it."""
         if self._link is not None:

@@ -15,7 +15,15 @@ import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.failures import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe import (
+    CallFailed,
+    CallFinished,
+    CallStarted,
+    FirstToken,
+    Listener,
+    contained,
+    ignore,
+)
 from flashmoa.readings import Reading
 from flashmoa.texts import Text, mentioned, replaced
 
@@ -56,6 +64,11 @@ class Expected:
         link sends nothing more then."""
         stream = self._reading.take_over()
         return {"prompt_stream_id": stream} if stream is not None else {}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was taken over before its stream was open."""
+        return self._reading.is_late
 
     async def give_back(self) -> None:
         """The request failed or will not be sent: its stream is not to wait for it."""
@@ -103,6 +116,12 @@ class Workflow:
     ) -> bool | None:
         try:
             return await self._asking.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            # Requests keep their errors for whoever awaits them, so that this is only what was
+            # raised inside: it goes on as it was.
+            if group.exceptions != (error,):
+                raise
+            return False
         finally:
             self._linking.cancel_scope.cancel()
             await self._linking.__aexit__(None, None, None)
@@ -191,22 +210,47 @@ class Workflow:
                     template_args = parameters.get("chat_template_kwargs")
                     tools = parameters.get("tools")
                     await self._link(messages, reading, engine, tools, template_args)
-                expected = Expected(messages, reading)
-                sent = await expected.messages()
-                body = {**parameters, **expected.take_over()}
-                async with engine.chat(sent, **body) as deltas:
-                    async for delta in deltas:
-                        answer.usage = delta.usage or answer.usage
-                        if delta.text:
-                            answer.write(delta.text)
-                answer.close()
-            except Exception as error:
-                answer.fail(error)
+                await self._send(answer, Expected(messages, reading), engine, parameters)
+            except BaseException as error:
+                name, url = answer.name, engine.url
+                self._listener(CallFailed(agent=name, engine=url, error=repr(error)))
+                if isinstance(error, Exception):
+                    answer.fail(error)
+                else:
+                    answer.fail(UpstreamCancelled(f"{answer.name} was cancelled"))
                 await reading.give_back()
-            except BaseException:
-                answer.fail(UpstreamCancelled(f"{answer.name} was cancelled"))
-                await reading.give_back()
-                raise
+                if not isinstance(error, Exception):
+                    raise
+
+    async def _send(
+        self,
+        answer: Answer,
+        expected: Expected,
+        engine: EngineClient,
+        parameters: dict[str, Any],
+    ) -> None:
+        name, url = answer.name, engine.url
+        sent = await expected.messages()
+        body = {**parameters, **expected.take_over()}
+        self._listener(
+            CallStarted(
+                agent=name,
+                engine=url,
+                stream_id=body.get("prompt_stream_id"),
+                late=expected.is_late,
+            )
+        )
+        async with engine.chat(sent, **body) as deltas:
+            async for delta in deltas:
+                answer.usage = delta.usage or answer.usage
+                if delta.text:
+                    if not answer.written:
+                        self._listener(FirstToken(agent=name, engine=url))
+                    answer.write(delta.text)
+        answer.close()
+        self._listener(
+            CallFinished(agent=name, engine=url, text=answer.written, usage=answer.usage)
+        )
 
     def _unused(self, name: str) -> str:
         """The name, or that with a number, so that every text has its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from autogen_agentchat.agents import SocietyOfMindAgent
@@ -16,7 +17,8 @@ from flashmoa.autogen._roster import Roster
 from flashmoa.autogen._shadows import client_of
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.failures import FailurePolicy, OnFailure
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe import Listener, both, contained, ignore
+from flashmoa.observe.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +27,14 @@ _LINK = "_flashmoa_link"
 _KV_SHARE = 0.5
 
 
-def link(
+def link(  # noqa: PLR0913 - all but the team have a default
     team: BaseGroupChat,
     *,
     stream: bool = True,
     on_failure: OnFailure | Mapping[str, OnFailure] | None = None,
     kv_share: float = _KV_SHARE,
     include: Collection[str] = (),
+    trace: Path | str | None = None,
     listener: Listener = ignore,
 ) -> TeamLink:
     """Link a team's agents: each one's tokens stream into the prompts of those after it.
@@ -53,10 +56,12 @@ def link(
             keeps its model client as ``_model_client``, sends others the text its model answers
             with, and up to that call changes nothing but its own lists, dicts, sets and contexts:
             to tell its next prompt, it is run up to there on a copy.
+        trace: a file that everything that happens is written to, for ``flashmoa trace``.
         listener: is told everything that happens.
 
     Raises:
         TypeError: not a team that can be linked.
+        OSError: the trace cannot be written.
         ValueError: no agent of the team uses a FlashMoA client; ``on_failure`` or ``include``
             names an agent or an action there is not, or one that cannot be linked.
     """
@@ -64,6 +69,8 @@ def link(
     policies = _policies(on_failure, parts)
     _check_included(include, parts)
     settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
+    if trace is not None:
+        listener = both(contained(Trace(trace)), contained(listener))
     return TeamLink(parts, settings, contained(listener))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from flashmoa.cli import bench, serve
+from flashmoa.cli import bench, serve, trace
 
-_COMMANDS = {"serve": serve.main, "bench": bench.main}
+_COMMANDS = {"serve": serve.main, "bench": bench.main, "trace": trace.main}
 _USAGE = """\
 usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa bench NAME [options]
+       flashmoa trace FILE [--perfetto FILE]
 
   serve   start an SGLang server with FlashMoA's plugin, on a GPU or on the CPU
   bench   measure it against stock SGLang; flashmoa bench --help lists what
+  trace   show a run that link(team, trace=FILE) has written down
 """
 
 

@@ -13,6 +13,7 @@ from flashmoa.observe.events import (
     LinkWaits,
     Listener,
     UpstreamFailed,
+    both,
     contained,
     ignore,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "LinkWaits",
     "Listener",
     "UpstreamFailed",
+    "both",
     "contained",
     "ignore",
 ]

@@ -122,5 +122,15 @@ def contained(listener: Listener) -> Listener:
     return listen
 
 
+def both(one: Listener, other: Listener) -> Listener:
+    """Two listeners as one."""
+
+    def listen(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return listen
+
+
 def ignore(_event: Event) -> None:
     """The listener of whoever does not want to know."""

@@ -17,11 +17,12 @@ LEGEND = "░ prefilled ahead   · request sent, no token yet   █ decode"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Unix seconds."""
+    """``start`` and ``end`` in Unix seconds; ``tokens`` that were computed or written."""
 
     kind: Kind
     start: float
     end: float
+    tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -47,11 +48,14 @@ def lanes(events: Sequence[Event]) -> list[Lane]:
         elif isinstance(event, CallFinished) and event.agent in started:
             start = started.pop(event.agent)
             token = first.pop(event.agent, event.at)
+            usage = event.usage
             bars = found[event.agent].bars
-            if event.usage is not None and event.usage.prompt_stream is not None:
-                spans = event.usage.prompt_stream.prefills
-                bars += [Bar("ahead", span.start, span.end) for span in spans]
-            bars += [Bar("waiting", start, token), Bar("decode", token, event.at)]
+            if usage is not None and usage.prompt_stream is not None:
+                spans = usage.prompt_stream.prefills
+                bars += [Bar("ahead", span.start, span.end, span.tokens) for span in spans]
+            bars.append(Bar("waiting", start, token, usage.late_tokens if usage else None))
+            written = usage.completion_tokens if usage else None
+            bars.append(Bar("decode", token, event.at, written))
     return list(found.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 
 import anyio
 import pytest
@@ -18,6 +19,7 @@ from flashmoa.bench.runs import Mode, Run, run_once
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
+from flashmoa.observe.trace import read
 
 from ..engine.support import settled
 
@@ -211,3 +213,17 @@ async def test_watching_links_nothing(clients: tuple[Client, Client], guide: str
     await watched.close()
     assert not any(isinstance(event, LinkOpened) for event in events)
     assert sum(isinstance(event, CallFinished) for event in events) == 4
+
+
+async def test_a_run_is_traced(
+    clients: tuple[Client, Client], guide: str, tmp_path: Path, client: EngineClient
+) -> None:
+    file, events = tmp_path / "run.jsonl", list[Event]()
+    team = chain(clients, guide)
+    linked = link(team, trace=file, listener=events.append)
+    await team.run(task="Go.")
+    await linked.close()
+    assert read(file) == events
+    with pytest.raises(OSError):
+        link(team, trace=tmp_path / "nowhere" / "run.jsonl")
+    await settled(client)

@@ -81,8 +81,10 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, UpstreamCancelled) or not isinstance(error, Exception):
         return "cancel"
     cause: BaseException | None = error
-    while cause is not None:
+    seen: set[int] = set()  # A cause may lead back to itself.
+    while cause is not None and id(cause) not in seen:
         if isinstance(cause, TimeoutError | httpx.TimeoutException):
             return "timeout"
+        seen.add(id(cause))
         cause = cause.__cause__
     return "error"

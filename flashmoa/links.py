@@ -12,7 +12,7 @@ import logging
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError, PluginMissing, PromptFeed, StreamState
+from flashmoa.engine import EngineClient, PluginMissing, PromptFeed, StreamState
 from flashmoa.failures import Failure, FailurePolicy, OnFailure
 from flashmoa.observe import (
     LinkAdvanced,
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _LATE = "too late"
 _plain_engines: set[str] = set()
 # What went wrong at which engine: once is enough to say so.
-_said: set[tuple[str, type[EngineError]]] = set()
+_said: set[tuple[str, type[Exception]]] = set()
 
 
 class Link:
@@ -170,7 +170,7 @@ class Link:
         except PluginMissing as error:
             self._over = "plain engine"
             report_plain_engine(self.engine.url, error)
-        except EngineError as error:
+        except Exception as error:
             # An append that its own request overtook finds the stream used; that is no failure.
             if not self.is_over:
                 self._over = f"{type(error).__name__}: {error}"
@@ -229,7 +229,7 @@ class Link:
         """Give the stream's KV back now, even when cancelled; harmless to repeat."""
         try:
             await self._feed.delete()
-        except EngineError as error:
+        except Exception as error:  # Even one of a client that has been closed.
             logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
 
     def _open_slots(self, name: str) -> list[Slot]:

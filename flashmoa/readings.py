@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from flashmoa.engine import EngineClient, EngineError, PluginMissing
+from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.failures import Failure, FailurePolicy
 from flashmoa.links import Link, report_plain_engine
 from flashmoa.observe import Listener, UpstreamFailed, ignore
@@ -69,7 +69,7 @@ class Reading:
         except PluginMissing as problem:
             report_plain_engine(engine.url, problem)
             return _nothing
-        except (EngineError, ValueError) as error:
+        except Exception as error:  # Linking must not cost the request.
             logger.warning("No link to %s this time: %s", self._agent, error)
             return _nothing
         self._link = Link(

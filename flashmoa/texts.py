@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, cast
 
 import anyio
 
@@ -136,12 +136,40 @@ class Text:
         self._changed = anyio.Event()
 
 
-def mentioned(strings: Iterable[str], texts: Mapping[str, Text]) -> list[Text]:
-    """Those of ``texts``, by their marks, that stand in any of these strings, in their order."""
-    marks = dict.fromkeys(mark for one in strings for mark in _MARK.findall(one))
+def mentioned(value: Any, texts: Mapping[str, Text]) -> list[Text]:
+    """Those of ``texts``, by their marks, that stand in any string of a value, in their order.
+
+    Args:
+        value: a string, or lists, tuples and mappings of values.
+    """
+    marks = dict.fromkeys(mark for one in _strings(value) for mark in _MARK.findall(one))
     return [texts[mark] for mark in marks if mark in texts]
 
 
-def replaced(text: str, by: Mapping[str, str]) -> str:
-    """A string with something else for its marks."""
-    return _MARK.sub(lambda found: by.get(found.group(), found.group()), text)
+def unknown(value: Any, texts: Mapping[str, Text]) -> list[str]:
+    """Marks in a value that stand for none of ``texts``."""
+    marks = dict.fromkeys(mark for one in _strings(value) for mark in _MARK.findall(one))
+    return [mark for mark in marks if mark not in texts]
+
+
+def replaced(value: Any, by: Mapping[str, str]) -> Any:
+    """A value (see :func:`mentioned`) with something else for the marks in its strings."""
+    if isinstance(value, str):
+        return _MARK.sub(lambda found: by.get(found.group(), found.group()), value)
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: replaced(one, by) for key, one in items}
+    if isinstance(value, list | tuple):
+        return [replaced(one, by) for one in cast("list[Any]", value)]
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in cast("Mapping[Any, Any]", value).values():
+            yield from _strings(one)
+    elif isinstance(value, list | tuple):
+        for one in cast("list[Any]", value):
+            yield from _strings(one)

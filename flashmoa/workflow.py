@@ -124,10 +124,12 @@ class Workflow:
             return False
         finally:
             self._linking.cancel_scope.cancel()
-            await self._linking.__aexit__(None, None, None)
-            # A stream that was taken over, for a request that was not sent, is nobody's now.
-            for expected in self._expected:
-                await expected.give_back()
+            try:
+                await self._linking.__aexit__(None, None, None)
+            finally:
+                # A stream that was taken over, for a request that was not sent, is nobody's now.
+                for expected in self._expected:
+                    await expected.give_back()
 
     def text(self, name: str = "text") -> Text:
         """A text that you write, from whatever source."""
@@ -179,7 +181,7 @@ class Workflow:
 
     def _reading(self, messages: Messages, name: str, on_failure: OnFailure | None) -> Reading:
         policy = self._policy if on_failure is None else FailurePolicy.of(on_failure)
-        texts = mentioned(_strings(messages), self._texts)
+        texts = mentioned(messages, self._texts)
         return Reading(texts, policy, name, self._listener)
 
     async def _link(
@@ -259,13 +261,5 @@ class Workflow:
         return next(one for one in itertools.chain([name], numbered) if one not in taken)
 
 
-def _strings(messages: Messages) -> list[str]:
-    values = (value for message in messages for value in message.values())
-    return [value for value in values if isinstance(value, str)]
-
-
 def _with_texts(message: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        key: replaced(value, texts) if isinstance(value, str) else value
-        for key, value in message.items()
-    }
+    return {key: replaced(value, texts) for key, value in message.items()}

@@ -42,6 +42,10 @@ class CallObserver(Protocol):
 
     def on_failure(self, error: BaseException) -> None: ...
 
+    def give_back(self) -> None:
+        """The request uses another prompt stream than this one's."""
+        ...
+
 
 class CallWatcher(Protocol):
     """A linked team; a client tells each of them about each call."""
@@ -133,7 +137,10 @@ def watched_args(
     """
     bodies: list[dict[str, Any]] = [one.get("extra_body") or {} for one in (configured, extra)]
     body = bodies[0] | bodies[1]
-    for observer in observers:
-        if observer.prompt_stream_id is not None:
+    offering = [one for one in observers if one.prompt_stream_id is not None]
+    for number, observer in enumerate(reversed(offering)):
+        if number == 0:
             body["prompt_stream_id"] = observer.prompt_stream_id
+        else:
+            observer.give_back()
     return {**extra, "extra_body": WatchedBody(body, watch)}

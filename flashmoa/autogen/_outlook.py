@@ -80,9 +80,12 @@ class Outlook:
         self._declined: set[str] = set()
         self._pools: dict[str, int] = {}
         self._wanted = self._looking = self._watching = False
+        # Counts what makes a look out of date: a call, the end of a run.
+        self._changes = 0
 
     def begin(self, agent: str, engine_url: str, held: str | None) -> RunningTurn:
         """A call goes out."""
+        self._changes += 1
         own, rewritten = self._take(agent), self._roster.rewrites(agent)
         turn = RunningTurn(self, agent, engine_url, own, held=held, rewritten=rewritten)
         early = own is None and self._looking and agent not in self._declined
@@ -118,10 +121,12 @@ class Outlook:
         return [link for link in self._links.values() if link.waits_for(agent)]
 
     def give_back(self, link: Link) -> None:
-        self.host.start(link.delete_stream)
+        self.host.finish(link.delete_stream)
 
     def end_all(self, reason: str) -> None:
         """No call will come any more that could use a link."""
+        self._changes += 1
+        self._wanted = False
         for link in self._links.values():
             link.end(reason)
         self._links.clear()
@@ -144,9 +149,12 @@ class Outlook:
             while self._wanted:
                 self._wanted = False
                 await anyio.sleep(_DELIVERY_SECONDS)
+                changes = self._changes
                 for turn in await self._roster.upcoming(self._speaker):
+                    if changes != self._changes:
+                        break
                     if turn.agent not in self._declined and turn.agent not in self._societies:
-                        await self._serve(turn)
+                        await self._serve(turn, changes)
         finally:
             self._looking = False
 
@@ -173,17 +181,19 @@ class Outlook:
             self._speaker = next(iter(self._running))
             self._look()
 
-    async def _serve(self, turn: Turn) -> None:
-        """Have a link for a turn that may come, made from what is known now."""
+    async def _serve(self, turn: Turn, changes: int) -> None:
+        """Have a link for a turn that may come, made from what was known at ``changes``."""
         try:
             basis = (turn, len(self._roster.received(turn.agent)))
             if not self._is_now(turn) or self._fits(turn, basis):
                 return
             client = self._roster.client(turn.agent)
             prompt = await self._forecast(turn, client)
+            if changes != self._changes:
+                return
             self._bases[turn.agent] = basis
             if self._is_now(turn) and not self._goes_on(turn, prompt):
-                await self._open(turn, client, prompt)
+                await self._open(turn, client, prompt, changes)
         except NotForecastable as reason:
             self._decline(turn.agent, str(reason))
         except PluginMissing as problem:
@@ -229,12 +239,14 @@ class Outlook:
         link.end("mispredicted")
         return False
 
-    async def _open(self, turn: Turn, client: FlashMoAChatCompletionClient, prompt: Prompt) -> None:
+    async def _open(
+        self, turn: Turn, client: FlashMoAChatCompletionClient, prompt: Prompt, changes: int
+    ) -> None:
         if not turn.sure and not await self._has_room(client, prompt):
             reason = "likelier agents hold the share of the KV pool for links that may be in vain"
             self.listener(LinkDeclined(agent=turn.agent, engine=client.engine.url, reason=reason))
             return
-        if not self._is_now(turn):
+        if changes != self._changes or not self._is_now(turn):
             return
         link = Link(
             client.engine,

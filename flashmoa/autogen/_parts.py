@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from autogen_agentchat.agents import SocietyOfMindAgent
+from autogen_agentchat.agents import BaseChatAgent, SocietyOfMindAgent
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
@@ -72,6 +72,17 @@ def _on_stack(frame: FrameType | None) -> Any:
     while frame is not None:
         holder = frame.f_locals.get("self")
         if isinstance(holder, ChatAgentContainer | BaseGroupChatManager):
+            return holder
+        frame = frame.f_back
+    return None
+
+
+def agent_on_stack() -> BaseChatAgent | None:
+    """The agent whose code is asking its model, as far as the stack tells."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        holder = frame.f_locals.get("self")
+        if isinstance(holder, BaseChatAgent):
             return holder
         frame = frame.f_back
     return None

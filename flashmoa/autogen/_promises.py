@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
 
 from autogen_core import CancellationToken
-from autogen_core.models import CreateResult, LLMMessage, RequestUsage
+from autogen_core.models import (
+    CreateResult,
+    FunctionExecutionResult,
+    LLMMessage,
+    RequestUsage,
+)
 
 from flashmoa.autogen._tasks import TaskHost
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.failures import FailurePolicy, UpstreamCancelled
 from flashmoa.observe import Listener
 from flashmoa.readings import Reading
-from flashmoa.texts import Text, mentioned, replaced
+from flashmoa.texts import Text, mentioned, replaced, unknown
+
+logger = logging.getLogger(__name__)
 
 # Finished texts are kept for whoever may still read them; the oldest go first.
 _KEPT = 4096
@@ -53,6 +62,9 @@ class PromisedCall:
 
     def on_failure(self, error: BaseException) -> None:
         """The request may not have reached the engine, which then still keeps its stream."""
+        self.give_back()
+
+    def give_back(self) -> None:
         if self._reading is not None:
             self._promises.give_back(self._reading)
 
@@ -107,7 +119,14 @@ class Promises:
     ) -> tuple[Sequence[LLMMessage], Reading | None]:
         """Messages with texts for marks, once these are complete, and what was fed with them
         meanwhile, to be taken over by the call. Raises: what a text failed with."""
-        texts = mentioned(_contents(messages), _texts)
+        contents = _contents(messages)
+        texts = mentioned(contents, _texts)
+        if lost := unknown(contents, _texts):
+            logger.warning(
+                "%s is sent as it is: the promised text is not known in this process any more. "
+                "Keep `await client.result(...)` instead of what promise() returns.",
+                ", ".join(lost),
+            )
         if not texts:
             return messages, None
         # Cancelled with whoever waits for it, or by the token.
@@ -123,7 +142,7 @@ class Promises:
 
     def give_back(self, reading: Reading) -> None:
         """A request that had taken a link over has failed."""
-        self._host.start(reading.give_back)
+        self._host.finish(reading.give_back)
 
     async def close(self) -> None:
         """End what is being written and linked."""
@@ -156,14 +175,27 @@ class Promises:
             raise
 
 
-def _contents(messages: Sequence[LLMMessage]) -> list[str]:
-    return [message.content for message in messages if isinstance(message.content, str)]
+def _contents(messages: Sequence[LLMMessage]) -> list[Any]:
+    """The strings of messages in which marks may stand."""
+    return [_plain(message.content) for message in messages]
+
+
+def _plain(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_plain(one) for one in cast("list[Any]", content)]
+    return content.content if isinstance(content, FunctionExecutionResult) else content
 
 
 def _replaced(messages: Sequence[LLMMessage], by: Mapping[str, str]) -> list[LLMMessage]:
     return [
-        message.model_copy(update={"content": replaced(message.content, by)})
-        if isinstance(message.content, str)
-        else message
+        message.model_copy(update={"content": _with_texts(message.content, by)})
         for message in messages
     ]
+
+
+def _with_texts(content: Any, by: Mapping[str, str]) -> Any:
+    if isinstance(content, list):
+        return [_with_texts(one, by) for one in cast("list[Any]", content)]
+    if isinstance(content, FunctionExecutionResult):
+        return content.model_copy(update={"content": replaced(content.content, by)})
+    return replaced(content, by)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from autogen_agentchat.agents import MessageFilterAgent
 from autogen_agentchat.base import Team
 from autogen_agentchat.messages import BaseChatMessage, HandoffMessage, TextMessage
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
@@ -12,7 +13,7 @@ from autogen_core import AgentId
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import DryRun, NotForecastable
-from flashmoa.autogen._parts import Parts
+from flashmoa.autogen._parts import Parts, agent_on_stack
 from flashmoa.autogen._shadows import (
     agent_dry_runs,
     client_of,
@@ -52,6 +53,17 @@ class Roster:
             return MANAGER
         name = agent_type.removesuffix(f"_{team_id}")
         return name if name != agent_type else None
+
+    def calls_itself(self, name: str) -> bool:
+        """Whether the call that is being made is that member's own, and not one of an agent
+        that it uses, as a tool for instance."""
+        caller = agent_on_stack()
+        if caller is None or name == MANAGER:
+            return True
+        member: Any = next((one for one in self._parts.participants if one.name == name), None)
+        while isinstance(member, MessageFilterAgent):
+            member = member._wrapped_agent
+        return caller is member
 
     def rewrites(self, agent: str) -> str | None:
         """Why the message others get is not the text its model answers with, if so."""

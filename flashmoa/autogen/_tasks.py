@@ -11,6 +11,8 @@ from anyio.abc import TaskGroup
 
 logger = logging.getLogger(__name__)
 
+Work = Callable[[], Awaitable[None]]
+
 
 class TaskHost:
     """A task group that outlives the calls that start tasks in it.
@@ -20,15 +22,16 @@ class TaskHost:
     """
 
     def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
+        self._hosts: set[asyncio.Task[None]] = set()
         self._group: TaskGroup | None = None
+        self._last: list[Work] = []
         self._closed = False
 
     @property
     def is_closed(self) -> bool:
         return self._closed
 
-    def start(self, work: Callable[[], Awaitable[None]]) -> None:
+    def start(self, work: Work) -> None:
         """Run ``work()`` in the group; what it raises is logged and goes no further.
 
         Once closed, nothing is started any more.
@@ -41,9 +44,19 @@ class TaskHost:
                 return
             except RuntimeError:  # Its last task ended just now.
                 self._group = None
-        self._task = asyncio.create_task(self._run(work), name="flashmoa-links")
+        # Started twice before it runs, there are two; each ends by itself, or is closed.
+        host = asyncio.create_task(self._run(work), name="flashmoa-links")
+        self._hosts.add(host)
+        host.add_done_callback(self._hosts.discard)
 
-    async def _run(self, first: Callable[[], Awaitable[None]]) -> None:
+    def finish(self, work: Work) -> None:
+        """As :meth:`start`, but where the host is being closed it is done before that ends."""
+        if self._closed:
+            self._last.append(work)
+        else:
+            self.start(work)
+
+    async def _run(self, first: Work) -> None:
         async with anyio.create_task_group() as group:
             self._group = group
             group.start_soon(_contained, first)
@@ -53,14 +66,23 @@ class TaskHost:
     async def close(self) -> None:
         """Cancel what runs and wait for it."""
         self._closed = True
-        task, self._task, self._group = self._task, None, None
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait([task])
+        self._group = None
+        hosts = list(self._hosts)
+        for host in hosts:
+            host.cancel()
+        if hosts:
+            await asyncio.wait(hosts)
+        while self._last:
+            await _contained(self._last.pop())
 
 
-async def _contained(work: Callable[[], Awaitable[None]]) -> None:
+async def _contained(work: Work) -> None:
     try:
         await work()
+    except asyncio.CancelledError:
+        # Somebody cancelled what the work waited for, not the work: that concerns nobody else.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
     except Exception:
         logger.exception("A link failed; its agents run unlinked")

@@ -85,7 +85,9 @@ def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
 def link_caller(listener: Listener) -> None:
     """Link the team on whose behalf a client is being called, if there is one (``auto_link``)."""
     parts = Parts.of_caller()
-    if parts is not None and not hasattr(parts.owner, _LINK):
+    if parts is None or hasattr(parts.owner, _LINK):
+        return
+    if _clients(parts) or _within(parts):
         TeamLink(parts, Settings("text", None, _KV_SHARE), listener)
 
 
@@ -104,7 +106,7 @@ class TeamLink:
                 "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to link"
             )
         roster = Roster(parts, settings.include)
-        self._name_of = roster.name_of
+        self._roster = roster
         societies = {name: one._outlook for one in inner if (name := one._reader) is not None}
         self._outlook = Outlook(roster, settings, listener, societies)
         self._reader = parts.reader.name if parts.reader is not None else None
@@ -126,10 +128,12 @@ class TeamLink:
         self, agent_type: str, agent_key: str, engine_url: str, held: str | None
     ) -> RunningTurn | None:
         """A client is about to send a request, maybe for one of this team's agents."""
-        name = self._name_of(agent_type, agent_key)
+        name = self._roster.name_of(agent_type, agent_key)
         if name is None:
             return None
         try:
+            if not self._roster.calls_itself(name):
+                return None
             return self._outlook.begin(name, engine_url, held)
         except Exception:
             # Whatever is wrong with a link, the agent's call goes out.

@@ -103,8 +103,11 @@ class RunningTurn:
         self._tell(CallFailed(agent=self.agent, engine=self._engine, error=repr(error)))
         self._audience.failed(self)
         self._each(lambda link: link.fail_slot(self.agent, failure_of(error)))
+        # The request may not have reached the engine, which then still keeps its stream.
+        self.give_back()
+
+    def give_back(self) -> None:
         if self._own is not None:
-            # The request may not have reached the engine, which then still keeps its stream.
             self._audience.give_back(self._own)
 
     def _say_why(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from weakref import WeakSet
 
 from autogen_core import AgentId
@@ -9,6 +10,8 @@ from autogen_core._message_handler_context import MessageHandlerContext
 
 from flashmoa.autogen._calls import CallObserver, CallWatcher
 from flashmoa.observe import Listener
+
+logger = logging.getLogger(__name__)
 
 
 class Watchers:
@@ -41,7 +44,11 @@ class Watchers:
         if not observers and self._auto_link is not None:
             from flashmoa.autogen._team import link_caller  # It imports the client.
 
-            link_caller(self._auto_link)
+            try:
+                link_caller(self._auto_link)
+            except Exception:
+                # Whatever is wrong with a link, the agent's call goes out.
+                logger.exception("The team of %s runs unlinked", agent.type)
             observers = self._told(agent, held)
         return observers
 

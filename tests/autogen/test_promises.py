@@ -12,15 +12,23 @@ import pytest
 from autogen_core import (
     AgentId,
     CancellationToken,
+    FunctionCall,
     MessageContext,
     RoutedAgent,
     SingleThreadedAgentRuntime,
     message_handler,
 )
-from autogen_core.models import SystemMessage, UserMessage
+from autogen_core.models import (
+    AssistantMessage,
+    FunctionExecutionResult,
+    FunctionExecutionResultMessage,
+    SystemMessage,
+    UserMessage,
+)
 
 from flashmoa import UpstreamCancelled
 from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 
 from ..engine.support import settled
@@ -197,3 +205,55 @@ async def test_a_cancelled_reader_waits_no_longer(
     await settled(other.engine)
     with pytest.raises(RuntimeError, match="closed"):
         await client.promise(asked)
+
+
+async def test_cancelling_one_promise_leaves_the_others(clients: Callable[..., Client]) -> None:
+    client, token = clients(max_tokens=300), CancellationToken()
+    asked = [UserMessage(content="Go.", source="user")]
+    cancelled = await client.promise(asked, cancellation_token=token)
+    other = await client.promise(asked)
+    with anyio.fail_after(30):
+        while (await client.engine.info()).kv[0].protected == 0:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+    token.cancel()
+    with pytest.raises(UpstreamCancelled):
+        await client.result(str(cancelled.content))
+    assert await client.result(str(other.content)) == (await client.create(asked)).content
+    await settled(client.engine)
+
+
+async def test_promises_made_at_once_end_with_their_client(clients: Callable[..., Client]) -> None:
+    client = clients(max_tokens=20000)
+    asked = [UserMessage(content="Go.", source="user")]
+    promised = [await client.promise(asked) for _ in range(3)]
+    await client.close()
+    for one in promised:
+        with pytest.raises(UpstreamCancelled):
+            await client.result(str(one.content))
+    async with EngineClient(client.engine.url) as engine:
+        await settled(engine)
+
+
+async def test_marks_are_found_wherever_text_is(
+    clients: Callable[..., Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = clients()
+    promised = str((await client.promise([UserMessage(content="Go.", source="user")])).content)
+    text = await client.result(promised)
+
+    def reading(content: str) -> list[Any]:
+        call = FunctionCall(id="1", name="look", arguments="{}")
+        result = FunctionExecutionResult(content=content, name="look", call_id="1")
+        return [
+            UserMessage(content=[f"Read <{content}>"], source="user"),
+            AssistantMessage(content=[call], source="one"),
+            FunctionExecutionResultMessage(content=[result]),
+        ]
+
+    found = await client.create(reading(promised))
+    assert found.content == (await client.create(reading(text))).content
+    assert found.usage.prompt_tokens == client.count_tokens(reading(text))
+    lost = "\u27e6promise-1:0123456789abcdef\u27e7"
+    await client.create([UserMessage(content=lost, source="user")])
+    assert f"{lost} is sent as it is" in caplog.text
+    await settled(client.engine)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from autogen_agentchat.agents import AssistantAgent
-from autogen_agentchat.base import TaskResult
+from autogen_agentchat.base import Response, TaskResult
 from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.messages import TextMessage
 from autogen_agentchat.teams import (
     BaseGroupChat,
     MagenticOneGroupChat,
@@ -18,6 +19,7 @@ from autogen_agentchat.teams import (
     SelectorGroupChat,
     Swarm,
 )
+from autogen_agentchat.tools import AgentTool
 
 from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link, watch
 from flashmoa.engine.local import LocalEngine
@@ -26,6 +28,7 @@ from flashmoa.observe import Event, LinkWaits
 from ..engine.support import settled
 from .exactness import Found, count, found, mostly_hit
 from .scripted import script
+from .test_teams import Custom
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -222,3 +225,39 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     _, events = await run_linked(team, guide[:600])
     assert not first
     assert [call.status for call in found(events)][1:] == ["hit"]
+
+
+async def test_a_tools_agent_is_not_taken_for_its_user(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(request: dict[str, Any]) -> Any:
+        return ("inner", {"task": "Look."}) if request.get("tools") else None
+
+    script(monkeypatch, said)
+    inner = AgentTool(agent(model_client, "inner"))
+    one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=False)
+    team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=2)
+    _, events = await run_linked(team, guide[:600])
+    calls = found(events)
+    assert [call.agent for call in calls] == ["one", "two"]
+    assert predicted("an agent as a tool", calls[1:])
+
+
+async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEngine) -> None:
+    class Own(Custom):
+        """Keeps its client where links do not look for it."""
+
+        def __init__(self, name: str, client: Client) -> None:
+            super().__init__(name, client)
+            self._llm = client
+            del self._model_client
+
+        async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
+            heard = [message.to_model_message() for message in messages]
+            text = str((await self._llm.create(heard)).content)
+            return Response(chat_message=TextMessage(content=text, source=self.name))
+
+    client = make(engine, auto_link=True)
+    team = RoundRobinGroupChat([Own("one", client), Own("two", client)], max_turns=2)
+    assert len((await team.run(task="Go.")).messages) == 3
+    await client.close()

@@ -174,3 +174,44 @@ async def test_a_plain_server_answers_what_had_arrived(plain_engine: LocalEngine
         assert await review == await said(plain, "Review: half a")
     failed = [event for event in events if isinstance(event, UpstreamFailed)]
     assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]
+
+
+async def test_a_text_in_a_content_part(client: EngineClient) -> None:
+    async with Workflow(client) as flow:
+        draft = flow.text("draft")
+        parts = [{"type": "text", "text": f"Review: {draft}"}]
+        review = flow.ask([{"role": "user", "content": parts}], **PARAMETERS)
+        draft.finish("a plan")
+        whole = [{"role": "user", "content": [{"type": "text", "text": "Review: a plan"}]}]
+        async with client.chat(whole, **PARAMETERS) as deltas:
+            assert await review == "".join([delta.text async for delta in deltas])
+
+
+async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) -> None:
+    """Taken over, and then the workflow runs out of time."""
+    with anyio.CancelScope() as scope:
+        async with Workflow(reader) as flow:
+            draft = flow.text("draft")
+            expected = await flow.expect(asks(f"{guide[:900]} {draft}"))
+            with anyio.fail_after(30):
+                while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            draft.finish("a plan")
+            await expected.messages()
+            assert expected.take_over()
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert (await settled(reader)).pinned_streams == 0
+
+
+async def test_a_link_that_cannot_be_costs_nothing(client: EngineClient, guide: str) -> None:
+    """Its engine's client is closed; what is asked elsewhere goes on."""
+    other = EngineClient(client.url)
+    await other.close()
+    async with Workflow(client) as flow:
+        draft = flow.text("draft")
+        expected = await flow.expect(asks(f"{guide[:900]} {draft}"), engine=other)
+        draft.finish("a plan")
+        assert await flow.ask(asks("Go on."), **PARAMETERS)
+        assert "a plan" in (await expected.messages())[1]["content"]
+        assert expected.take_over() == {}

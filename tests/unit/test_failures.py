@@ -53,6 +53,11 @@ def test_what_an_exception_is(error: BaseException, failure: str) -> None:
     assert failure_of(error) == failure
 
 
+def test_a_cause_may_lead_back_to_itself() -> None:
+    error = ValueError()
+    assert failure_of(caused(error, caused(KeyError(), error))) == "error"
+
+
 def test_one_action_is_for_all_but_a_stall() -> None:
     policy = FailurePolicy.of("finalize")
     assert [policy.action(one) for one in ("error", "cancel", "timeout")] == ["finalize"] * 3

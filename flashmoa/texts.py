@@ -136,24 +136,22 @@ class Text:
         self._changed = anyio.Event()
 
 
-def mentioned(value: Any, texts: Mapping[str, Text]) -> list[Text]:
-    """Those of ``texts``, by their marks, that stand in any string of a value, in their order.
+def marks(value: Any) -> list[str]:
+    """The marks in the strings of a value, in their order.
 
     Args:
         value: a string, or lists, tuples and mappings of values.
     """
-    marks = dict.fromkeys(mark for one in _strings(value) for mark in _MARK.findall(one))
-    return [texts[mark] for mark in marks if mark in texts]
+    return list(dict.fromkeys(mark for one in _strings(value) for mark in _MARK.findall(one)))
 
 
-def unknown(value: Any, texts: Mapping[str, Text]) -> list[str]:
-    """Marks in a value that stand for none of ``texts``."""
-    marks = dict.fromkeys(mark for one in _strings(value) for mark in _MARK.findall(one))
-    return [mark for mark in marks if mark not in texts]
+def mentioned(value: Any, texts: Mapping[str, Text]) -> list[Text]:
+    """Those of ``texts``, by their marks, whose :func:`marks` stand in a value."""
+    return [texts[mark] for mark in marks(value) if mark in texts]
 
 
 def replaced(value: Any, by: Mapping[str, str]) -> Any:
-    """A value (see :func:`mentioned`) with something else for the marks in its strings."""
+    """A value (see :func:`marks`) with something else for the marks in its strings."""
     if isinstance(value, str):
         return _MARK.sub(lambda found: by.get(found.group(), found.group()), value)
     if isinstance(value, Mapping):

@@ -78,6 +78,8 @@ class Outlook:
         self._running: dict[str, RunningTurn] = {}
         self._speaker = ""
         self._declined: set[str] = set()
+        # Whose writers were done before a link to them could be made.
+        self._overtaken: set[str] = set()
         self._pools: dict[str, int] = {}
         self._wanted = self._looking = self._watching = False
         # Counts what makes a look out of date: a call, the end of a run.
@@ -88,7 +90,9 @@ class Outlook:
         self._changes += 1
         own, rewritten = self._take(agent), self._roster.rewrites(agent)
         turn = RunningTurn(self, agent, engine_url, own, held=held, rewritten=rewritten)
-        early = own is None and self._looking and agent not in self._declined
+        missed = self._looking or agent in self._overtaken
+        early = own is None and missed and agent not in self._declined
+        self._overtaken.discard(agent)
         late = early or (own is not None and own.is_late)
         stream_id = turn.prompt_stream_id
         self.listener(CallStarted(agent=agent, engine=engine_url, stream_id=stream_id, late=late))
@@ -185,7 +189,11 @@ class Outlook:
         """Have a link for a turn that may come, made from what was known at ``changes``."""
         try:
             basis = (turn, len(self._roster.received(turn.agent)))
-            if not self._is_now(turn) or self._fits(turn, basis):
+            if self._fits(turn, basis):
+                return
+            # Until there is a link; whatever keeps it from being made from here on is haste.
+            self._overtaken.add(turn.agent)
+            if not self._is_now(turn):
                 return
             client = self._roster.client(turn.agent)
             prompt = await self._forecast(turn, client)
@@ -200,6 +208,7 @@ class Outlook:
             self._declined.add(turn.agent)
             report_plain_engine(self._roster.client(turn.agent).engine.url, problem)
         except EngineError as error:
+            self._overtaken.discard(turn.agent)
             logger.warning("No link to %s this time: %s", turn.agent, error)
         except Exception as error:
             # The agent's own code: its tools, its context. It must not cost the others theirs.
@@ -243,6 +252,7 @@ class Outlook:
         self, turn: Turn, client: FlashMoAChatCompletionClient, prompt: Prompt, changes: int
     ) -> None:
         if not turn.sure and not await self._has_room(client, prompt):
+            self._overtaken.discard(turn.agent)
             reason = "likelier agents hold the share of the KV pool for links that may be in vain"
             self.listener(LinkDeclined(agent=turn.agent, engine=client.engine.url, reason=reason))
             return
@@ -256,6 +266,7 @@ class Outlook:
             listener=self.listener,
         )
         self._links[turn.agent] = link
+        self._overtaken.discard(turn.agent)
         (self._unsure.discard if turn.sure else self._unsure.add)(turn.agent)
         self._replay(link)
         self.host.start(link.run)
@@ -276,6 +287,7 @@ class Outlook:
         return characters <= _CHARACTERS_PER_TOKEN * self._settings.kv_share * self._pools[url]
 
     def _decline(self, agent: str, reason: str) -> None:
+        self._overtaken.discard(agent)
         self._declined.add(agent)
         logger.warning("%s runs unlinked: %s", agent, reason)
         self.listener(LinkDeclined(agent=agent, engine="", reason=reason))

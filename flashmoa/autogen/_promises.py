@@ -27,7 +27,7 @@ from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.failures import FailurePolicy, UpstreamCancelled
 from flashmoa.observe import Listener
 from flashmoa.readings import Reading
-from flashmoa.texts import Text, mentioned, replaced, unknown
+from flashmoa.texts import Text, marks, mentioned, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +119,7 @@ class Promises:
     ) -> tuple[Sequence[LLMMessage], Reading | None]:
         """Messages with texts for marks, once these are complete, and what was fed with them
         meanwhile, to be taken over by the call. Raises: what a text failed with."""
-        contents = _contents(messages)
-        texts = mentioned(contents, _texts)
-        if lost := unknown(contents, _texts):
-            logger.warning(
-                "%s is sent as it is: the promised text is not known in this process any more. "
-                "Keep `await client.result(...)` instead of what promise() returns.",
-                ", ".join(lost),
-            )
+        texts = _known(_contents(messages))
         if not texts:
             return messages, None
         # Cancelled with whoever waits for it, or by the token.
@@ -137,7 +130,7 @@ class Promises:
 
     async def result(self, content: str) -> str:
         """A string with texts for marks. Raises: what a text failed with."""
-        texts = mentioned([content], _texts)
+        texts = _known(content)
         return replaced(content, await Reading(texts, self._policy, "result").whole())
 
     def give_back(self, reading: Reading) -> None:
@@ -173,6 +166,17 @@ class Promises:
         except BaseException:
             await reading.give_back()
             raise
+
+
+def _known(value: Any) -> list[Text]:
+    """The texts a value mentions; it is said where one is not known any more."""
+    if lost := [mark for mark in marks(value) if mark not in _texts]:
+        logger.warning(
+            "%s stays as it is: the promised text is not known in this process any more. "
+            "Keep `await client.result(...)` instead of what promise() returns.",
+            ", ".join(lost),
+        )
+    return mentioned(value, _texts)
 
 
 def _contents(messages: Sequence[LLMMessage]) -> list[Any]:

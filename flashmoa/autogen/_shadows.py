@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, cast
 
 from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
@@ -223,12 +223,20 @@ def _clone(context: Any) -> Any:
 
 
 async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> Call:
-    try:
+    async def run() -> None:
         async for _ in shadow.on_messages_stream(messages, CancellationToken()):
             pass
+
+    return await _first_call(run())
+
+
+async def _first_call(run: Awaitable[object]) -> Call:
+    """What a run with a listening client asks first."""
+    try:
+        await run
     except _Captured as captured:
         return captured.call
-    raise NotForecastable("it answers without asking its model")
+    raise NotForecastable("it goes on without asking its model")
 
 
 async def _selection(
@@ -239,11 +247,7 @@ async def _selection(
     shadow._model_context = _clone(manager._model_context)
     shadow._message_thread = list(manager._message_thread)
     await shadow.update_message_thread(future)
-    try:
-        await shadow.select_speaker(shadow._message_thread)
-    except _Captured as captured:
-        return captured.call
-    raise NotForecastable("it selects without asking its model")
+    return await _first_call(shadow.select_speaker(shadow._message_thread))
 
 
 async def _ledger(
@@ -254,8 +258,4 @@ async def _ledger(
     shadow._message_thread = [*manager._message_thread, *future]
     # What it would say of itself goes nowhere.
     shadow._output_message_queue = asyncio.Queue()
-    try:
-        await shadow._orchestrate_step(CancellationToken())
-    except _Captured as captured:
-        return captured.call
-    raise NotForecastable("it goes on without asking its model")
+    return await _first_call(shadow._orchestrate_step(CancellationToken()))

@@ -51,10 +51,10 @@ class TaskHost:
 
     def finish(self, work: Work) -> None:
         """As :meth:`start`, but where the host is being closed it is done before that ends."""
-        if self._closed:
-            self._last.append(work)
-        else:
+        if not self._closed:
             self.start(work)
+        elif self._hosts:  # Else it has been closed, and nobody would do it any more.
+            self._last.append(work)
 
     async def _run(self, first: Work) -> None:
         async with anyio.create_task_group() as group:

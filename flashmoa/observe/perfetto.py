@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashmoa.observe.events import Event, LinkAdvanced, LinkClosed, LinkOpened, UpstreamFailed
-from flashmoa.observe.timeline import Bar, Lane, lanes
+from flashmoa.observe.timeline import Bar, lanes
 
 _NAMES = {"ahead": "prefill ahead", "waiting": "waiting for the first token", "decode": "decode"}
 
@@ -21,23 +21,21 @@ def perfetto(events: Sequence[Event]) -> dict[str, Any]:
     begin = min((event.at for event in events), default=0.0)
     begin = min([begin, *(bar.start for lane in run for bar in lane.bars)])
     engines = {url: number for number, url in enumerate(dict.fromkeys(x.engine for x in run), 1)}
-    agents = {lane.agent: number for number, lane in enumerate(run, 1)}
+    places = {
+        lane.agent: {"pid": engines[lane.engine], "tid": number}
+        for number, lane in enumerate(run, 1)
+    }
     found: list[dict[str, Any]] = [
         _named("process_name", pid=number, tid=0, name=url) for url, number in engines.items()
     ]
     for lane in run:
-        where = {"pid": engines[lane.engine], "tid": agents[lane.agent]}
+        where = places[lane.agent]
         found.append(_named("thread_name", **where, name=lane.agent))
         found += [_complete(bar, begin, where) for bar in lane.bars]
     for event in events:
-        if event.agent in agents:
-            where = {"pid": engines[_lane(run, event).engine], "tid": agents[event.agent]}
-            found += _others(event, round((event.at - begin) * 1e6), where)
+        if event.agent in places:
+            found += _others(event, round((event.at - begin) * 1e6), places[event.agent])
     return {"traceEvents": found, "displayTimeUnit": "ms"}
-
-
-def _lane(run: Sequence[Lane], event: Event) -> Lane:
-    return next(lane for lane in run if lane.agent == event.agent)
 
 
 def _named(what: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:

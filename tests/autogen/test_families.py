@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent
-from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig, PerSourceFilter
 from autogen_agentchat.base import TaskResult
-from autogen_agentchat.teams import BaseGroupChat, DiGraphBuilder, GraphFlow, RoundRobinGroupChat
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event
 
 from ..chat_templates import ALTERNATING, TEMPLATES
 from ..engine.support import measured, settled, special_engine
 from .exactness import count, found, mostly_hit
+from .teams import Build, Client, filtered_fan, round_robin
 
 pytestmark = pytest.mark.anyio
-Client = FlashMoAChatCompletionClient
-Build = Callable[[Client], BaseGroupChat]
-
-
-def agent(client: Client, name: str) -> Any:
-    system = f"You are {name}. " + "Be brief. " * 20
-    return AssistantAgent(name, model_client=client, system_message=system)
-
-
-def round_robin(client: Client) -> BaseGroupChat:
-    return RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=6)
-
-
-def fan(client: Client) -> BaseGroupChat:
-    """The last one reads the reviewers in its own order, not as they finish."""
-    chair, *reviewers, meta = (agent(client, n) for n in ("chair", "rev0", "rev1", "meta"))
-    wanted = [PerSourceFilter(source=n) for n in ("user", "chair", "rev0", "rev1")]
-    meta = MessageFilterAgent("meta", meta, MessageFilterConfig(per_source=wanted))
-    builder = DiGraphBuilder()
-    for one in (chair, *reviewers, meta):
-        builder.add_node(one)
-    for one in reviewers:
-        builder.add_edge(chair, one).add_edge(one, meta)
-    return GraphFlow([chair, *reviewers, meta], graph=builder.build())
 
 
 def said(result: TaskResult) -> list[tuple[str, str]]:
@@ -70,7 +42,7 @@ async def test_teams_over_a_family(
             merge_user_messages=family in ALTERNATING,
         )
         try:
-            for build in (round_robin, fan):
+            for build in (round_robin, filtered_fan):
                 await compare(client, build, guide[:800], family)
             await settled(client.engine)
         finally:

@@ -255,5 +255,5 @@ async def test_marks_are_found_wherever_text_is(
     assert found.usage.prompt_tokens == client.count_tokens(reading(text))
     lost = "\u27e6promise-1:0123456789abcdef\u27e7"
     await client.create([UserMessage(content=lost, source="user")])
-    assert f"{lost} is sent as it is" in caplog.text
+    assert f"{lost} stays as it is" in caplog.text
     await settled(client.engine)

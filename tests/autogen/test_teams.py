@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-from autogen_agentchat.agents import (
-    AssistantAgent,
-    BaseChatAgent,
-    MessageFilterAgent,
-    SocietyOfMindAgent,
-)
-from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig, PerSourceFilter
-from autogen_agentchat.base import Response
-from autogen_agentchat.conditions import MaxMessageTermination
-from autogen_agentchat.messages import BaseChatMessage, TextMessage
-from autogen_agentchat.teams import (
-    BaseGroupChat,
-    DiGraphBuilder,
-    GraphFlow,
-    RoundRobinGroupChat,
-    SelectorGroupChat,
-)
+from autogen_agentchat.messages import TextMessage
 from autogen_core import CancellationToken
-from autogen_core.memory import ListMemory, MemoryContent
-from autogen_core.model_context import (
-    BufferedChatCompletionContext,
-    HeadAndTailChatCompletionContext,
-)
-from autogen_core.models import AssistantMessage, LLMMessage, UserMessage
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
 
 from ..engine.support import settled
 from .exactness import Found, count, found, mostly_hit
+from .teams import (
+    Build,
+    Client,
+    agent,
+    bounded,
+    chain,
+    conditional,
+    custom,
+    cycle,
+    fan,
+    filtered_fan,
+    nested,
+    remembering,
+    round_robin,
+    selecting,
+    society,
+    streaming,
+)
 
 pytestmark = pytest.mark.anyio
-Client = FlashMoAChatCompletionClient
-Build = Callable[[Client], BaseGroupChat]
 
 
 @dataclass
@@ -86,116 +79,6 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     )
     yield client
     await client.close()
-
-
-def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
-    more = {"system_message": f"You are {name}. " + "Be brief. " * 20, **more}
-    return AssistantAgent(name, model_client=client, **more)
-
-
-def round_robin(client: Client) -> BaseGroupChat:
-    return RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=7)
-
-
-def streaming(client: Client) -> BaseGroupChat:
-    agents = [agent(client, n, model_client_stream=True) for n in ("one", "two", "three")]
-    return RoundRobinGroupChat(agents, max_turns=7)
-
-
-def bounded(client: Client) -> BaseGroupChat:
-    contexts = [
-        BufferedChatCompletionContext(3),
-        HeadAndTailChatCompletionContext(1, 2),
-        BufferedChatCompletionContext(4),
-    ]
-    names = ("one", "two", "three")
-    agents = [agent(client, n, model_context=c) for n, c in zip(names, contexts, strict=True)]
-    return RoundRobinGroupChat(agents, max_turns=9)
-
-
-def remembering(client: Client) -> BaseGroupChat:
-    """A memory adds a system message after the text; the stock client takes only one."""
-    content = MemoryContent(content="It rains.", mime_type="text/plain")
-    memory = ListMemory(memory_contents=[content])
-    agents = [agent(client, "one"), agent(client, "two", memory=[memory], system_message=None)]
-    return RoundRobinGroupChat(agents, max_turns=2)
-
-
-def chain(client: Client) -> BaseGroupChat:
-    names = ("one", "two", "three")
-    agents = [agent(client, n) for n in names]
-    builder = DiGraphBuilder()
-    for one in agents:
-        builder.add_node(one)
-    builder.add_edge(agents[0], agents[1]).add_edge(agents[1], agents[2])
-    return GraphFlow(agents, graph=builder.build())
-
-
-def fan(client: Client, filtered: bool = False) -> BaseGroupChat:
-    chair = agent(client, "chair")
-    reviewers: list[Any] = [agent(client, f"rev{i}") for i in range(3)]
-    meta: Any = agent(client, "meta")
-    if filtered:
-        wanted = [PerSourceFilter(source=n) for n in ("user", "rev0", "rev1", "rev2")]
-        meta = MessageFilterAgent("meta", meta, MessageFilterConfig(per_source=wanted))
-    builder = DiGraphBuilder()
-    for one in (chair, *reviewers, meta):
-        builder.add_node(one)
-    for one in reviewers:
-        builder.add_edge(chair, one).add_edge(one, meta)
-    return GraphFlow([chair, *reviewers, meta], graph=builder.build())
-
-
-def filtered_fan(client: Client) -> BaseGroupChat:
-    return fan(client, filtered=True)
-
-
-def conditional(client: Client) -> BaseGroupChat:
-    """Whatever the writer says, one of the two is chosen."""
-    writer, yes, no = (agent(client, n) for n in ("writer", "yes", "no"))
-    builder = DiGraphBuilder()
-    for one in (writer, yes, no):
-        builder.add_node(one)
-    builder.add_edge(writer, yes, condition=lambda m: len(m.to_text()) % 2 == 0)
-    builder.add_edge(writer, no, condition=lambda m: len(m.to_text()) % 2 == 1)
-    return GraphFlow([writer, yes, no], graph=builder.build())
-
-
-def cycle(client: Client) -> BaseGroupChat:
-    """The editor sends the writer round again until the team is stopped."""
-    writer, editor, printer = (agent(client, n) for n in ("writer", "editor", "printer"))
-    builder = DiGraphBuilder()
-    for one in (writer, editor, printer):
-        builder.add_node(one)
-    builder.add_edge(writer, editor)
-    builder.add_edge(editor, writer, condition=lambda m: "print!" not in m.to_text())
-    builder.add_edge(editor, printer, condition=lambda m: "print!" in m.to_text())
-    builder.set_entry_point(writer)
-    stop = MaxMessageTermination(8)
-    return GraphFlow([writer, editor, printer], graph=builder.build(), termination_condition=stop)
-
-
-def selecting(client: Client) -> BaseGroupChat:
-    """By a tiny model, which names nobody: the selector asks again, and takes the last one."""
-    agents = [agent(client, n) for n in ("one", "two", "three")]
-    return SelectorGroupChat(
-        agents,
-        model_client=client,
-        termination_condition=MaxMessageTermination(5),
-        max_selector_attempts=1,
-        allow_repeated_speaker=True,
-    )
-
-
-def nested(client: Client) -> BaseGroupChat:
-    inner = RoundRobinGroupChat([agent(client, n) for n in ("in1", "in2")], max_turns=2)
-    return RoundRobinGroupChat([agent(client, "one"), inner, agent(client, "two")], max_turns=3)
-
-
-def society(client: Client) -> BaseGroupChat:
-    inner = RoundRobinGroupChat([agent(client, n) for n in ("in1", "in2")], max_turns=2)
-    minds = SocietyOfMindAgent("minds", team=inner, model_client=client)
-    return RoundRobinGroupChat([agent(client, "one"), minds, agent(client, "two")], max_turns=3)
 
 
 # Calls that nothing can be known of before: the first ones, and an agent's second in a row.
@@ -255,35 +138,6 @@ async def test_teams_in_which_not_all_is_known(
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)
     await settled(client)
-
-
-class Custom(BaseChatAgent):
-    """Keeps its messages itself, and says what its model says."""
-
-    def __init__(self, name: str, model_client: Client) -> None:
-        super().__init__(name, "Of a class of its own.")
-        self._model_client = model_client
-        self._heard: list[LLMMessage] = [UserMessage(content="Be brief. " * 20, source="user")]
-
-    @property
-    def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
-        return (TextMessage,)
-
-    async def on_messages(
-        self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
-    ) -> Response:
-        self._heard += [message.to_model_message() for message in messages]
-        result = await self._model_client.create(self._heard, cancellation_token=cancellation_token)
-        self._heard.append(AssistantMessage(content=str(result.content), source=self.name))
-        return Response(chat_message=TextMessage(content=str(result.content), source=self.name))
-
-    async def on_reset(self, cancellation_token: CancellationToken) -> None:
-        del self._heard[1:]
-
-
-def custom(client: Client) -> BaseGroupChat:
-    members = [agent(client, "one"), Custom("mine", client), agent(client, "two")]
-    return RoundRobinGroupChat(members, max_turns=6)
 
 
 @pytest.mark.parametrize("include", [(), ("mine",)])

@@ -28,7 +28,7 @@ from flashmoa.observe import Event, LinkWaits
 from ..engine.support import settled
 from .exactness import Found, count, found, mostly_hit
 from .scripted import script
-from .test_teams import Custom
+from .teams import Custom
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient

@@ -6,6 +6,7 @@ import pytest
 from autogen_core import CancellationToken
 from autogen_core.models import UserMessage
 
+from flashmoa.autogen._promises import _texts
 from flashmoa.engine.local import LocalEngine
 from flashmoa.failures import Action, Failure
 from flashmoa.observe import Event
@@ -58,15 +59,19 @@ async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
             token.cancel()
         if failure == "stall":
             await until(lambda: bool(failures(events)))
+        arrived = _texts[str(draft)].written
         if failure == "stall" and action == "abort":
             upstream_relay.release()
+            arrived = await writing.result(str(draft))
         try:
             answer = await reading.result(str(review.content))
         except Exception as error:
             assert failure != "stall" and action == "abort"
             reader = f"raises {type(error).__name__}"
         else:
-            assert answer and (failure == "stall" or action == "finalize")
+            assert failure == "stall" or action == "finalize"
+            whole = asks(f"{guide[:900]}\n{arrived}\nBetter?")
+            assert arrived and answer == (await reading.create(whole)).content
             reader = f"answers {HAD_ARRIVED if action == 'finalize' else WHOLE}"
         upstream_relay.release()
         for client in (writing, reading):

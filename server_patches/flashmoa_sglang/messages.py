@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashmoa_sglang.saturation import LayerTimes
+
 CUSTOM_PARAMS_KEY = "flashmoa"
 # Why a scheduler sends an increment back: the stream may try again later.
 NO_ROOM = "no room in the KV pool"
@@ -60,14 +62,20 @@ class MeasuredCosts:
 
     points: tuple[tuple[int, float], ...]
     decode_step: float
+    # Tokens from which a forward is worth waiting for; ``None``: no prefill is held back.
+    waits_for: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """From a scheduler: how long the forward of a timed request took, in seconds."""
+    """From a scheduler: how long the forward of a timed request took, in seconds.
+
+    ``layers``: what its layers took, where their experts are in host memory.
+    """
 
     rid: str
     seconds: float
+    layers: LayerTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +112,8 @@ class KvReport:
     gave_way: int
     duplicates_avoided: int
     rode_along: int
+    # Where the experts are, as asdict(ExpertMemory); ``None`` where SGLang keeps them.
+    experts: dict[str, int] | None = None
+    # In bytes: of the pool, and the most that the scheduler's process has had on its device.
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None

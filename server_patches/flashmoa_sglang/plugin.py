@@ -19,8 +19,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import options, releases
-from flashmoa_sglang.http import finals, metrics, rendering, usage
+from flashmoa_sglang import asyncep, kv_free, options, releases
+from flashmoa_sglang.cpu import transfer
+from flashmoa_sglang.http import finals, metrics, rendering, usage, weights
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
+_KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
@@ -59,7 +61,8 @@ def attach_api(_result: None, manager: Any) -> None:
     if engine.tokenizer is not None:
         rendering.wrap_encode(manager.tokenizer)
     http_server = sys.modules.get(_HTTP_SERVER)
-    if http_server is None:  # sglang.Engine, without HTTP: there is nothing to serve.
+    # sglang.Engine has no HTTP; and a model that embeds has no answers to prefill for.
+    if http_server is None or not manager.model_config.is_generation:
         return
     # Not at module level: schedulers load this module too and need no FastAPI.
     from flashmoa_sglang.http.api import Api
@@ -119,14 +122,25 @@ SCHEDULER_HOOKS = [
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", batches.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
     Hook(releases.STREAM_OUTPUT, "around", answers.stream_output),
+    Hook(releases.CREATE_OFFLOADER, "around", asyncep.create_offloader),
+    Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
+    Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.size),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
+    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", weights.update_from_disk),
+    *(
+        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", weights.update)
+        for source in ("distributed", "tensor", "ipc")
+    ),
     *(Hook(target, "around", function) for target, function in releases.MENDED),
 ]
+
+
+CPU_HOOKS = [Hook(f"{_SCHEDULER}.init_disaggregation", "around", transfer.use_host_memory)]
 
 
 def register() -> None:
@@ -137,6 +151,8 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if problem := releases.too_old(releases.installed()):
+        raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
     if releases.installed() not in releases.TESTED:
         logger.warning(
             "flashmoa-sglang was tested with SGLang %s; this is %s",
@@ -152,9 +168,13 @@ def register() -> None:
 
 def _hooks_of_this_process() -> list[Hook]:
     # Schedulers are children; a main process may fork its schedulers, which then inherit.
+    # Not at module level: it imports parts of SGLang.
+    from flashmoa_sglang.cpu.platform import activate
+
+    of_schedulers = SCHEDULER_HOOKS + (CPU_HOOKS if activate() else [])
     if multiprocessing.parent_process() is not None:
-        return SCHEDULER_HOOKS
-    return HTTP_HOOKS + SCHEDULER_HOOKS
+        return of_schedulers
+    return HTTP_HOOKS + of_schedulers
 
 
 def _resolve(target: str) -> Any:
@@ -194,3 +214,7 @@ def _refuse_unsupported(server_args: Any) -> None:
         )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
         raise SystemExit("flashmoa-sglang does not work with SGLANG_RUST_SERVER; unset it.")
+    if problem := asyncep.problem(server_args, options.Options.from_environment()):
+        raise SystemExit(problem)
+    if kv_free.is_on():
+        kv_free.refuse_unsupported(server_args)

@@ -57,13 +57,19 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel stop this process when its parent ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Have the kernel end this process when its parent ends, however it ends.
+
+    At once: SGLang would wait for its requests, and there may be nobody left to answer them. Its
+    other processes end with this one.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
     if os.environ.pop("FLASHMOA_DIE_WITH_PARENT", None):
         die_with_parent()
+    if problem := releases.too_old(releases.installed()):
+        raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
     from sglang.srt.utils import kill_process_tree
 
     try:

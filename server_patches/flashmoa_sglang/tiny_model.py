@@ -62,6 +62,7 @@ SHAPES = {
     "large": Shape(),
     "bench": Shape(layers=8),
     "moe": Shape(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2, experts=8),
+    "experts": Shape(hidden=256, intermediate=1024, heads=4, kv_heads=2, experts=16, layers=8),
 }
 
 

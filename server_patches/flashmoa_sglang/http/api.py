@@ -9,90 +9,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
+from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.checks import check_ids
 from flashmoa_sglang.http.engine import Engine, Superseded, Terms
-from flashmoa_sglang.http.errors import ApiError, Draining, EngineFailed, Malformed, TooLarge
+from flashmoa_sglang.http.errors import (
+    ApiError,
+    DecodesOnly,
+    Draining,
+    EngineFailed,
+    Malformed,
+    TooLarge,
+)
 from flashmoa_sglang.http.rendering import ChatRenderer, Rendered
 from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
+from flashmoa_sglang.kv_free import KEEPS_NONE
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
+# Of an engine that keeps no KV of prompts: without a KV cache, or the decode engine of a PD pair.
+_WITHOUT_KV = ["render"]
 # What proxies write in their logs for it.
 _CLIENT_GONE = 499
-T = TypeVar("T", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Any]]
-
-
-_NOT_CHAT = {
-    "text",
-    "input_ids",
-    "add_special_tokens",
-    "cache_salt",
-    "priority",
-    "ttl_seconds",
-}
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Piece(_Body):
-    """Part of a prompt: text or token ids."""
-
-    text: StrictStr | None = None
-    input_ids: list[StrictInt] | None = None
-
-    def one_of(self, *others: str) -> str:
-        """The name of the one field that is set. Raises: Malformed."""
-        names = ["text", "input_ids", *others]
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise Malformed(f"Give exactly one of {', '.join(names)}; got {given or 'none'}.")
-        return given[0]
-
-
-class _Prompt(_Piece):
-    """A whole prompt, or the first piece of one.
-
-    ``add_special_tokens``: ``false`` for text that a chat template rendered, which carries
-    its own.
-    """
-
-    add_special_tokens: bool = True
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: StrictStr | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: StrictStr | None = None
-    continue_final_message: bool | None = None
-    model: StrictStr | None = None
-    cache_salt: StrictStr | None = None
-    priority: StrictInt | None = None
-
-    def chat(self) -> dict[str, Any]:
-        fields = self.model_dump(exclude_none=True)
-        return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
-
-
-class _OpenStream(_Prompt):
-    ttl_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-
-
-class _Append(_Piece):
-    seq: StrictInt = Field(ge=0)
-    end: bool = False
 
 
 class Api:
@@ -131,7 +78,10 @@ class Api:
         return {
             "plugin": {"name": "flashmoa-sglang", "version": __version__},
             "sglang": {"version": releases.installed()},
-            "capabilities": CAPABILITIES,
+            "capabilities": CAPABILITIES
+            if self._engine.keeps_kv and self._engine.role != "decode"
+            else _WITHOUT_KV,
+            "role": self._engine.role,
             "hooks": request.app.state.flashmoa_hooks,
             "model": self._engine.model,
             "tokenizer": {
@@ -140,6 +90,8 @@ class Api:
             },
             "context_length": self._engine.context_length,
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
+            "saturation": asdict(found) if (found := self._engine.saturation) else None,
+            "prefills_wait_for": self._engine.waits_for,
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
@@ -148,7 +100,8 @@ class Api:
         }
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
-        prompt = await _parse(request, _Prompt)
+        self._check_kept()
+        prompt = await bodies.parse(request, bodies.Prompt)
         ids = self._tokens(prompt)
         if not ids:
             raise Malformed("The prompt is empty; there is nothing to prefill.")
@@ -171,13 +124,14 @@ class Api:
         }
 
     async def render(self, request: Request) -> dict[str, Any]:
-        prompt = await _parse(request, _Prompt)
+        prompt = await bodies.parse(request, bodies.Prompt)
         if prompt.messages is None:
             raise Malformed("/render takes messages.")
         return {"text": self._render(prompt).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
-        body = await _parse(request, _OpenStream)
+        self._check_kept()
+        body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
         limits = self._table.limits
         stream = PromptStream(
@@ -195,7 +149,7 @@ class Api:
         return stream.state()
 
     async def append(self, request: Request) -> dict[str, Any]:
-        body = await _parse(request, _Append)
+        body = await bodies.parse(request, bodies.Append)
         stream = self._table.get(request.path_params["stream_id"])
         piece: str | list[int] = body.text or ""
         if not body.end or body.text is not None or body.input_ids is not None:
@@ -219,7 +173,7 @@ class Api:
         self._table.close(stream, "deleted")
         return {"id": stream.id, "freed_tokens": stream.prefilled}
 
-    def _tokens(self, prompt: _Prompt) -> list[int]:
+    def _tokens(self, prompt: bodies.Prompt) -> list[int]:
         if prompt.one_of("messages") == "input_ids":
             return self._checked_ids(prompt.input_ids or [])
         buffer, text = self._buffer(prompt)
@@ -229,13 +183,13 @@ class Api:
         buffer.append(text)
         return buffer.all_tokens()
 
-    def _buffer(self, prompt: _Prompt) -> tuple[TokenBuffer, str]:
+    def _buffer(self, prompt: bodies.Prompt) -> tuple[TokenBuffer, str]:
         """A buffer for a prompt's text, and the text to begin with."""
         if prompt.messages is not None:
             return self._render(prompt).buffer(self._tokenizer())
         return TokenBuffer(self._tokenizer(), prompt.add_special_tokens), prompt.text or ""
 
-    def _render(self, prompt: _Prompt) -> Rendered:
+    def _render(self, prompt: bodies.Prompt) -> Rendered:
         self._tokenizer()
         return self._renderer.render(prompt.chat())
 
@@ -250,6 +204,12 @@ class Api:
         except ValueError as error:
             raise Malformed(str(error)) from error
         return ids
+
+    def _check_kept(self) -> None:
+        if self._engine.role == "decode":
+            raise DecodesOnly("This engine decodes what another one prefills; send it there.")
+        if not self._engine.keeps_kv:
+            raise Malformed(f"{KEEPS_NONE}: there is nothing to prefill for.")
 
     def _check_room(self, tokens: int) -> None:
         room = self._engine.max_prompt_tokens
@@ -280,23 +240,3 @@ def _answering(handler: Handler) -> Handler:
             return JSONResponse(None, status_code=_CLIENT_GONE)
 
     return answer
-
-
-async def _parse(request: Request, model: type[T]) -> T:
-    try:
-        # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
-        fields = from_json(await request.body(), allow_inf_nan=False)
-    except ValueError as error:
-        raise Malformed(f"The body is not JSON: {error}.") from error
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise Malformed(_explain(error)) from error
-
-
-def _explain(error: ValidationError) -> str:
-    parts = [
-        f"{'.'.join(str(step) for step in problem['loc']) or 'body'}: {problem['msg']}"
-        for problem in error.errors(include_url=False, include_input=False)[:3]
-    ]
-    return "; ".join(parts) + "."

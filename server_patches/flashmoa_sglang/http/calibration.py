@@ -13,6 +13,8 @@ import random
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.options import Options
+from flashmoa_sglang.saturation import LayerTimes, Saturation, saturation
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
@@ -29,11 +31,15 @@ _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
 
 
-async def measure(engine: Engine) -> Costs:
-    """What forwards cost; the least of several rounds, since noise only adds."""
+async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
+    """What forwards cost; the least of several rounds, since noise only adds.
+
+    And what their layers took, where experts are in host memory.
+    """
     dice = random.Random(0)
     sizes = [size for size in _SIZES if size <= engine.largest_forward]
     forwards: dict[int, list[float]] = {}
+    layers: list[LayerTimes] = []
     # Seconds of whole answers of one token and of some more.
     answers: dict[int, list[float]] = {1: [], 1 + _DECODE_STEPS: []}
     for done in range(1, _MOST_ROUNDS + 1):
@@ -43,15 +49,20 @@ async def measure(engine: Engine) -> Costs:
         for size in sizes:
             await _until_idle(engine)
             ids = dice.choices(range(engine.vocabulary), k=size)
-            forwards.setdefault(size, []).append(await engine.time_forward(ids))
-            if min(forwards[size]) > _LONG_SECONDS:
+            forward = await engine.time_forward(ids)
+            forwards.setdefault(size, []).append(forward.seconds)
+            hidden = True
+            if forward.layers is not None:
+                layers.append(forward.layers)
+                hidden = forward.layers.hidden
+            if hidden and min(forwards[size]) > _LONG_SECONDS:
                 sizes = sizes[: sizes.index(size) + 1]
                 break
         if done >= _LEAST_ROUNDS and all(map(_is_steady, [*forwards.values(), *answers.values()])):
             break
     one, more = (min(seconds) for seconds in answers.values())
     points = tuple((size, min(seconds)) for size, seconds in forwards.items())
-    return Costs(points, max(0.0, more - one) / _DECODE_STEPS)
+    return Costs(points, max(0.0, more - one) / _DECODE_STEPS), layers
 
 
 def _is_steady(times: list[float]) -> bool:
@@ -66,14 +77,45 @@ async def _until_idle(engine: Engine) -> None:
 
 async def calibrate(engine: Engine) -> None:
     """Measure and tell the schedulers; a failure leaves the guess in place and is logged."""
+    if engine.role == "decode":
+        return  # It has no prefills to plan.
     try:
-        costs = await measure(engine)
+        costs, layers = await measure(engine)
+        most = await engine.most_tokens()
     except Exception as error:
         logger.warning("The cost of a forward could not be measured: %s", error)
         return
-    engine.use_costs(costs)
+    engine.saturation = saturation(layers, most)
+    engine.use_costs(costs, _waits_for(engine.saturation, most))
     logger.info(
         "A decode step takes %.1f ms, a prefill %s",
         1000 * costs.decode_step,
         ", ".join(f"of {tokens} tokens {1000 * time:.1f} ms" for tokens, time in costs.points),
     )
+
+
+def _waits_for(measured: Saturation | None, most: int) -> int | None:
+    """Tokens of a forward for which prefills are to wait; said in the log.
+
+    ``None`` where nobody asked for it, or no forward of this engine has so many.
+    """
+    options = Options.from_environment()
+    if not options.saturation_wait or not (options.saturation or measured is not None):
+        return None
+    tokens = options.saturation or (measured.tokens if measured is not None else None)
+    if tokens is None:
+        logger.warning("No forward is long enough to hide transfers; prefills are not held back.")
+        return None
+    if tokens > most:
+        logger.warning(
+            "Forwards hide transfers from %d tokens on, and the largest one here has %d: prefills "
+            "are not held back for it. --chunked-prefill-size, --max-prefill-tokens and "
+            "--max-total-tokens allow for larger ones.",
+            tokens,
+            most,
+        )
+        return None
+    logger.info(
+        "Prefills wait up to %g s until they are %d tokens", options.saturation_wait, tokens
+    )
+    return tokens

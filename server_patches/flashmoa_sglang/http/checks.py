@@ -34,6 +34,8 @@ def check(obj: Any, vocabulary: int, tokenizer: Any = None) -> None:
             check_ids(each, vocabulary)
     _check_range(obj, "logprob_start_len", -1, None)
     _check_range(obj, "top_logprobs_num", 0, vocabulary)
+    for asked in getattr(obj, "token_ids_logprob", None) or ():
+        check_ids(asked if isinstance(asked, list) else [asked], vocabulary, "token_ids_logprob")
     if isinstance(getattr(obj, "positional_embed_overrides", None), dict | list):
         raise ValueError("positional_embed_overrides cannot be sent as JSON.")
 
@@ -49,10 +51,10 @@ def _is_one(obj: Any) -> bool:
     return not (obj.text is None and obj.input_ids and isinstance(obj.input_ids[0], list))
 
 
-def check_ids(ids: Sequence[int], vocabulary: int) -> None:
+def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:
     """Raises: ValueError for a token that there is not."""
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-        raise ValueError(f"input_ids must be in [0, {vocabulary}).")
+        raise ValueError(f"{name} must be in [0, {vocabulary}).")
 
 
 def _check_range(obj: Any, name: str, least: int, most: int | None) -> None:

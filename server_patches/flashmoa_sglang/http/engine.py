@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import releases
+from flashmoa_sglang import kv_free, releases
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
@@ -28,6 +28,8 @@ from flashmoa_sglang.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from flashmoa_sglang.saturation import Saturation
 
 _KV_REPORT_TIMEOUT = 5.0
 _RID_PREFIX = "flashmoa-"
@@ -78,8 +80,12 @@ class Engine:
         self._queries = itertools.count()
         self._ranks = itertools.count()
         self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
-        self._forward_seconds: dict[str, float] = {}
+        self._forwards: dict[str, ForwardTime] = {}
+        self.keeps_kv = not kv_free.is_on()
         self.costs = UNMEASURED
+        self.saturation: Saturation | None = None
+        # Tokens of a forward for which prefills wait; ``None``: for none.
+        self.waits_for: int | None = None
         releases.handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
         releases.handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
         releases.handle(tokenizer_manager._result_dispatcher, Happened, _count)
@@ -113,6 +119,13 @@ class Engine:
         longest = self._manager.max_req_input_len or self.context_length
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
+    async def most_tokens(self) -> int:
+        """Tokens of a forward of as many prompts as it takes."""
+        arguments = self._manager.server_args
+        chunk = arguments.chunked_prefill_size or 0
+        bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in await self.kv())]
+        return min(bound for bound in bounds if bound and bound > 0)
+
     @property
     def draining(self) -> bool:
         return self._manager.gracefully_exit
@@ -120,6 +133,11 @@ class Engine:
     @property
     def model(self) -> dict[str, str]:
         return {"path": self._manager.model_path, "name": self._manager.served_model_name}
+
+    @property
+    def role(self) -> str:
+        """What it is in a PD pair: ``prefill``, ``decode``, or ``null`` where there is none."""
+        return self._manager.server_args.disaggregation_mode
 
     def next_rank(self) -> int | None:
         """A data-parallel rank for a new stream, in turn; ``None`` where there is one only.
@@ -191,6 +209,8 @@ class Engine:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = {**sampling, "ignore_eos": True, "custom_params": mark.to_custom_params()}
+        if self.role == "prefill":
+            fields |= releases.unsent()
         work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
         setattr(work, _OURS, True)
         self._prefills += 1
@@ -214,15 +234,15 @@ class Engine:
             raise EngineBusy(f"SGLang cannot take this prefill now: {error.detail}") from error
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
 
-    async def time_forward(self, input_ids: Sequence[int]) -> float:
-        """Seconds of one forward with these tokens, as the scheduler sees it."""
+    async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
+        """One forward with these tokens, as the scheduler sees it."""
         rid = new_rid()
         mark = RequestMark(timed=True)
         try:
             await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
-            return self._forward_seconds[rid]
+            return self._forwards[rid]
         finally:
-            self._forward_seconds.pop(rid, None)
+            self._forwards.pop(rid, None)
 
     async def time_answer(self, tokens: int) -> float:
         """Seconds of one request for so many tokens, waiting included."""
@@ -232,12 +252,16 @@ class Engine:
         return time.perf_counter() - started
 
     def _on_time(self, report: ForwardTime) -> None:
-        self._forward_seconds[report.rid] = report.seconds
+        self._forwards[report.rid] = report
 
-    def use_costs(self, costs: Costs) -> None:
-        """Decide by these costs from now on, here and in every scheduler."""
-        self.costs = costs
-        releases.to_scheduler(self._manager, MeasuredCosts(costs.points, costs.decode_step))
+    def use_costs(self, costs: Costs, waits_for: int | None) -> None:
+        """Decide by these from now on, here and in every scheduler.
+
+        ``waits_for``: tokens of a forward for which prefills wait; ``None``: for none.
+        """
+        self.costs, self.waits_for = costs, waits_for
+        message = MeasuredCosts(costs.points, costs.decode_step, waits_for)
+        releases.to_scheduler(self._manager, message)
 
     def abort(self, rid: str) -> None:
         """Stop a prefill that is queued or running; unknown ids are ignored."""

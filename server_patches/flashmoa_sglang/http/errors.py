@@ -3,6 +3,7 @@
 ApiError                  any of these: a status, a stable ``code`` and what to do about it
  +-- Malformed        400  the body is not what the route takes
  +-- UnknownStream    404  no such prompt stream
+ +-- DecodesOnly      404  the decode engine of a PD pair prefills nothing
  +-- OutOfOrder       409  ``seq`` skips ahead, or the stream has ended
  +-- StreamGone       410  the stream expired, was deleted or has been used
  +-- TooLarge         413  over the context length or the buffer limit
@@ -37,6 +38,10 @@ class Malformed(ApiError):
 
 class UnknownStream(ApiError):
     status, code = 404, "unknown_stream"
+
+
+class DecodesOnly(ApiError):
+    status, code = 404, "decodes_only"
 
 
 class OutOfOrder(ApiError):

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang import kv_free
 from flashmoa_sglang.http import checks, hints, metrics, sampling
 from flashmoa_sglang.messages import RequestMark
 
@@ -158,6 +159,7 @@ def generate_request(
     checks.check(obj, manager.model_config.vocab_size, manager.tokenizer)
     if not hasattr(obj, "stream"):  # An embedding.
         return original(manager, obj, http_request)
+    kv_free.check(obj)
     expected_output = hints.of(http_request).expected_output
     final = current() or bind(manager.flashmoa_table, http_request)
     if final is None:

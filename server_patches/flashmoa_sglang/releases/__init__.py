@@ -9,6 +9,7 @@ start (``plugin.py``) accept or refuse.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,11 +31,27 @@ def installed() -> str:
     return version("sglang")
 
 
+def too_old(release: str) -> str | None:
+    """What to tell whoever has a release from before the oldest tested one."""
+    number = _number(release)
+    # A build from a checkout without tags calls itself 0.0.0; its hooks are checked at start.
+    if number >= min(_MODULES) or not any(number):
+        return None
+    return (
+        f"SGLang {release} is too old for flashmoa-sglang. Tested releases: {', '.join(TESTED)}. "
+        "Install one of them."
+    )
+
+
 def module_for(release: str) -> str:
     """The name of the module that serves a release."""
-    number = tuple(int(part) for part in re.findall(r"\d+", release)[:3])
+    number = _number(release)
     known = [first for first in _MODULES if first <= number]
     return _MODULES[max(known, default=min(_MODULES))]
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:3])
 
 
 def _installed_module() -> Any:
@@ -57,6 +74,7 @@ prepare_import = _chosen("prepare_import")
 server_arguments = _chosen("server_arguments")
 # Hooks.
 STREAM_OUTPUT = _chosen("STREAM_OUTPUT")
+CREATE_OFFLOADER = _chosen("CREATE_OFFLOADER")
 MENDED = _chosen("MENDED")
 forgetting = _chosen("forgetting")
 # The scheduler.
@@ -118,11 +136,40 @@ def free_tokens(tree_cache: Any) -> int:
 def can_pin(scheduler: Any) -> bool:
     """Whether a request's KV may be published before its forward, and locked when idle.
 
-    Not in hybrid pools, which keep a state or a window beside it.
+    Not in hybrid pools, which keep a state or a window beside it, nor without a radix tree.
     """
-    return not getattr(scheduler, "is_hybrid_swa", False) and not getattr(
-        scheduler, "is_hybrid_ssm", False
+    return not (
+        scheduler.disable_radix_cache
+        or getattr(scheduler, "is_hybrid_swa", False)
+        or getattr(scheduler, "is_hybrid_ssm", False)
     )
+
+
+def role(scheduler: Any) -> str:
+    """What the engine is in a PD pair: ``prefill``, ``decode``, or ``null`` where there is none."""
+    return scheduler.server_args.disaggregation_mode
+
+
+def unsent() -> dict[str, Any]:
+    """The fields of a ``GenerateReqInput`` that a prefill engine of a PD pair computes and sends to
+    no decode engine: those of SGLang's own warm-up."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    # Its room says nothing, but that it is in one.
+    return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": secrets.randbelow(1 << 30)}
+
+
+def keep_kv(req: Any) -> None:
+    """Have the KV of a request that is :func:`unsent` in the radix tree, unlike a warm-up's."""
+    req.skip_radix_cache_insert = False
+
+
+def let_go(scheduler: Any, req: Any) -> None:
+    """Give back what a request has beside its place in the queue, which it has left unserved."""
+    if role(scheduler) == "prefill":
+        from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
+
+        maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
 
 
 def is_shareable(req: Any) -> bool:

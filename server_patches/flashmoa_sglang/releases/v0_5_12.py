@@ -261,14 +261,31 @@ def cpu_platform() -> type:
 
         def init_backend(self) -> None:
             from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+            from sglang.srt.layers import logits_processor
             from sglang.srt.layers.rotary_embedding import base
 
             # It takes a platform it does not know for one that has vLLM's rotary kernel.
             base._is_cpu = True
             # A request with a grammar would end the scheduler.
             XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
+            # So would one for the log-probabilities of its prompt: it asks for pinned memory.
+            logits_processor.torch = _Unpinned("torch")
 
     return CpuPlatform
+
+
+class _Unpinned(ModuleType):
+    """``torch`` without pinned memory, of which a CPU has none."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    def tensor(self, data: Any, *, pin_memory: bool = False, **options: Any) -> Any:
+        import torch
+
+        return torch.tensor(data, **options)
 
 
 def _mask_on_cpu(logits: Any, vocab_mask: Any) -> None:

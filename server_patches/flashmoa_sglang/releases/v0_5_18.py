@@ -20,6 +20,9 @@ STREAM_OUTPUT = (
     f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 )
 
+# What a model runner makes its offloader with, as it sees it.
+CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
+
 
 def prepare_import() -> None:
     """What must happen in each process before SGLang is imported: nothing."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader"
 # It aborts what nobody reads by itself (``_release_req_states_on_failure``).
 MENDED: tuple[tuple[str, Callable[..., Any]], ...] = ()
 

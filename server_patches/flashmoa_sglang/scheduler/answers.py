@@ -8,9 +8,12 @@ from typing import Any
 from flashmoa_sglang.messages import mark_of
 
 
-def _is_ours(req: Any) -> bool:
+def _is_ours(side: Any, req: Any) -> bool:
     mark = mark_of(req)
-    return mark is not None and not mark.final and req.is_prefill_only and not req.return_logprob
+    if mark is None or mark.final or req.return_logprob:
+        return False
+    # A prefill engine of a PD pair samples a token, whatever it is asked for.
+    return req.is_prefill_only or side.role == "prefill"
 
 
 def stream_output(
@@ -26,8 +29,8 @@ def stream_output(
     what a server without tokenizer sends), and not through the detokenizer.
     """
     side = getattr(streamer.tree_cache, "flashmoa", None)
-    ours = [req for req in reqs if _is_ours(req)]
-    if not ours or side is None:
+    ours = [req for req in reqs if side is not None and _is_ours(side, req)]
+    if not ours:
         original(streamer, reqs, return_logprob, skip_req)
         return
     side.timer.stop(ours)

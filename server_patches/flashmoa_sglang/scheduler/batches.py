@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flashmoa_sglang import releases
+from flashmoa_sglang import asyncep, kv_free, releases
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.messages import (
     Happened,
@@ -21,11 +21,12 @@ from flashmoa_sglang.messages import (
     mark_of,
 )
 from flashmoa_sglang.options import Options
+from flashmoa_sglang.scheduler.gathering import Gathering
 from flashmoa_sglang.scheduler.pins import StreamPins
 from flashmoa_sglang.scheduler.scheduling import chunk_tokens, pause_steps, ride_tokens
-from flashmoa_sglang.scheduler.sharing import SharedBatch
+from flashmoa_sglang.scheduler.sharing import QueuedTokens, SharedBatch
 from flashmoa_sglang.scheduler.timer import ForwardTimer
-from flashmoa_sglang.scheduler.waiting import is_increment, one_at_a_time, prepare
+from flashmoa_sglang.scheduler.waiting import gathers, is_increment, one_at_a_time, prepare
 
 
 class Side:
@@ -39,8 +40,11 @@ class Side:
         self.options = Options.from_environment()
         self.pins = StreamPins(scheduler.tree_cache)
         self.direct = releases.tokenizer_channel(scheduler)
+        self.role = releases.role(scheduler)
         self.costs = UNMEASURED
         self.batch: SharedBatch | None = None
+        self.gathering: Gathering | None = None
+        self.queued = QueuedTokens(scheduler.page_size)
         self.timer = ForwardTimer(scheduler)
         self.work = 0.0
         self.pause = 0
@@ -64,12 +68,18 @@ class Side:
         """A new one, where equal tokens can be shared at all."""
         if self.options.intra_turn == "off" or not releases.can_pin(scheduler):
             return None
-        within = self.options.intra_turn == "auto" and releases.shares_within_forward(scheduler)
+        # A prefill engine of a PD pair sends cached KV on before the forward that computes this.
+        within = (
+            self.options.intra_turn == "auto"
+            and self.role != "prefill"
+            and releases.shares_within_forward(scheduler)
+        )
         return SharedBatch(scheduler.page_size, within_forward=within)
 
 
 def attach(_result: None, scheduler: Any) -> None:
     """After ``Scheduler.init_request_dispatcher``: listen for the plugin's messages."""
+    kv_free.verify(scheduler)
     side = Side(scheduler)
     scheduler.flashmoa = side
     # Batches, policies and output streamers know the tree, not the scheduler.
@@ -77,11 +87,16 @@ def attach(_result: None, scheduler: Any) -> None:
     dispatcher = scheduler._request_dispatcher
     releases.handle(dispatcher, ReleaseStream, lambda message: side.pins.release(message.stream))
     releases.handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
-    releases.handle(dispatcher, MeasuredCosts, lambda message: _use_costs(side, message))
+    releases.handle(dispatcher, MeasuredCosts, lambda message: _use_costs(scheduler, message))
 
 
-def _use_costs(side: Side, message: MeasuredCosts) -> None:
+def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
+    side: Side = scheduler.flashmoa
     side.costs = Costs(message.points, message.decode_step)
+    # Ranks that step together must not be kept from it, one by one.
+    together = scheduler.require_mlp_sync or releases.pipeline_stages(scheduler) > 1
+    if message.waits_for is not None and not together:
+        side.gathering = Gathering(message.waits_for, side.options.saturation_wait)
 
 
 def _report_kv(scheduler: Any, message: KvQuery) -> None:
@@ -97,6 +112,9 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         gave_way=side.pins.gave_way,
         duplicates_avoided=side.avoided,
         rode_along=side.rode_along,
+        experts=asyncep.memory(),
+        kv_bytes=kv_free.bytes_of(scheduler),
+        peak_bytes=kv_free.peak_memory(scheduler),
     )
     releases.to_tokenizer(scheduler, releases.wrapped(report))
 
@@ -111,6 +129,8 @@ def next_prefill_batch(
     side: Side = scheduler.flashmoa
     held = prepare(scheduler, running)
     try:
+        if gathers(scheduler, running):
+            return releases.no_batch(running)
         if not _only_streams_want(scheduler):
             return _build(original, scheduler, *args, **kwargs)
         with _in_the_gaps(scheduler, running) as may_go:
@@ -166,6 +186,7 @@ def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
     chunk, decoding = chunk_tokens(side.costs, page), releases.decoding(running)
     ride = ride_tokens(side.costs, decoding, share, page)
     if not decoding:
+        side.pause = 0
         alone = len(scheduler.waiting_queue) <= 1
         with releases.chunking(scheduler, 4 * chunk if alone else chunk):
             yield True
@@ -179,16 +200,19 @@ def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
     elif side.pause > 0:
         yield False
     else:
-        side.pause = pause_steps(side.costs, chunk, decoding, share)
+        before = side.work
         with releases.chunking(scheduler, chunk):
             yield True
+        # Paid for what was computed, not for what could have been.
+        if side.work > before:
+            side.pause = pause_steps(side.costs, int(side.work - before), decoding, share)
 
 
 def _settle(scheduler: Any, batch: Any) -> None:
     """The batch is built: share, publish, pin, count."""
     side: Side = scheduler.flashmoa
     side.work += batch.extend_num_tokens
-    side.timer.start(batch.reqs)
+    side.timer.start(batch.reqs, batch.extend_num_tokens)
     if side.batch is not None:
         side.batch.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
         side.avoided += side.batch.avoided

@@ -8,9 +8,11 @@ tree, which is as soon as the batch is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.scheduler.intra_turn import Turn
@@ -104,6 +106,44 @@ class SharedBatch:
                 releases.adopt(scheduler, req, follower.start, follower.end)
             if req in owners or publish(req):
                 releases.publish(scheduler, req)
+
+
+class QueuedTokens:
+    """What waiting requests have to compute, each shared token counted once.
+
+    What a request shares with one that went before it is in the radix tree then: its own count
+    stays right.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page = page_size
+        self.forget()
+
+    def forget(self) -> None:
+        """Whose tokens they were: some of the queue go now."""
+        self._turn: Turn[str] = Turn(self._page)
+
+    def count(self, tree_cache: Any, queue: Sequence[Any], enough: int) -> int:
+        """In all, or once they are ``enough``; each request is looked up once."""
+        total = 0
+        for req in queue:
+            if not hasattr(req, "flashmoa_own_tokens"):
+                req.flashmoa_own_tokens = self._own(tree_cache, req)
+            total += req.flashmoa_own_tokens
+            if total >= enough:
+                break
+        return total
+
+    def _own(self, tree_cache: Any, req: Any) -> int:
+        uncached = releases.uncached(tree_cache, req)
+        if not releases.is_shareable(req):
+            return uncached
+        tokens = np.array(req.origin_input_ids + req.output_ids, dtype=np.int64)
+        start = len(tokens) - uncached
+        anchor = _anchor(req, start)
+        shared = self._turn.match(anchor, tokens[start:]).now
+        self._turn.add(req.rid, anchor, tokens[start:], uncached)
+        return uncached - shared
 
 
 def _anchor(req: Any, start: int) -> Hashable:

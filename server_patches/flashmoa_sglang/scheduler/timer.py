@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from flashmoa_sglang import releases
+from flashmoa_sglang import asyncep, releases
 from flashmoa_sglang.messages import ForwardTime, mark_of
 
 
@@ -19,12 +19,14 @@ class ForwardTimer:
         self._scheduler = scheduler
         self._started: dict[str, float] = {}
 
-    def start(self, reqs: list[Any]) -> None:
+    def start(self, reqs: list[Any], tokens: int) -> None:
+        """A batch of so many tokens is about to run."""
         for req in reqs:
             mark = mark_of(req)
             if mark is not None and mark.timed:
                 # The first chunk, where others' requests leave no room for it in one.
                 self._started.setdefault(req.rid, time.perf_counter())
+                asyncep.time_next(tokens)
 
     def stop(self, reqs: list[Any]) -> None:
         if not self._started:
@@ -32,5 +34,6 @@ class ForwardTimer:
         for req in reqs:
             started = self._started.pop(req.rid, None)
             if started is not None:
-                report = ForwardTime(req.rid, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                report = ForwardTime(req.rid, seconds, asyncep.times())
                 releases.to_tokenizer(self._scheduler, releases.wrapped(report))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.messages import NO_ROOM, mark_of
+from flashmoa_sglang.scheduler.gathering import IDLE_SLEEP, IDLE_STEP
 from flashmoa_sglang.scheduler.scheduling import Job, Waiting, held_back, shortest_first, superseded
 
 # SGLang reserves at most this many output tokens when it admits a request.
@@ -22,7 +24,10 @@ _MATCHED_JOBS = 128
 def prepare(scheduler: Any, running: Any) -> list[Any]:
     """Drop, make room and hold; the requests that sit this step out."""
     queue = scheduler.waiting_queue
-    streams = any(mark_of(req) for req in queue)
+    marked = [(mark, req) for req in queue if (mark := mark_of(req))]
+    for req in (req for mark, req in marked if not mark.final):
+        releases.keep_kv(req)
+    streams = bool(marked)
     if streams:
         _drop(scheduler, superseded(_view(queue)), "a longer request of its stream is queued")
     if scheduler.flashmoa.pins or streams:
@@ -38,6 +43,27 @@ def prepare(scheduler: Any, running: Any) -> list[Any]:
         req for position, req in enumerate(queue) if position not in positions
     ]
     return held
+
+
+def gathers(scheduler: Any, running: Any) -> bool:
+    """Whether all of the queue waits in this step, so that a later forward hides transfers.
+
+    Where nothing runs meanwhile, the scheduler sleeps for most of the step.
+    """
+    side, queue = scheduler.flashmoa, scheduler.waiting_queue
+    if side.gathering is None or scheduler.chunked_req is not None:
+        return False
+    decoding = releases.decoding(running)
+    step = side.costs.decode(decoding) if decoding else IDLE_STEP
+    tokens = side.queued.count(scheduler.tree_cache, queue, side.gathering.tokens)
+    room = scheduler.max_running_requests - len(running.reqs)
+    if not side.gathering.holds([req.rid for req in queue], tokens, room, step):
+        side.queued.forget()
+        return False
+    # Results of the last batch, if there was one, are not to wait for this.
+    if not decoding and not scheduler.last_batch:
+        time.sleep(IDLE_SLEEP)
+    return True
 
 
 @contextmanager
@@ -79,6 +105,7 @@ def _drop(scheduler: Any, positions: set[int], reason: str) -> None:
     for position in positions:
         req = queue[position]
         releases.to_tokenizer(scheduler, AbortReq(rid=req.rid, abort_message=reason), req)
+        releases.let_go(scheduler, req)
     scheduler.waiting_queue = [
         req for position, req in enumerate(queue) if position not in positions
     ]

@@ -1,0 +1,128 @@
+"""Asynchronous expert parallelism: experts come to the layer that computes with them.
+
+The weights of a mixture-of-experts model's experts stay in host memory, or divided among replicas;
+a few slots on the device hold those of the layers that are next (MoE-Prefill §4 and §6). Forwards
+of many tokens, as prefill-only work has them, take longer to compute a layer than to copy the next
+one's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.asyncep.replicas import ONLY_CPUS
+from flashmoa_sglang.options import Options
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.asyncep.experts import Experts, Source
+    from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+    from flashmoa_sglang.saturation import LayerTimes
+
+
+def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around the making of SGLang's offloader: ours, where ``--flashmoa-asyncep`` asks for it.
+
+    Raises: SystemExit where SGLang is to offload, too.
+    """
+    usual, options = original(*args, **kwargs), Options.from_environment()
+    if options.asyncep == "off":
+        return usual
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.utils.offloader import NoopOffloader
+
+    from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+
+    if not isinstance(usual, NoopOffloader):
+        raise SystemExit("--flashmoa-asyncep and SGLang's own offloading exclude each other.")
+    return ExpertOffloader(FusedMoE, "run_moe_core", options.asyncep_slots, _keep(options))
+
+
+def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
+    """What puts experts where ``--flashmoa-asyncep`` says. Raises: SystemExit."""
+    from flashmoa_sglang.asyncep.experts import in_host_memory
+    from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
+    from flashmoa_sglang.asyncep.sharing import share_with
+
+    if options.asyncep == "h2d":
+        return in_host_memory
+
+    def among_replicas(layers: Sequence[Experts]) -> list[Source]:
+        try:
+            return share_with(layers, replica, meeting, options.asyncep_wait)
+        except ReplicaError as error:
+            raise SystemExit(f"--flashmoa-asyncep d2d: {error}.") from error
+
+    try:
+        replica = Replica(options.asyncep_group, *options.replica())
+        # Before the weights are loaded, which takes long.
+        meeting = Meeting(replica)
+    except (ReplicaError, ValueError) as error:
+        raise SystemExit(f"--flashmoa-asyncep d2d: {error}.") from error
+    return among_replicas
+
+
+def problem(server_args: Any, options: Options) -> str | None:
+    """Why ``--flashmoa-asyncep`` does not go with SGLang's own arguments."""
+    if options.asyncep == "off":
+        return None
+    for name in ("enable_memory_saver", "enable_eplb"):
+        if getattr(server_args, name, False):
+            return (
+                f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}, which writes to "
+                "experts where the device has them; start without one of the two."
+            )
+    if options.asyncep == "d2d":
+        return _problem_of_replicas(server_args, options)
+    if server_args.device == "cuda" and not server_args.disable_cuda_graph:
+        return (
+            "--flashmoa-asyncep needs --disable-cuda-graph: a graph would look for experts where "
+            "they were when it was made."
+        )
+    return None
+
+
+def _problem_of_replicas(server_args: Any, options: Options) -> str | None:
+    mode = "--flashmoa-asyncep d2d"
+    # Some releases have not chosen a device yet; then the experts' own is looked at later.
+    if server_args.device not in (None, "cpu"):
+        return f"{mode}: {ONLY_CPUS}."
+    try:
+        options.replica()
+    except ValueError as error:
+        return f"{mode}: {error}"
+    sizes = (server_args.tp_size, server_args.pp_size, server_args.dp_size or 1)
+    if max(sizes) > 1 or server_args.speculative_algorithm:
+        return (
+            f"{mode} needs a server for each replica: start without --tp-size, --pp-size, "
+            "--dp-size and --speculative-algorithm."
+        )
+    return None
+
+
+def memory() -> dict[str, int] | None:
+    """Where this process's experts are; ``None`` where SGLang keeps them."""
+    ours = _ours()
+    return asdict(ours.memory()) if ours is not None else None
+
+
+def time_next(tokens: int) -> None:
+    """Time the layers of the next forward, of so many tokens, where experts come from elsewhere."""
+    if (ours := _ours()) is not None:
+        ours.time_next(tokens)
+
+
+def times() -> LayerTimes | None:
+    """What the last timed forward took, layer by layer; ``None`` where SGLang keeps the experts."""
+    ours = _ours()
+    return ours.times() if ours is not None else None
+
+
+def _ours() -> ExpertOffloader | None:
+    from sglang.srt.utils.offloader import get_offloader
+
+    from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+
+    offloader = get_offloader()
+    return offloader if isinstance(offloader, ExpertOffloader) else None

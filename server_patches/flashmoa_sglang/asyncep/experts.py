@@ -1,0 +1,103 @@
+"""The experts of one layer: their tensors, where they come from, and what the layer is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from flashmoa_sglang.asyncep.packing import Packing
+
+
+class Experts:
+    """What a ``FusedMoE`` layer of SGLang computes with, expert by expert.
+
+    Every tensor with a row for each expert belongs to them: weights, and whatever a quantisation
+    has beside them (scales, zero points, biases).
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.device: torch.device = next(layer.parameters()).device
+
+    def leave_device(self) -> None:
+        """Before the weights are loaded: have them loaded into host memory."""
+        for parameter in self.layer.parameters(recurse=False):
+            parameter.data = parameter.data.to("cpu")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, once the weights are loaded and processed."""
+        layer = self.layer
+        found: dict[str, torch.Tensor] = {}
+        for kind in (layer._parameters, layer._buffers, vars(layer)):
+            for name, tensor in kind.items():
+                if isinstance(tensor, torch.Tensor) and name not in found:
+                    found[name] = tensor.data
+        count = layer.num_local_experts
+        return {
+            name: tensor
+            for name, tensor in sorted(found.items())
+            if tensor.dim() > 0 and tensor.shape[0] == count
+        }
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have the layer compute with these."""
+        for name, tensor in tensors.items():
+            parameter = self.layer._parameters.get(name)
+            if parameter is not None:
+                parameter.data = tensor
+            elif name in self.layer._buffers:
+                self.layer._buffers[name] = tensor
+            else:
+                setattr(self.layer, name, tensor)
+
+    def give_back(self) -> None:
+        """Free the loaded tensors; only their shapes are left until others are bound."""
+        self.bind({name: t.new_empty(()).expand(t.shape) for name, t in self.tensors().items()})
+
+
+class Kept(NamedTuple):
+    """Where a layer's experts are while no slot has them, in bytes.
+
+    ``share``: what this replica holds for all; ``at_peers``: what the others hold.
+    """
+
+    on_host: int = 0
+    share: int = 0
+    at_peers: int = 0
+
+
+class Source(Protocol):
+    """Where the experts of one layer come from, and how they lie in a slot."""
+
+    experts: Experts
+    packing: Packing
+    kept: Kept
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Begin to copy them into a slot, on the current stream of a device that has streams."""
+        ...
+
+
+class HostExperts:
+    """Experts packed into one piece of host memory; pinned where a GPU is to copy it."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+        tensors = experts.tensors()
+        self.packing = Packing.of(tensors)
+        pinned = experts.device.type == "cuda"
+        self._memory = torch.empty(self.packing.bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.packing.fill(self._memory, tensors)
+        self.kept = Kept(on_host=self.packing.bytes)
+        # The layer's own tensors are not needed any more.
+        experts.bind(self.packing.views(self._memory))
+
+    def fill(self, memory: torch.Tensor) -> None:
+        memory[: self.packing.bytes].copy_(self._memory, non_blocking=True)
+
+
+def in_host_memory(layers: Sequence[Experts]) -> list[Source]:
+    """Keep the experts of these layers in this process's host memory."""
+    return [HostExperts(experts) for experts in layers]

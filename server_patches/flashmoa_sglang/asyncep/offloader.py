@@ -1,0 +1,182 @@
+"""Experts elsewhere, on their way into a few slots of the device (MoE-Prefill §6.2 and §6.3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from flashmoa_sglang.asyncep.copying import Copying, copying_for
+from flashmoa_sglang.asyncep.experts import Experts, Source
+from flashmoa_sglang.asyncep.rotation import Rotation
+from flashmoa_sglang.asyncep.timing import ForwardClock
+from flashmoa_sglang.saturation import LayerTimes
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMemory:
+    """Where the experts of a model are; sizes in bytes.
+
+    Attributes:
+        layers: with experts. slots: on the device.
+        resident: of the first layer, which stays on the device. in_slots: of the slots.
+        on_host: of all the others in this process's host memory.
+        share: of all the others, what this replica holds for all. at_peers: what those hold.
+        misses: how often a layer's experts were not there, nor on their way, when it began.
+    """
+
+    layers: int
+    slots: int
+    resident: int
+    in_slots: int
+    on_host: int
+    share: int
+    at_peers: int
+    misses: int
+
+
+class ExpertOffloader:
+    """An offloader of SGLang (``BaseOffloader``) for the experts of any model.
+
+    Args:
+        moe_layer: the class of layers with experts.
+        computing: the name of its method that computes with them.
+        slots: on the device; two let one layer compute while the next one's experts come.
+        keep: puts the loaded experts of all layers but the first where they are kept.
+    """
+
+    forbid_copy_engine_usage = False
+
+    def __init__(
+        self,
+        moe_layer: type,
+        computing: str,
+        slots: int,
+        keep: Callable[[Sequence[Experts]], list[Source]],
+    ) -> None:
+        self._moe_layer = moe_layer
+        self._computing = computing
+        self._count = slots
+        self._keep = keep
+        self._experts: list[Experts] = []
+        self._sources: list[Source] = []
+        self._resident = 0
+        self._slots: list[torch.Tensor] = []
+        self._rotation: Rotation | None = None
+        self._copying: Copying | None = None
+        # Of the forward that is timed, and of the last one that was.
+        self._clock: ForwardClock | None = None
+        self._timed: ForwardClock | None = None
+
+    def wrap_modules(self, all_modules_generator: Iterable[Any], **_: Any) -> list[Any]:
+        """As SGLang makes a model's layers: have each one's experts in host memory before the next
+        one is made, so that the device never holds more than those of one layer."""
+        layers: list[Any] = []
+        for module in all_modules_generator:
+            for part in module.modules():
+                if isinstance(part, self._moe_layer):
+                    self._experts.append(Experts(part))
+                    # The first layer stays, so that a forward begins without waiting.
+                    if len(self._experts) > 1:
+                        self._experts[-1].leave_device()
+            layers.append(module)
+        return layers
+
+    def post_init(self) -> None:
+        """The weights are loaded: make the slots, and fill them."""
+        first, *others = self._experts or [None]
+        if first is None or not others:
+            logger.warning("This model has too few layers of experts to keep them elsewhere.")
+            return
+        self._resident = sum(t.nbytes for t in first.tensors().values())
+        self._sources = self._keep(others)
+        self._rotation = Rotation(len(others), self._count)
+        size = max(source.packing.bytes for source in self._sources)
+        device, count = first.device, len(self._rotation.slots)
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._copying = copying_for(device, count)
+        for slot, layer in enumerate(self._rotation.slots):
+            self._fetch(slot, layer)
+        self._wrap(first.layer, lambda: None, lambda _: None)
+        for number, experts in enumerate(others):
+            self._wrap(experts.layer, partial(self._bring, number), partial(self._leave, number))
+        logger.info("Experts of %d layers come from elsewhere: %s", len(others), self.memory())
+
+    def memory(self) -> ExpertMemory:
+        """As it is now."""
+        kept = [source.kept for source in self._sources]
+        return ExpertMemory(
+            layers=len(self._experts),
+            slots=len(self._slots),
+            resident=self._resident,
+            in_slots=sum(slot.nbytes for slot in self._slots),
+            on_host=sum(one.on_host for one in kept),
+            share=sum(one.share for one in kept),
+            at_peers=sum(one.at_peers for one in kept),
+            misses=self._rotation.misses if self._rotation is not None else 0,
+        )
+
+    def time_next(self, tokens: int) -> None:
+        """Time the layers of the next forward, which is of so many tokens."""
+        self._clock = ForwardClock(tokens, beside_experts=len(self._slots) > 1)
+
+    def times(self) -> LayerTimes | None:
+        """Of the last forward that was timed, once; waits for its copies."""
+        timed, self._timed = self._timed, None
+        return timed.times() if timed is not None else None
+
+    def _wrap(self, layer: Any, bring: Callable[[], T], leave: Callable[[T], None]) -> None:
+        compute: Callable[..., Any] = getattr(layer, self._computing)
+        is_last = layer is self._experts[-1].layer
+        copying = self._copying
+        assert copying is not None
+
+        def with_experts(*args: Any, **kwargs: Any) -> Any:
+            clock = self._clock
+            if clock is not None:
+                clock.began.append(copying.mark())
+            place = bring()
+            result = compute(*args, **kwargs)
+            if clock is not None:
+                clock.ended.append(copying.mark())
+            leave(place)
+            if clock is not None and is_last:
+                self._timed, self._clock = clock, None
+            return result
+
+        setattr(layer, self._computing, with_experts)
+
+    def _bring(self, number: int) -> int:
+        """Have a layer's experts in a slot, and the layer compute with them."""
+        assert self._rotation is not None and self._copying is not None
+        slot = self._rotation.slot(number)
+        if slot is None:
+            slot = self._rotation.miss(number)
+            self._fetch(slot, number)
+        self._copying.wait(slot)
+        source = self._sources[number]
+        source.experts.bind(source.packing.views(self._slots[slot]))
+        return slot
+
+    def _leave(self, number: int, slot: int) -> None:
+        """It has computed: the next one's experts come into its slot."""
+        assert self._rotation is not None and self._copying is not None
+        self._copying.used(slot)
+        coming = self._rotation.done(number)
+        if coming is not None:
+            self._fetch(*coming)
+
+    def _fetch(self, slot: int, number: int) -> None:
+        assert self._copying is not None
+        what = slot, self._slots[slot], self._sources[number]
+        if self._clock is None:
+            self._copying.fetch(*what)
+        else:
+            self._clock.copies.append(self._copying.timed_fetch(*what))

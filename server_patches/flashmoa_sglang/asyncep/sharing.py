@@ -1,0 +1,121 @@
+"""Each replica keeps a share of every layer's experts; the rest is copied from the others' memory.
+
+Nobody takes part in a copy but whoever needs it, and what is copied never changes (MoE-Prefill
+§6.2, with one-sided copies in an all-gather's place).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashmoa_sglang.asyncep.experts import Experts, Kept, Source
+from flashmoa_sglang.asyncep.packing import Packing
+from flashmoa_sglang.asyncep.replicas import ONLY_CPUS, Meeting, Replica, ReplicaError
+from flashmoa_sglang.asyncep.segments import mapped, sealed
+
+
+def rows(count: int, rank: int, size: int) -> slice:
+    """Which of ``count`` experts are one replica's."""
+    return slice(count * rank // size, count * (rank + 1) // size)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one replica holds of one layer: these rows of its tensors, packed."""
+
+    rows: slice
+    packing: Packing
+
+
+class SharedExperts:
+    """The experts of one layer, in as many parts as there are replicas; a :class:`Source`.
+
+    Raises: ReplicaError where there are fewer experts than replicas.
+    """
+
+    def __init__(self, experts: Experts, replica: Replica) -> None:
+        self.experts = experts
+        tensors = experts.tensors()
+        self.packing = Packing.of(tensors)
+        count = next(iter(tensors.values())).shape[0]
+        if count < replica.size:
+            raise ReplicaError(f"a layer of {count} experts cannot be shared by {replica.size}")
+        each = [rows(count, rank, replica.size) for rank in range(replica.size)]
+        self.parts = [
+            Part(some, Packing.of({name: tensor[some] for name, tensor in tensors.items()}))
+            for some in each
+        ]
+        share = self.parts[replica.rank].packing.bytes
+        self.kept = Kept(
+            share=share, at_peers=sum(part.packing.bytes for part in self.parts) - share
+        )
+        self._views: list[dict[str, torch.Tensor]] = []
+
+    def packed(self) -> torch.Tensor:
+        """All loaded experts of the layer."""
+        memory = torch.zeros(self.packing.bytes, dtype=torch.uint8)
+        self.packing.fill(memory, self.experts.tensors())
+        return memory
+
+    def share(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
+        """What one replica keeps of them."""
+        part = self.parts[rank]
+        memory = torch.zeros(part.packing.bytes, dtype=torch.uint8)
+        tensors = self.packing.views(packed)
+        part.packing.fill(memory, {name: one[part.rows] for name, one in tensors.items()})
+        return memory
+
+    def find(self, memories: Sequence[torch.Tensor]) -> None:
+        """By rank, the pieces of memory that the parts are in from now on."""
+        self._views = [
+            part.packing.views(memory) for part, memory in zip(self.parts, memories, strict=True)
+        ]
+
+    def fill(self, memory: torch.Tensor) -> None:
+        slot = self.packing.views(memory)
+        for part, tensors in zip(self.parts, self._views, strict=True):
+            for name, tensor in tensors.items():
+                slot[name][part.rows].copy_(tensor)
+
+
+def share_with(
+    layers: Sequence[Experts], replica: Replica, meeting: Meeting, wait: float
+) -> list[Source]:
+    """Keep a replica's share of the experts of these layers, and have the others find it.
+
+    Args: wait: seconds for the others to come.
+    Raises: ReplicaError.
+    """
+    if any(experts.device.type != "cpu" for experts in layers):
+        raise ReplicaError(ONLY_CPUS)
+    shared = [SharedExperts(experts, replica) for experts in layers]
+    digest = hashlib.blake2b(digest_size=16)
+
+    def shares() -> Iterator[torch.Tensor]:
+        for one in shared:
+            packed = one.packed()
+            digest.update(repr(one.packing).encode())
+            digest.update(memoryview(packed.numpy()))
+            yield one.share(replica.rank, packed)
+            one.experts.give_back()
+
+    segment = sealed(shares())
+    meeting.give(segment, digest.hexdigest())
+    deadline = time.monotonic() + wait
+    memories: list[Sequence[torch.Tensor]] = []
+    for rank in range(replica.size):
+        sizes = [one.parts[rank].packing.bytes for one in shared]
+        segment = meeting.take(rank, deadline)
+        try:
+            memories.append(mapped(segment, sum(sizes)).split(sizes))
+        finally:
+            os.close(segment)
+    for one, pieces in zip(shared, zip(*memories, strict=True), strict=True):
+        one.find(pieces)
+    return list(shared)

@@ -1,0 +1,93 @@
+"""The bodies that the plugin's routes take, and how they are read."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic_core import from_json
+
+from flashmoa_sglang.http.errors import Malformed
+
+T = TypeVar("T", bound=BaseModel)
+_NOT_CHAT = {
+    "text",
+    "input_ids",
+    "add_special_tokens",
+    "cache_salt",
+    "priority",
+    "ttl_seconds",
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Piece(_Body):
+    """Part of a prompt: text or token ids."""
+
+    text: StrictStr | None = None
+    input_ids: list[StrictInt] | None = None
+
+    def one_of(self, *others: str) -> str:
+        """The name of the one field that is set. Raises: Malformed."""
+        names = ["text", "input_ids", *others]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise Malformed(f"Give exactly one of {', '.join(names)}; got {given or 'none'}.")
+        return given[0]
+
+
+class Prompt(_Piece):
+    """A whole prompt, or the first piece of one.
+
+    ``add_special_tokens``: ``false`` for text that a chat template rendered, which carries
+    its own.
+    """
+
+    add_special_tokens: bool = True
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: StrictStr | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: StrictStr | None = None
+    continue_final_message: bool | None = None
+    model: StrictStr | None = None
+    cache_salt: StrictStr | None = None
+    priority: StrictInt | None = None
+
+    def chat(self) -> dict[str, Any]:
+        fields = self.model_dump(exclude_none=True)
+        return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
+
+
+class OpenStream(Prompt):
+    ttl_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class Append(_Piece):
+    seq: StrictInt = Field(ge=0)
+    end: bool = False
+
+
+async def parse(request: Request, model: type[T]) -> T:
+    """Raises: Malformed."""
+    try:
+        # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
+        fields = from_json(await request.body(), allow_inf_nan=False)
+    except ValueError as error:
+        raise Malformed(f"The body is not JSON: {error}.") from error
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise Malformed(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    parts = [
+        f"{'.'.join(str(step) for step in problem['loc']) or 'body'}: {problem['msg']}"
+        for problem in error.errors(include_url=False, include_input=False)[:3]
+    ]
+    return "; ".join(parts) + "."

@@ -1,0 +1,118 @@
+"""Prefill-only work without a KV cache (MoE-Prefill §6.3), for models that generate.
+
+Where nothing is decoded, no prompt is cut into chunks and no prefix is shared, a layer needs only
+its own keys and values, and only until it has computed: one layer's buffers serve all layers in
+turn. SGLang's ``--prefill-only-disable-kv-cache`` has none at all, but is for embedding models.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from flashmoa_sglang.options import Options
+
+KEEPS_NONE = "This engine keeps no KV (--flashmoa-kv-cache off)"
+# What SGLang takes where a request says nothing.
+_DEFAULT_NEW_TOKENS = 128
+_NEEDED = {
+    "--disable-radix-cache": lambda given: given.disable_radix_cache,
+    "--chunked-prefill-size -1": lambda given: (given.chunked_prefill_size or -1) < 0,
+    # It asks for eight tokens.
+    "--skip-server-warmup": lambda given: given.skip_server_warmup,
+}
+_EXCLUDED = {
+    "--speculative-algorithm": lambda given: given.speculative_algorithm,
+    "--disaggregation-mode": lambda given: given.disaggregation_mode not in (None, "null"),
+    "--enable-hierarchical-cache": lambda given: given.enable_hierarchical_cache,
+    "--pp-size": lambda given: given.pp_size > 1,
+}
+
+
+def is_on() -> bool:
+    return Options.from_environment().kv_cache == "off"
+
+
+def refuse_unsupported(server_args: Any) -> None:
+    """Raises: SystemExit for a server that would read KV of an earlier forward."""
+    if missing := [flag for flag, is_given in _NEEDED.items() if not is_given(server_args)]:
+        raise SystemExit(f"--flashmoa-kv-cache off needs {' '.join(missing)}.")
+    if wrong := [flag for flag, is_given in _EXCLUDED.items() if is_given(server_args)]:
+        raise SystemExit(f"--flashmoa-kv-cache off does not go with {', '.join(wrong)}.")
+
+
+def create_buffers(original: Callable[..., None], pool: Any) -> None:
+    """Around ``MHATokenToKVPool._create_buffers``: those of one layer, for all of them."""
+    if not is_on():
+        original(pool)
+        return
+    layers, pool.layer_num = pool.layer_num, 1
+    try:
+        original(pool)
+    finally:
+        pool.layer_num = layers
+    pool.k_buffer, pool.v_buffer = pool.k_buffer * layers, pool.v_buffer * layers
+    pool.flashmoa_one_layer = True
+
+
+def size(original: Callable[..., tuple[int, int]], pool: Any) -> tuple[int, int]:
+    """Around ``MHATokenToKVPool.get_kv_size_bytes``, which counts buffers and not memory."""
+    keys, values = original(pool)
+    layers = len(pool.k_buffer) if getattr(pool, "flashmoa_one_layer", False) else 1
+    return keys // layers, values // layers
+
+
+def verify(scheduler: Any) -> None:
+    """Raises: SystemExit for a model whose layers do not each have KV of their own."""
+    if not is_on():
+        return
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    problem = "--flashmoa-kv-cache off does not work with this model; start without it: "
+    pool = _pool(scheduler)
+    if not getattr(pool, "flashmoa_one_layer", False):
+        raise SystemExit(f"{problem}SGLang has its KV in a {type(pool).__name__}.")
+    modules = scheduler.tp_worker.model_runner.model.modules()
+    layers = [module.layer_id for module in modules if isinstance(module, RadixAttention)]
+    if len(set(layers)) < len(layers):
+        raise SystemExit(f"{problem}some of its layers read the KV of others.")
+
+
+def check(obj: Any) -> None:
+    """Refuse a ``GenerateReqInput`` that would need a second forward.
+
+    Raises:
+        ValueError: SGLang answers 400.
+    """
+    if not is_on():
+        return
+    params = obj.sampling_params or {}
+    for each in params if isinstance(params, list) else [params]:
+        most = each.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+        if most is None or most > 1:
+            raise ValueError(f"{KEEPS_NONE}: ask for max_new_tokens 0 or 1.")
+    if getattr(obj, "session_params", None) is not None:
+        raise ValueError(f"{KEEPS_NONE}, and so no sessions.")
+
+
+def bytes_of(scheduler: Any) -> int | None:
+    """The KV pool's, on this rank's device; ``None`` for one that does not say."""
+    size = getattr(_pool(scheduler), "get_kv_size_bytes", None)
+    if size is None:
+        return None
+    found = size()
+    return int(sum(found) if isinstance(found, tuple) else found)
+
+
+def peak_memory(scheduler: Any) -> int:
+    """Bytes: the most that this process has had on its GPU; elsewhere, in memory."""
+    if not str(_pool(scheduler).device).startswith("cuda"):
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
+def _pool(scheduler: Any) -> Any:
+    return scheduler.token_to_kv_pool_allocator.get_kvcache()

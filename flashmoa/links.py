@@ -9,6 +9,7 @@ the downstream request is computed as it would have been without it.
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import anyio
 
@@ -26,6 +27,10 @@ from flashmoa.observe import (
 from flashmoa.prompts import Prompt, Slot
 
 logger = logging.getLogger(__name__)
+
+# What is sent ahead of a request: nothing, what is known of its prompt beforehand, or also the
+# text of its upstream agents as they write it.
+Ahead = Literal["nothing", "known", "text"]
 
 _LATE = "too late"
 _plain_engines: set[str] = set()

@@ -31,6 +31,8 @@ class Reading:
         policy: what becomes of it when one fails.
         agent: who will send the request.
         listener: is told what happens to its link.
+        streams: whether the texts go into its prompt as they are written, or only what stands
+            before the first of them is prefilled.
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class Reading:
         policy: FailurePolicy,
         agent: str,
         listener: Listener = ignore,
+        *,
+        streams: bool = True,
     ) -> None:
+        self._streams = streams
         self._texts = texts
         self._policy = policy
         self._agent = agent
@@ -75,7 +80,7 @@ class Reading:
         self._link = Link(
             engine, prompt, agent=self._agent, on_failure=self._policy, listener=self._listener
         )
-        for text in waiting:
+        for text in waiting if self._streams else ():
             text.follow(self._link)
         return self._link.run
 

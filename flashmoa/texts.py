@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Generator, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, cast
 
 import anyio
 
@@ -20,6 +21,9 @@ class Text:
 
     In a string it is its text once it is complete, and a mark before: hand it on as it is, in
     messages given to the same workflow, and do not look into the string.
+
+    A context manager for whoever writes it: leaving it closes the text, or fails it with what was
+    raised.
 
     Attributes:
         mark: what stands for it meanwhile.
@@ -40,6 +44,32 @@ class Text:
     def __await__(self) -> Generator[Any, Any, str]:
         return self.complete().__await__()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+    async def __aiter__(self) -> AsyncGenerator[str]:
+        """Its pieces from the first one on, as they are written. Raises: what it failed with."""
+        given = 0
+        while given < len(self._parts) or not self._done:
+            if given < len(self._parts):
+                given += 1
+                yield self._parts[given - 1]
+            else:
+                await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
     @property
     def written(self) -> str:
         """What there is of it."""
@@ -52,6 +82,11 @@ class Text:
         if not self._done:
             return "stall"
         return None if self._error is None else failure_of(self._error)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come, be it complete or not."""
+        return self._done
 
     @property
     def is_complete(self) -> bool:

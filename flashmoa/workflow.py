@@ -7,7 +7,7 @@ read it prefills everything up to there at once, and the rest as it is written.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,15 +15,9 @@ import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.failures import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    FirstToken,
-    Listener,
-    contained,
-    ignore,
-)
+from flashmoa.links import Ahead
+from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe.calls import CallReporter
 from flashmoa.readings import Reading
 from flashmoa.texts import Text, mentioned, replaced
 
@@ -31,11 +25,19 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Answer(Text):
-    """The answer to a request of :meth:`Workflow.ask`; ``usage`` once it is complete."""
+    """The answer to a request of :meth:`Workflow.ask`.
+
+    Attributes:
+        usage: once it is complete.
+        finish_reason: as OpenAI has it, once it is complete.
+        logprobs: natural, of its tokens so far, where ``logprobs=True`` was asked for.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.usage: PromptUsage | None = None
+        self.finish_reason: str | None = None
+        self.logprobs: list[float] = []
         self._asking = anyio.CancelScope()
 
     def cancel(self) -> None:
@@ -81,6 +83,8 @@ class Workflow:
     Args:
         engine: where requests go unless they say otherwise.
         on_failure: what becomes of a request when a text in it fails, unless it says otherwise.
+        ahead: of a request, what is prefilled before it can be sent: its ``text`` as it is
+            written, what is ``known`` of it beforehand, or ``nothing``; to compare with.
         listener: is told what happens.
 
     A context manager: leaving it ends its links, gives back the streams of requests that were
@@ -93,9 +97,11 @@ class Workflow:
         engine: EngineClient,
         *,
         on_failure: OnFailure = "abort",
+        ahead: Ahead = "text",
         listener: Listener = ignore,
     ) -> None:
         self._engine = engine
+        self._ahead: Ahead = ahead
         self._policy = FailurePolicy.of(on_failure)
         self._listener = contained(listener)
         self._texts: dict[str, Text] = {}
@@ -134,6 +140,16 @@ class Workflow:
     def text(self, name: str = "text") -> Text:
         """A text that you write, from whatever source."""
         text = Text(self._unused(name))
+        self._texts[text.mark] = text
+        return text
+
+    def version(self, answer: Answer) -> Text:
+        """A text for an answer as its readers are to have it: cut, say, or behind a heading.
+
+        You write it. It bears the answer's name, so that events tell who is read; a prompt can
+        have only one text of a name.
+        """
+        text = Text(answer.name)
         self._texts[text.mark] = text
         return text
 
@@ -179,10 +195,18 @@ class Workflow:
         self._expected.append(expected)
         return expected
 
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something beside the requests; leaving the workflow waits for it, or cancels it."""
+        self._asking.start_soon(function)
+
     def _reading(self, messages: Messages, name: str, on_failure: OnFailure | None) -> Reading:
         policy = self._policy if on_failure is None else FailurePolicy.of(on_failure)
         texts = mentioned(messages, self._texts)
-        return Reading(texts, policy, name, self._listener)
+        names = [text.name for text in texts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{name} reads two versions of one answer: {', '.join(names)}")
+        streams = self._ahead == "text"
+        return Reading(texts, policy, name, self._listener, streams=streams)
 
     async def _link(
         self,
@@ -196,7 +220,8 @@ class Workflow:
             shown = [_with_texts(message, texts) for message in messages]
             return await engine.render(shown, tools=tools, template_args=template_args)
 
-        self._linking.start_soon(await reading.link(engine, render))
+        if self._ahead != "nothing":
+            self._linking.start_soon(await reading.link(engine, render))
 
     async def _answer(
         self,
@@ -206,16 +231,22 @@ class Workflow:
         engine: EngineClient,
         parameters: dict[str, Any],
     ) -> None:
+        report = CallReporter(
+            self._listener,
+            agent=answer.name,
+            engine=engine.url,
+            model=parameters.get("model", ""),
+        )
         with answer._asking:
             try:
                 if reading.is_waiting:
                     template_args = parameters.get("chat_template_kwargs")
                     tools = parameters.get("tools")
                     await self._link(messages, reading, engine, tools, template_args)
-                await self._send(answer, Expected(messages, reading), engine, parameters)
+                expected = Expected(messages, reading)
+                await self._send(answer, expected, engine, parameters, report)
             except BaseException as error:
-                name, url = answer.name, engine.url
-                self._listener(CallFailed(agent=name, engine=url, error=repr(error)))
+                report.failed(error)
                 if isinstance(error, Exception):
                     answer.fail(error)
                 else:
@@ -230,29 +261,21 @@ class Workflow:
         expected: Expected,
         engine: EngineClient,
         parameters: dict[str, Any],
+        report: CallReporter,
     ) -> None:
-        name, url = answer.name, engine.url
         sent = await expected.messages()
         body = {**parameters, **expected.take_over()}
-        self._listener(
-            CallStarted(
-                agent=name,
-                engine=url,
-                stream_id=body.get("prompt_stream_id"),
-                late=expected.is_late,
-            )
-        )
+        report.started(body.get("prompt_stream_id"), late=expected.is_late)
         async with engine.chat(sent, **body) as deltas:
             async for delta in deltas:
                 answer.usage = delta.usage or answer.usage
+                answer.finish_reason = delta.finish_reason or answer.finish_reason
+                answer.logprobs += delta.logprobs
                 if delta.text:
-                    if not answer.written:
-                        self._listener(FirstToken(agent=name, engine=url))
+                    report.text()
                     answer.write(delta.text)
         answer.close()
-        self._listener(
-            CallFinished(agent=name, engine=url, text=answer.written, usage=answer.usage)
-        )
+        report.finished(answer.written, answer.usage, answer.finish_reason)
 
     def _unused(self, name: str) -> str:
         """The name, or that with a number, so that every text has its own."""

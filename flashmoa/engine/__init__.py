@@ -1,6 +1,6 @@
 """Engines: one typed client per SGLang server, and what can go wrong with it."""
 
-from flashmoa.engine.client import EngineClient, engine_url
+from flashmoa.engine.client import EngineClient
 from flashmoa.engine.errors import (
     BadAnswer,
     EngineDraining,
@@ -18,6 +18,8 @@ from flashmoa.engine.errors import (
     TooManyStreams,
 )
 from flashmoa.engine.feed import Growing, PromptFeed
+from flashmoa.engine.logprobs import NextLogprobs
+from flashmoa.engine.urls import engine_url, self_hosted_url
 from flashmoa.engine.wire import (
     Costs,
     Delta,
@@ -44,6 +46,7 @@ __all__ = [
     "Growing",
     "KvState",
     "MalformedRequest",
+    "NextLogprobs",
     "PluginMissing",
     "Prefilled",
     "PromptFeed",
@@ -58,4 +61,5 @@ __all__ = [
     "StreamUse",
     "TooManyStreams",
     "engine_url",
+    "self_hosted_url",
 ]

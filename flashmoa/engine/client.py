@@ -6,25 +6,20 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from flashmoa.engine import errors
+from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.engine.deltas import chat_completion, data_events, generation
+from flashmoa.engine.logprobs import Generated, NextLogprobs
+from flashmoa.engine.refusals import not_an_engine, refusal, translated
+from flashmoa.engine.urls import engine_url
 from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Messages = Sequence[Mapping[str, Any]]
-
-
-def engine_url(base_url: str) -> str:
-    """An engine's root from its own URL or its OpenAI one (``.../v1``)."""
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{base_url!r} is not an engine's URL; give http://HOST:PORT")
-    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class EngineClient:
@@ -55,7 +50,14 @@ class EngineClient:
             sent["Authorization"] = f"Bearer {api_key}"
         if not isinstance(timeout, httpx.Timeout):
             timeout = httpx.Timeout(timeout, connect=10.0)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=sent, timeout=timeout)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=sent,
+            timeout=timeout,
+            limits=CONNECTIONS,
+            # Reading the certificates takes 20 ms, and the event loop with it.
+            verify=self.url.startswith("https://"),
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,13 +95,19 @@ class EngineClient:
         text: str | None = None,
         input_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
+        add_special_tokens: bool | None = None,
         cache_salt: str | None = None,
     ) -> Prefilled:
-        """Compute a prompt's KV and leave it in the engine's radix cache."""
+        """Compute a prompt's KV and leave it in the engine's radix cache.
+
+        Args:
+            add_special_tokens: as for :meth:`open_stream`.
+        """
         body = {
             "text": text,
             "input_ids": input_ids,
             "messages": messages,
+            "add_special_tokens": add_special_tokens,
             "cache_salt": cache_salt,
         }
         return await self._call("POST", "/prefill_only", Prefilled, body)
@@ -207,6 +215,63 @@ class EngineClient:
         async with self._events("/v1/chat/completions", body) as events:
             yield chat_completion(events)
 
+    async def next_logprobs(
+        self,
+        input_ids: Sequence[int],
+        token_ids: Sequence[int] = (),
+        *,
+        continuation: Sequence[int] = (),
+        prompt_stream_id: str | None = None,
+    ) -> NextLogprobs:
+        """Log-probabilities of what may follow a prompt, from one prefill; nothing is decoded.
+
+        Stock SGLang does it, too.
+
+        Args:
+            token_ids: tokens that may follow the prompt and its continuation.
+            continuation: tokens that follow the prompt.
+
+        Raises: MalformedRequest for a prompt that is too long, or a token there is not.
+        """
+        body = {
+            "input_ids": [*input_ids, *continuation],
+            # Requests of one batch are sampled together where one of them decodes, and SGLang's
+            # log-probabilities are then those at their temperatures.
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            # SGLang tells them from the token after this one on, and of nothing before it.
+            "logprob_start_len": len(input_ids) - 1 if continuation else -1,
+            "token_ids_logprob": list(token_ids) or None,
+            "prompt_stream_id": prompt_stream_id,
+        }
+        answer = await self._call("POST", "/generate", Generated, body)
+        return answer.logprobs(token_ids, continuation)
+
+    async def tokenize(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """The tokens of each text, by the engine's tokenizer."""
+        body = {"prompt": list(texts), "add_special_tokens": add_special_tokens}
+        return (await self._call("POST", "/tokenize", _EachTokens, body)).tokens
+
+    async def tokenize_chat(
+        self, messages: Messages, *, template_args: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens of the prompt that the engine's chat template makes of ``messages``."""
+        body = {"messages": list(messages), "chat_template_kwargs": template_args or None}
+        return (await self._call("POST", "/tokenize", _Tokens, body)).tokens
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones and all."""
+        body = {"tokens": list(token_ids), "skip_special_tokens": False}
+        return (await self._call("POST", "/detokenize", _Rendered, body)).text
+
+    async def embed(self, texts: Sequence[str], *, model: str = "default") -> list[list[float]]:
+        """A vector for each text, of an engine that serves an embedding model."""
+        body = {"model": model, "input": list(texts)}
+        answer = await self._call("POST", "/v1/embeddings", _Embedded, body)
+        return [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
+
     async def _call(
         self,
         method: str,
@@ -215,27 +280,29 @@ class EngineClient:
         body: Mapping[str, Any] | None = None,
     ) -> Answer:
         sent = None if body is None else {k: v for k, v in body.items() if v is not None}
-        with _translated(self.url):
+        with translated(self.url):
             response = await self._http.request(method, path, json=sent)
         if response.is_error:
-            raise _refusal(response, self.url)
+            raise refusal(response, self.url)
         if answer is None:
             return _Ignored()  # type: ignore[return-value]
         try:
             return answer.model_validate_json(response.content)
         except ValidationError as error:
-            raise errors.BadAnswer(f"{self.url}{path} answered something else: {error}") from error
+            raise errors.BadAnswer(not_an_engine(self.url, path)) from error
 
     @asynccontextmanager
     async def _events(
         self, path: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
         sent = {k: v for k, v in body.items() if v is not None}
-        with _translated(self.url):
+        with translated(self.url):
             async with self._http.stream("POST", path, json=sent) as response:
                 if response.is_error:
                     await response.aread()
-                    raise _refusal(response, self.url)
+                    raise refusal(response, self.url)
+                if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise errors.BadAnswer(not_an_engine(self.url, path))
                 yield data_events(response)
 
 
@@ -243,45 +310,22 @@ class _Rendered(BaseModel):
     text: str
 
 
+class _Tokens(BaseModel):
+    tokens: list[int]
+
+
+class _EachTokens(BaseModel):
+    tokens: list[list[int]]
+
+
+class _Vector(BaseModel):
+    index: int
+    embedding: list[float]
+
+
+class _Embedded(BaseModel):
+    data: list[_Vector]
+
+
 class _Ignored(BaseModel):
     pass
-
-
-class _translated:
-    """Turn httpx's exceptions into ours."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, httpx.TimeoutException):
-            raise errors.EngineTimeout(f"{self._url} did not answer in time") from error
-        if isinstance(error, httpx.TransportError):
-            raise errors.EngineUnreachable(
-                f"{self._url} cannot be reached ({error}); is the engine running?"
-            ) from error
-
-
-def _refusal(response: httpx.Response, url: str) -> errors.EngineError:
-    try:
-        problem = response.json()["error"]
-        message, code = str(problem["message"]), str(problem["code"])
-    except (ValueError, KeyError, TypeError):
-        if response.status_code in (404, 405):
-            return errors.PluginMissing(
-                f"{url} does not have {response.request.url.path}: it runs without the "
-                "flashmoa-sglang plugin"
-            )
-        message, code = response.text[:500], "error"
-    kind = errors.BY_STATUS.get(response.status_code, errors.RequestRefused)
-    if kind is errors.StreamUnknown and code != "unknown_stream":
-        return errors.PluginMissing(f"{url} has no prompt streams: {message}")
-    return kind(message, response.status_code, code)

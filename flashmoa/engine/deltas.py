@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from flashmoa.engine import errors
+from flashmoa.engine.refusals import aborted
 from flashmoa.engine.wire import Delta, PromptUsage
 
 
@@ -37,10 +38,7 @@ async def generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[D
         meta: dict[str, Any] = event["meta_info"]
         reason = meta.get("finish_reason")
         if reason and "prompt_tokens" not in meta:
-            # Aborted before it ran: a full queue, a server that shuts down.
-            status = int(reason.get("status_code") or 503)
-            refused = errors.BY_STATUS.get(status, errors.RequestRefused)
-            raise refused(str(reason.get("message") or reason["type"]), status, "aborted")
+            raise aborted(reason)
         yield Delta(
             text=text[seen:],
             token_ids=event["output_ids"][tokens:],
@@ -57,8 +55,10 @@ async def chat_completion(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenera
         choice = choices[0] if choices else {}
         delta: dict[str, Any] = choice.get("delta") or {}
         usage: dict[str, Any] | None = event.get("usage")
+        told: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
         yield Delta(
             text=delta.get("content") or "",
+            logprobs=[token["logprob"] for token in told.get("content") or []],
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),
         )

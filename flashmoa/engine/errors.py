@@ -1,19 +1,21 @@
 """What can go wrong between FlashMoA and an engine.
 
-FlashMoAError
- +-- EngineError                  anything an engine answers or fails to answer
-      +-- EngineUnreachable       no connection, or it broke; is the engine running?
-      +-- EngineTimeout           no answer in time
-      +-- BadAnswer               an answer that is not what the API promises
-      +-- PluginMissing           the engine runs without flashmoa-sglang (404 on its routes)
-      +-- RequestRefused          the engine refused the request, ``code`` and ``status`` say why
-           +-- MalformedRequest   400
-           +-- StreamUnknown      404
-           +-- StreamOutOfOrder   409
-           +-- StreamGone         410
-           +-- PromptTooLarge     413
-           +-- TooManyStreams     429
-           +-- EngineDraining     503
+::
+
+    FlashMoAError
+     +-- EngineError                  anything an engine answers or fails to answer
+          +-- EngineUnreachable       no connection, or it broke; is the engine running?
+          +-- EngineTimeout           no answer in time
+          +-- BadAnswer               an answer that is not what the API promises
+          +-- PluginMissing           the engine runs without flashmoa-sglang (404 on its routes)
+          +-- RequestRefused          the engine refused it; ``code`` and ``status`` say why
+               +-- MalformedRequest   400
+               +-- StreamUnknown      404
+               +-- StreamOutOfOrder   409
+               +-- StreamGone         410
+               +-- PromptTooLarge     413
+               +-- TooManyStreams     429
+               +-- EngineDraining     503
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class PromptFeed:
         engine: where the prompt will be used.
         prompt: text as a chat template renders it, special tokens included, or token ids.
         told: is called with each answer, the first one when the stream is open.
+        add_special_tokens: whether the text has none yet.
 
     Run :meth:`run` in a task; say :meth:`changed` when the prompt has grown.
 
@@ -53,11 +54,14 @@ class PromptFeed:
         engine: EngineClient,
         prompt: Growing,
         told: Callable[[StreamState], None] = lambda _: None,
+        *,
+        add_special_tokens: bool = False,
     ) -> None:
         self.stream_id: str | None = None
         self._engine = engine
         self._prompt = prompt
         self._told = told
+        self._special = add_special_tokens
         self._changed = anyio.Event()
         self._stopped = False
         self._stopping = anyio.Event()
@@ -108,7 +112,7 @@ class PromptFeed:
         with anyio.move_on_after(_OPEN_SECONDS, shield=True):
             if isinstance(first, str):
                 state = await self._engine.open_stream(
-                    text=first, add_special_tokens=False, ttl_seconds=_STREAM_TTL_SECONDS
+                    text=first, add_special_tokens=self._special, ttl_seconds=_STREAM_TTL_SECONDS
                 )
             else:
                 state = await self._engine.open_stream(

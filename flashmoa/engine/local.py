@@ -102,7 +102,7 @@ class LocalEngines:
         wait: bool = True,
     ) -> LocalEngine:
         """Start an engine on ``model``, pinned to ``core``; ``arguments`` are SGLang's own."""
-        port = _free_port()
+        port = free_port()
         log = self._logs / f"engine-{port}.log"
         order: dict[str, Any] = {
             "args": [
@@ -158,7 +158,8 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
                 await process.aclose()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for a moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -12,11 +13,28 @@ class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+class ExpertMemory(_Answer):
+    """Where the experts of one rank's model are, in bytes; ``layers`` with experts, of which the
+    device holds the first one's and ``slots``. ``share``: what this replica holds of the others',
+    ``at_peers``: the rest of them. ``misses``: experts that were waited for."""
+
+    layers: int
+    slots: int
+    resident: int
+    in_slots: int
+    on_host: int
+    share: int = 0
+    at_peers: int = 0
+    misses: int
+
+
 class KvState(_Answer):
     """How one data-parallel rank's KV pool stands, in tokens.
 
     ``free + evictable + protected + in use = total``; ``protected`` is cache locked by running
     requests and by prompt streams. ``rode_along``: stream tokens prefilled beside decode steps.
+    ``experts``: with ``--flashmoa-asyncep``. In bytes: ``kv_bytes`` of the pool; ``peak_bytes``,
+    the most that the rank's process has had on its GPU, or in memory where there is none.
     """
 
     dp_rank: int
@@ -28,6 +46,9 @@ class KvState(_Answer):
     gave_way: int
     duplicates_avoided: int
     rode_along: int = 0
+    experts: ExpertMemory | None = None
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 class Costs(_Answer):
@@ -37,8 +58,25 @@ class Costs(_Answer):
     decode_step: float
 
 
+class Saturation(_Answer):
+    """From how many ``tokens`` on a forward hides the transfers of experts; ``None``: none does.
+
+    ``largest_forward`` is the engine's, in tokens; ``transfer`` the seconds of one layer's experts,
+    ``windows`` those of one layer's computing beside it, as (tokens, seconds).
+    """
+
+    tokens: int | None
+    largest_forward: int
+    transfer: float
+    windows: list[tuple[int, float]]
+
+
 class EngineInfo(_Answer):
-    """``GET /flashmoa/info``; ``costs`` is ``None`` until they are measured."""
+    """``GET /flashmoa/info``; ``costs`` is ``None`` until they are measured.
+
+    ``saturation``: with ``--flashmoa-asyncep``, as measured. ``prefills_wait_for``: tokens of a
+    forward for which prefills are held back; ``None``: for none.
+    """
 
     plugin: dict[str, str]
     sglang: dict[str, str]
@@ -49,6 +87,8 @@ class EngineInfo(_Answer):
     prompt_streams: int
     kv: list[KvState]
     costs: Costs | None = None
+    saturation: Saturation | None = None
+    prefills_wait_for: int | None = None
 
 
 class Prefilled(_Answer):
@@ -125,11 +165,26 @@ class PromptUsage(_Answer):
             prompt_stream=usage.get("prompt_stream"),
         )
 
+    @classmethod
+    def total(cls, several: Sequence[PromptUsage]) -> PromptUsage:
+        """Of several requests together; what an engine does not say counts as nothing."""
+        return cls(
+            prompt_tokens=sum(one.prompt_tokens for one in several),
+            completion_tokens=sum(one.completion_tokens for one in several),
+            cached_tokens=sum(one.cached_tokens or 0 for one in several),
+            streamed_tokens=sum(one.streamed_tokens or 0 for one in several),
+            late_tokens=sum(one.late_tokens or 0 for one in several),
+        )
+
 
 class Delta(_Answer):
-    """One step of a generation: what it added; the last one carries ``usage``."""
+    """One step of a generation: what it added; the last one carries ``usage``.
+
+    ``logprobs``: natural, of its tokens, where they were asked for.
+    """
 
     text: str
     token_ids: list[int] = []
+    logprobs: list[float] = []
     usage: PromptUsage | None = None
     finish_reason: str | None = None

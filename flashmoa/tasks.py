@@ -1,0 +1,145 @@
+"""Tasks that outlive the call that starts them, and several that end together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Work = Callable[[], Awaitable[None]]
+
+
+class TaskHost:
+    """A task group that outlives the calls that start tasks in it.
+
+    Agent frameworks give a client no scope of its own, so the group lives in a task of its own,
+    from the first start until nothing runs in it or :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: set[asyncio.Task[None]] = set()
+        self._group: TaskGroup | None = None
+        self._last: list[Work] = []
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def start(self, work: Work) -> None:
+        """Run ``work()`` in the group; what it raises is logged and goes no further.
+
+        Once closed, nothing is started any more.
+        """
+        if self._closed:
+            return
+        if self._group is not None:
+            try:
+                self._group.start_soon(_contained, work)
+                return
+            except RuntimeError:  # Its last task ended just now.
+                self._group = None
+        # Started twice before it runs, there are two; each ends by itself, or is closed.
+        host = asyncio.create_task(self._run(work), name="flashmoa-links")
+        self._hosts.add(host)
+        host.add_done_callback(self._hosts.discard)
+
+    def finish(self, work: Work) -> None:
+        """As :meth:`start`, but where the host is being closed it is done before that ends."""
+        if not self._closed:
+            self.start(work)
+        elif self._hosts:  # Else it has been closed, and nobody would do it any more.
+            self._last.append(work)
+
+    async def _run(self, first: Work) -> None:
+        async with anyio.create_task_group() as group:
+            self._group = group
+            group.start_soon(_contained, first)
+        if self._group is group:
+            self._group = None
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for it."""
+        self._closed = True
+        self._group = None
+        hosts = list(self._hosts)
+        for host in hosts:
+            host.cancel()
+        if hosts:
+            await asyncio.wait(hosts)
+        while self._last:
+            await _contained(self._last.pop())
+
+
+class Repeated:
+    """Work of which one run at a time is enough."""
+
+    def __init__(self, host: TaskHost, work: Work) -> None:
+        self._host = host
+        self._work = work
+        self._wanted = False
+        self.is_running = False
+
+    def want(self) -> None:
+        """Run it; where it runs already, once more after that."""
+        self._wanted = True
+        if not self.is_running:
+            self.is_running = True
+            self._host.start(self._run)
+
+    def ensure(self) -> None:
+        """Run it unless it runs already."""
+        if not self.is_running:
+            self.want()
+
+    def withdraw(self) -> None:
+        """It is not wanted once more."""
+        self._wanted = False
+
+    async def _run(self) -> None:
+        try:
+            while self._wanted:
+                self._wanted = False
+                await self._work()
+        finally:
+            self.is_running = False
+
+
+async def _contained(work: Work) -> None:
+    try:
+        await work()
+    except asyncio.CancelledError:
+        # Somebody cancelled what the work waited for, not the work: that concerns nobody else.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+    except Exception:
+        logger.exception("A link failed; its agents run unlinked")
+
+
+async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Their results, in order; where one fails, the others are cancelled and it is raised."""
+    results: dict[int, T] = {}
+    problems: list[Exception] = []
+
+    async def run(index: int, call: Callable[[], Awaitable[T]]) -> None:
+        try:
+            results[index] = await call()
+        except Exception as error:
+            problems.append(error)
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for index, call in enumerate(calls):
+            group.start_soon(run, index, call)
+    if problems:
+        raise problems[0]
+    return [results[index] for index in range(len(calls))]

@@ -1,6 +1,18 @@
 """AutoGen: a drop-in model client, and one line that links a team."""
 
+from importlib import import_module
+
+try:
+    for _needed in ("autogen_agentchat.teams", "autogen_ext.models.openai"):
+        import_module(_needed)
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"flashmoa.autogen needs AutoGen ({error}): pip install 'flashmoa[autogen]'",
+        name=error.name,
+    ) from error
+
 from flashmoa.autogen._calls import EngineUsage
+from flashmoa.autogen._classifier import ClassifierAgent, classify_tool
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel
 from flashmoa.autogen._selector import SELECTOR_PROMPT
@@ -8,10 +20,12 @@ from flashmoa.autogen._team import TeamLink, link, watch
 
 __all__ = [
     "SELECTOR_PROMPT",
+    "ClassifierAgent",
     "EngineUsage",
     "FlashMoAChatCompletionClient",
     "FlashMoAClientConfigurationConfigModel",
     "TeamLink",
+    "classify_tool",
     "link",
     "watch",
 ]

@@ -10,8 +10,9 @@ from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsa
 from autogen_core.tools import Tool, ToolSchema
 from pydantic import BaseModel
 
-from flashmoa.autogen._completions import Watch, WatchedBody
+from flashmoa.completions import Watch, WatchedBody
 from flashmoa.engine import PromptUsage
+from flashmoa.observe.calls import CallReporter
 
 JsonOutput = bool | type[BaseModel] | None
 
@@ -27,6 +28,16 @@ class EngineUsage(RequestUsage):
     cached_tokens: int | None = None
     streamed_tokens: int | None = None
     late_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call's request. ``engine``: its URL; ``model``: as the request names it; ``held``: why
+    others do not get its text as it comes, if so."""
+
+    engine: str
+    model: str
+    held: str | None
 
 
 class CallObserver(Protocol):
@@ -50,16 +61,33 @@ class CallObserver(Protocol):
 class CallWatcher(Protocol):
     """A linked team; a client tells each of them about each call."""
 
-    def begin(
-        self, agent_type: str, agent_key: str, engine_url: str, held: str | None
-    ) -> CallObserver | None:
-        """A request of this agent is about to go out; ``None`` if it is not the team's.
-
-        ``held``: why others do not get its text as it comes, if so.
-        """
+    def begin(self, agent_type: str, agent_key: str, request: Request) -> CallObserver | None:
+        """A request of this agent is about to go out; ``None`` if it is not the team's."""
         ...
 
     async def close(self) -> None: ...
+
+
+class ReportedCall:
+    """A call of no linked team (a ``CallObserver``), told of to its client's listener."""
+
+    prompt_stream_id: str | None = None
+
+    def __init__(self, report: CallReporter) -> None:
+        self._report = report
+
+    def on_text(self, text: str) -> None:
+        self._report.text()
+
+    def on_finish(self, result: CreateResult, usage: PromptUsage | None, raw: bool) -> None:
+        text = result.content if isinstance(result.content, str) else ""
+        self._report.finished(text, usage, result.finish_reason)
+
+    def on_failure(self, error: BaseException) -> None:
+        self._report.failed(error)
+
+    def give_back(self) -> None:
+        """It has no stream of its own."""
 
 
 class Reporting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Self, cast
@@ -24,22 +23,23 @@ from flashmoa.autogen._calls import (
     is_structured,
     watched_args,
 )
-from flashmoa.autogen._completions import Watch, watch_completions
 from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel, model_info
+from flashmoa.autogen._llm_events import current, each
 from flashmoa.autogen._merging import merge_users
 from flashmoa.autogen._promises import PromisedCall, Promises
 from flashmoa.autogen._rendering import render
+from flashmoa.autogen._scoring import score
 from flashmoa.autogen._synchronous import SynchronousEngine
-from flashmoa.autogen._watchers import Watchers, calling_agent
-from flashmoa.engine import EngineClient, engine_url
+from flashmoa.autogen._watchers import Watchers, caller_name, calling_agent
+from flashmoa.completions import Watch, watch_completions
+from flashmoa.engine import EngineClient, self_hosted_url
 from flashmoa.failures import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.readings import Reading
+from flashmoa.scoring import Candidate, Scores
 from flashmoa.texts import Text
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
-
-_LOCAL = "http://127.0.0.1:30000"
 
 
 class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
@@ -57,8 +57,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             that refuse them (Mistral, Gemma); in AutoGen's teams most messages are of users.
         auto_link: link the teams of its agents by themselves, at their first call.
         on_failure: what becomes of links to its prompts when a text in them fails.
-        listener: is told what happens to teams that ``auto_link`` links, and to promises. It
-            stays with this object: neither ``dump_component`` nor a pickle has it.
+        listener: is told of its calls, and of links to their prompts; but not of calls of teams
+            that ``link`` was called with, which tell a listener of their own. It stays with this
+            object: neither ``dump_component`` nor a pickle has it.
         **kwargs: as the stock client's.
     """
 
@@ -74,7 +75,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
-        url = engine_url(kwargs.get("base_url") or os.environ.get("OPENAI_BASE_URL") or _LOCAL)
+        url = self_hosted_url(kwargs.get("base_url"))
         kwargs["base_url"] = f"{url}/v1"
         if not kwargs.get("api_key"):
             kwargs["api_key"] = "EMPTY"
@@ -97,7 +98,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
         )
-        self.watchers = Watchers(self.engine.url, self._listener if self._auto_link else None)
+        model = self._create_args["model"]
+        self.watchers = Watchers(self.engine.url, model, self._listener, auto_link=self._auto_link)
         self._promises = Promises(self.engine, self.on_failure, self._listener)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         messages, reading = await self._read(messages, tools, cancellation_token)
         return await self._ask_model(
             messages,
-            [PromisedCall(self._promises, reading)] if reading is not None else [],
+            reading,
             tools=tools,
             tool_choice=tool_choice,
             json_output=json_output,
@@ -167,7 +169,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             resolved, reading = await self._read(messages, (), cancellation_token)
             return await self._ask_model(
                 resolved,
-                [PromisedCall(self._promises, reading, text)],
+                reading,
+                text,
                 tools=(),
                 tool_choice="auto",
                 json_output=json_output,
@@ -185,10 +188,27 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         """
         return await self._promises.result(content)
 
+    async def score(
+        self,
+        messages: Sequence[LLMMessage],
+        candidates: Sequence[Candidate],
+        *,
+        length_normalised: bool = False,
+        cancellation_token: CancellationToken | None = None,
+    ) -> Scores:
+        """How likely each candidate is as the answer's beginning; nothing is decoded.
+
+        As :meth:`flashmoa.scoring.Scorer.score`, with the messages and the template arguments
+        (``chat_template_kwargs`` of ``extra_body``) of :meth:`create`. In a linked team the
+        call's prompt is prefilled while agents before it write.
+        """
+        return await score(self, messages, candidates, length_normalised, cancellation_token)
+
     async def _ask_model(
         self,
         messages: Sequence[LLMMessage],
-        more: Sequence[CallObserver],
+        reading: Reading | None,
+        text: Text | None = None,
         *,
         json_output: JsonOutput,
         tools: Sequence[Tool | ToolSchema],
@@ -196,10 +216,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         **rest: Any,
     ) -> CreateResult:
         held = held_back(tools, json_output, self.model_info)
-        observers = [*self.watchers.begin(held), *more]
+        observers = self._begin(held, reading, text)
         watch = Watch(heard_by(observers, held), taps=bool(observers) and held is None)
         args = watched_args(self._create_args, extra_create_args, observers, watch)
-        with Reporting(observers, watch, not is_structured(json_output)) as report:
+        with Reporting(observers, watch, not is_structured(json_output)) as report, current(watch):
             result = await super().create(
                 messages,
                 tools=tools,
@@ -218,7 +238,22 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         async def rendered(shown: Sequence[LLMMessage]) -> str:
             return await render(self, shown, tools)
 
-        return await self._promises.resolve(messages, rendered, cancellation_token)
+        agent = caller_name()
+        try:
+            return await self._promises.resolve(messages, rendered, agent, cancellation_token)
+        except BaseException as error:
+            self.watchers.reporter(agent).failed(error)
+            raise
+
+    def _begin(
+        self, held: str | None, reading: Reading | None, text: Text | None = None
+    ) -> list[CallObserver]:
+        """A request goes out: who is told of it."""
+        if reading is None and text is None:
+            return self.watchers.begin(held)
+        promised = PromisedCall(self._promises, reading, text)
+        late = reading is not None and reading.is_late
+        return [*self.watchers.begin(held, promised.prompt_stream_id, late=late), promised]
 
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
@@ -234,9 +269,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> AsyncGenerator[str | CreateResult, None]:
         messages, reading = await self._read(messages, tools, cancellation_token)
         held = held_back(tools, json_output, self.model_info)
-        observers = self.watchers.begin(held)
-        if reading is not None:
-            observers.append(PromisedCall(self._promises, reading))
+        observers = self._begin(held, reading)
         watch = Watch(heard_by(observers, held))
         args = watched_args(self._create_args, extra_create_args, observers, watch)
         if include_usage is None and "stream_options" not in {**self._create_args, **args}:
@@ -251,8 +284,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 cancellation_token=cancellation_token,
                 include_usage=include_usage,
             )
-            async with aclosing(stream):
-                async for item in stream:
+            async with aclosing(each(stream, watch)) as items:
+                async for item in items:
                     yield report(item) if isinstance(item, CreateResult) else item
 
     def _process_create_args(

@@ -5,28 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import anyio
 
+from flashmoa.autogen._calls import Request
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import UNCERTAIN, NotForecastable, forecast
 from flashmoa.autogen._roster import Roster
 from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn
-from flashmoa.autogen._tasks import TaskHost
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.failures import FailurePolicy
-from flashmoa.links import Link, report_plain_engine
-from flashmoa.observe import CallStarted, LinkDeclined, Listener
+from flashmoa.links import Ahead, Link, report_plain_engine
+from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.prompts import Prompt
 from flashmoa.stand_ins import StandIns
+from flashmoa.tasks import Repeated, TaskHost
 
 logger = logging.getLogger(__name__)
 
-# What is sent ahead of a call: nothing, what is known when the team starts, or also the text
-# of its upstream agents as they write it.
-Ahead = Literal["nothing", "known", "text"]
 # What is published reaches everybody within a few rounds of the event loop.
 _DELIVERY_SECONDS = 0.002
 _LONGEST_DELIVERY = 1.0
@@ -81,21 +78,19 @@ class Outlook:
         # Whose writers were done before a link to them could be made.
         self._overtaken: set[str] = set()
         self._pools: dict[str, int] = {}
-        self._wanted = self._looking = self._watching = False
+        self._looking = Repeated(self.host, self._look_ahead)
+        self._watching = Repeated(self.host, self._watch_end)
         # Counts what makes a look out of date: a call, the end of a run.
         self._changes = 0
 
-    def begin(self, agent: str, engine_url: str, held: str | None) -> RunningTurn:
+    def begin(self, agent: str, request: Request) -> RunningTurn:
         """A call goes out."""
         self._changes += 1
         own, rewritten = self._take(agent), self._roster.rewrites(agent)
-        turn = RunningTurn(self, agent, engine_url, own, held=held, rewritten=rewritten)
-        missed = self._looking or agent in self._overtaken
+        missed = self._looking.is_running or agent in self._overtaken
         early = own is None and missed and agent not in self._declined
         self._overtaken.discard(agent)
-        late = early or (own is not None and own.is_late)
-        stream_id = turn.prompt_stream_id
-        self.listener(CallStarted(agent=agent, engine=engine_url, stream_id=stream_id, late=late))
+        turn = RunningTurn(self, agent, request, own, rewritten=rewritten, early=early)
         # Whatever was complete before has been delivered, or somebody is waited for anyway.
         self._running = {n: t for n, t in self._running.items() if not t.complete}
         self._running[agent] = turn
@@ -130,7 +125,7 @@ class Outlook:
     def end_all(self, reason: str) -> None:
         """No call will come any more that could use a link."""
         self._changes += 1
-        self._wanted = False
+        self._looking.withdraw()
         for link in self._links.values():
             link.end(reason)
         self._links.clear()
@@ -140,39 +135,26 @@ class Outlook:
         """Have the links brought up to date, once for all reasons there are by then."""
         if self._settings.ahead == "nothing":
             return
-        self._wanted = True
-        if not self._looking:
-            self._looking = True
-            self.host.start(self._keep_looking)
-        if not self._watching:
-            self._watching = True
-            self.host.start(self._watch_end)
+        self._looking.want()
+        self._watching.ensure()
 
-    async def _keep_looking(self) -> None:
-        try:
-            while self._wanted:
-                self._wanted = False
-                await anyio.sleep(_DELIVERY_SECONDS)
-                changes = self._changes
-                for turn in await self._roster.upcoming(self._speaker):
-                    if changes != self._changes:
-                        break
-                    if turn.agent not in self._declined and turn.agent not in self._societies:
-                        await self._serve(turn, changes)
-        finally:
-            self._looking = False
+    async def _look_ahead(self) -> None:
+        await anyio.sleep(_DELIVERY_SECONDS)
+        changes = self._changes
+        for turn in await self._roster.upcoming(self._speaker):
+            if changes != self._changes:
+                break
+            if turn.agent not in self._declined and turn.agent not in self._societies:
+                await self._serve(turn, changes)
 
     async def _watch_end(self) -> None:
         """A team that has ended, by whatever condition, tells nobody."""
-        try:
-            ended = 0
-            # Once more after the end, for whoever reads what the team has said.
-            while ended < 2:
-                await anyio.sleep(_END_POLL_SECONDS)
-                ended = 0 if self._roster.is_running else ended + 1
-            self.end_all("unused")
-        finally:
-            self._watching = False
+        ended = 0
+        # Once more after the end, for whoever reads what the team has said.
+        while ended < 2:
+            await anyio.sleep(_END_POLL_SECONDS)
+            ended = 0 if self._roster.is_running else ended + 1
+        self.end_all("unused")
 
     async def _look_when_delivered(self, turn: RunningTurn, counts: dict[str, int]) -> None:
         """Look again once all who wait have more messages than these."""

@@ -22,11 +22,11 @@ from autogen_core.models import (
     RequestUsage,
 )
 
-from flashmoa.autogen._tasks import TaskHost
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.failures import FailurePolicy, UpstreamCancelled
 from flashmoa.observe import Listener
 from flashmoa.readings import Reading
+from flashmoa.tasks import TaskHost
 from flashmoa.texts import Text, marks, mentioned, replaced
 
 logger = logging.getLogger(__name__)
@@ -115,15 +115,19 @@ class Promises:
         self,
         messages: Sequence[LLMMessage],
         render: Render | None,
+        agent: str,
         cancellation_token: CancellationToken | None = None,
     ) -> tuple[Sequence[LLMMessage], Reading | None]:
         """Messages with texts for marks, once these are complete, and what was fed with them
-        meanwhile, to be taken over by the call. Raises: what a text failed with."""
+        meanwhile, to be taken over by the call of ``agent``.
+
+        Raises: what a text failed with.
+        """
         texts = _known(_contents(messages))
         if not texts:
             return messages, None
         # Cancelled with whoever waits for it, or by the token.
-        waiting = asyncio.ensure_future(self._read(texts, messages, render))
+        waiting = asyncio.ensure_future(self._read(texts, messages, render, agent))
         if cancellation_token is not None:
             cancellation_token.link_future(waiting)
         return await waiting
@@ -152,9 +156,13 @@ class Promises:
             del _finished[oldest], _texts[oldest]
 
     async def _read(
-        self, texts: Sequence[Text], messages: Sequence[LLMMessage], render: Render | None
+        self,
+        texts: Sequence[Text],
+        messages: Sequence[LLMMessage],
+        render: Render | None,
+        agent: str,
     ) -> tuple[Sequence[LLMMessage], Reading]:
-        reading = Reading(texts, self._policy, "promise", self._listener)
+        reading = Reading(texts, self._policy, agent, self._listener)
         if reading.is_waiting and render is not None:
 
             async def rendered(by: Mapping[str, str]) -> str:

@@ -25,8 +25,10 @@ from autogen_core.model_context import (
 from autogen_core.models import CreateResult, LLMMessage, SystemMessage
 from autogen_core.tools import StaticWorkbench
 
+from flashmoa.autogen._classifier import ClassifierAgent
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import Call, DryRun, NotForecastable
+from flashmoa.scoring import Scores
 
 _CONTEXTS = (
     UnboundedChatCompletionContext,
@@ -59,6 +61,9 @@ class _ListeningClient:
     ) -> AsyncGenerator[Any]:
         raise _Captured(Call(list(messages), list(tools)))
         yield  # pragma: no cover - makes this a generator
+
+    async def score(self, messages: Sequence[LLMMessage], *_: Any, **__: Any) -> Scores:
+        raise _Captured(Call(list(messages), []))
 
 
 class _Found:
@@ -189,7 +194,7 @@ def _shadow(agent: Any, listening: _ListeningClient, memory: Any, included: bool
         shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory, included)
         return shadow
     if not _is_stock_assistant(agent):
-        if included:
+        if included or type(agent) is ClassifierAgent:
             return _custom_shadow(shadow, listening)
         raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
     if not all(isinstance(one, StaticWorkbench) for one in agent._workbench):

@@ -10,6 +10,7 @@ from typing import Any
 from autogen_agentchat.agents import SocietyOfMindAgent
 from autogen_agentchat.teams import BaseGroupChat
 
+from flashmoa.autogen._calls import Request
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._outlook import Outlook, Settings
 from flashmoa.autogen._parts import Parts
@@ -56,14 +57,16 @@ def link(  # noqa: PLR0913 - all but the team have a default
             keeps its model client as ``_model_client``, sends others the text its model answers
             with, and up to that call changes nothing but its own lists, dicts, sets and contexts:
             to tell its next prompt, it is run up to there on a copy.
-        trace: a file that everything that happens is written to, for ``flashmoa trace``.
+        trace: a file that everything that happens is written to, for ``flashmoa trace``, which
+            also makes a page of it; what was there is replaced.
         listener: is told everything that happens.
 
     Raises:
         TypeError: not a team that can be linked.
         OSError: the trace cannot be written.
         ValueError: no agent of the team uses a FlashMoA client; ``on_failure`` or ``include``
-            names an agent or an action there is not, or one that cannot be linked.
+            names an agent or an action there is not, or one that cannot be linked; ``trace`` is
+            to be an HTML page.
     """
     parts = _parts(team)
     policies = _policies(on_failure, parts)
@@ -124,9 +127,7 @@ class TeamLink:
         for inner in self._inner:
             await inner.close()
 
-    def begin(
-        self, agent_type: str, agent_key: str, engine_url: str, held: str | None
-    ) -> RunningTurn | None:
+    def begin(self, agent_type: str, agent_key: str, request: Request) -> RunningTurn | None:
         """A client is about to send a request, maybe for one of this team's agents."""
         name = self._roster.name_of(agent_type, agent_key)
         if name is None:
@@ -134,7 +135,7 @@ class TeamLink:
         try:
             if not self._roster.calls_itself(name):
                 return None
-            return self._outlook.begin(name, engine_url, held)
+            return self._outlook.begin(name, request)
         except Exception:
             # Whatever is wrong with a link, the agent's call goes out.
             logger.exception("%s runs unlinked", name)

@@ -7,10 +7,12 @@ from typing import Protocol
 
 from autogen_core.models import CreateResult
 
+from flashmoa.autogen._calls import Request
 from flashmoa.engine import PromptUsage
 from flashmoa.failures import failure_of
 from flashmoa.links import Link
-from flashmoa.observe import CallFailed, CallFinished, FirstToken, LinkWaits, Listener
+from flashmoa.observe import LinkWaits, Listener
+from flashmoa.observe.calls import CallReporter
 
 
 class Audience(Protocol):
@@ -34,19 +36,21 @@ class RunningTurn:
 
     Args:
         agent: who makes it.
+        request: what it sends.
         own: the link to its prompt, which it takes over.
-        held: why others do not get its text as it comes, if so; ``rewritten``: or why never.
+        rewritten: why others never get its text as it comes, if so.
+        early: whether it came before a link to it was begun that would have been.
     """
 
     def __init__(
         self,
         audience: Audience,
         agent: str,
-        engine: str,
+        request: Request,
         own: Link | None,
         *,
-        held: str | None,
         rewritten: str | None,
+        early: bool,
     ) -> None:
         self.agent = agent
         self.prompt_stream_id = own.take_over() if own is not None else None
@@ -54,12 +58,14 @@ class RunningTurn:
         self.complete = False
         self._own = own
         self._audience = audience
-        self._engine = engine
-        self._held = rewritten or held
+        self._held = rewritten or request.held
         self._rewritten = rewritten is not None
         self._text: list[str] = []
-        self._begun = False
-        self._tell = audience.listener
+        self._report = CallReporter(
+            audience.listener, agent=agent, engine=request.engine, model=request.model
+        )
+        late = early or (own is not None and own.is_late)
+        self._report.started(self.prompt_stream_id, late=late)
 
     def replay(self, link: Link) -> None:
         """Give a link that waits for this agent what it missed."""
@@ -69,9 +75,7 @@ class RunningTurn:
             link.close_slot(self.agent)
 
     def on_text(self, text: str) -> None:
-        if not self._begun:
-            self._begun = True
-            self._tell(FirstToken(agent=self.agent, engine=self._engine))
+        self._report.text()
         if self._held is not None:
             return
         self._text.append(text)
@@ -80,9 +84,7 @@ class RunningTurn:
 
     def on_finish(self, result: CreateResult, usage: PromptUsage | None, raw: bool) -> None:
         text = result.content if isinstance(result.content, str) else None
-        self._tell(
-            CallFinished(agent=self.agent, engine=self._engine, text=text or "", usage=usage)
-        )
+        self._report.finished(text or "", usage, result.finish_reason)
         if not self._audience.streams:
             return
         streamed = "".join(self._text)
@@ -100,7 +102,7 @@ class RunningTurn:
             self._say_why(self._held or "it calls tools")
 
     def on_failure(self, error: BaseException) -> None:
-        self._tell(CallFailed(agent=self.agent, engine=self._engine, error=repr(error)))
+        self._report.failed(error)
         self._audience.failed(self)
         self._each(lambda link: link.fail_slot(self.agent, failure_of(error)))
         # The request may not have reached the engine, which then still keeps its stream.
@@ -112,7 +114,7 @@ class RunningTurn:
 
     def _say_why(self, reason: str) -> None:
         for link in self._audience.waiting_for(self.agent):
-            self._tell(
+            self._audience.listener(
                 LinkWaits(
                     agent=link.agent, engine=link.engine.url, upstream=self.agent, reason=reason
                 )

@@ -1,6 +1,7 @@
 """Watching: typed events and what is made of them."""
 
 from flashmoa.observe.events import (
+    CallEvent,
     CallFailed,
     CallFinished,
     CallStarted,
@@ -19,6 +20,7 @@ from flashmoa.observe.events import (
 )
 
 __all__ = [
+    "CallEvent",
     "CallFailed",
     "CallFinished",
     "CallStarted",

@@ -26,34 +26,48 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallStarted(Event):
+class CallEvent(Event):
+    """Of one call of an agent; the events of a call have the same ``call_id``."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStarted(CallEvent):
     """An agent's request goes out; ``stream_id`` if it uses a prompt stream.
 
-    ``late``: its link was still being made, so that it came before its stream.
+    ``model``: as the request names it. ``late``: its link was still being made, so that it came
+    before its stream.
     """
 
+    model: str = ""
     stream_id: str | None = None
     late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken(Event):
+class FirstToken(CallEvent):
     """The first text of an answer arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallFinished(Event):
-    """The answer is complete; ``text`` is empty where it is a tool call."""
+class CallFinished(CallEvent):
+    """The answer is complete; ``text`` is empty where it is a tool call.
+
+    ``finish_reason``: why it ended, as the client says it (``stop``, ``length``...).
+    """
 
     text: str = ""
     usage: PromptUsage | None = None
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallFailed(Event):
-    """The call raised, or was cancelled."""
+class CallFailed(CallEvent):
+    """The call raised ``error``, of the class ``error_type``, or was cancelled."""
 
     error: str
+    error_type: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +126,8 @@ Listener = Callable[[Event], None]
 
 def contained(listener: Listener) -> Listener:
     """A listener whose exceptions are logged and go no further: watching changes nothing."""
+    if listener is ignore:
+        return ignore
 
     def listen(event: Event) -> None:
         try:

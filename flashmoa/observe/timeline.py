@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flashmoa.observe.events import CallFinished, CallStarted, Event, FirstToken
+from flashmoa.observe.calls import calls
+from flashmoa.observe.events import Event
 
 Kind = Literal["ahead", "waiting", "decode"]
 
@@ -37,25 +38,18 @@ class Lane:
 def lanes(events: Sequence[Event]) -> list[Lane]:
     """One lane per agent, in the order of their first calls."""
     found: dict[str, Lane] = {}
-    started: dict[str, float] = {}
-    first: dict[str, float] = {}
-    for event in events:
-        if isinstance(event, CallStarted):
-            found.setdefault(event.agent, Lane(event.agent, event.engine))
-            started[event.agent] = event.at
-        elif isinstance(event, FirstToken):
-            first[event.agent] = event.at
-        elif isinstance(event, CallFinished) and event.agent in started:
-            start = started.pop(event.agent)
-            token = first.pop(event.agent, event.at)
-            usage = event.usage
-            bars = found[event.agent].bars
-            if usage is not None and usage.prompt_stream is not None:
-                spans = usage.prompt_stream.prefills
-                bars += [Bar("ahead", span.start, span.end, span.tokens) for span in spans]
-            bars.append(Bar("waiting", start, token, usage.late_tokens if usage else None))
-            written = usage.completion_tokens if usage else None
-            bars.append(Bar("decode", token, event.at, written))
+    for call in calls(events):
+        lane = found.setdefault(call.agent, Lane(call.agent, call.started.engine))
+        if call.finished is None:
+            continue
+        end, usage = call.finished.at, call.usage
+        token = call.first_token or end
+        if usage is not None and usage.prompt_stream is not None:
+            spans = usage.prompt_stream.prefills
+            lane.bars += [Bar("ahead", span.start, span.end, span.tokens) for span in spans]
+        late, written = (usage.late_tokens, usage.completion_tokens) if usage else (None, None)
+        lane.bars.append(Bar("waiting", call.started.at, token, late))
+        lane.bars.append(Bar("decode", token, end, written))
     return list(found.values())
 
 

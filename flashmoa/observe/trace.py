@@ -4,16 +4,22 @@ done until then can be read."""
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
 from flashmoa.engine import FlashMoAError
-from flashmoa.observe.events import Event
+from flashmoa.observe.events import CallEvent, Event
 
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
+logger = logging.getLogger(__name__)
+
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (*Event.__subclasses__(), *CallEvent.__subclasses__())
+}
 
 
 class TraceError(FlashMoAError):
@@ -24,18 +30,45 @@ class Trace:
     """Writes events to a file (a ``Listener``), and keeps nothing open between them.
 
     Args:
-        path: of the file; what was there is replaced.
+        path: of the file; a trace that was there is replaced.
 
-    Raises: OSError, also where an event cannot be written.
+    Where an event cannot be written (the disk is full), that is logged, and the trace ends there.
+
+    Raises:
+        OSError: the file cannot be made.
+        ValueError: the path is that of a web page, or of a file that is no trace.
     """
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
-        self._path.write_text("")
+        if self._path.suffix.lower() in (".html", ".htm"):
+            trace = self._path.with_suffix(".jsonl")
+            raise ValueError(
+                f"a trace is one event per line, and no page: write trace={str(trace)!r} and then "
+                f"run: flashmoa trace {trace} --html {self._path}"
+            )
+        self._begin()
+        self._is_over = False
 
     def __call__(self, event: Event) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_as_json(event)) + "\n")
+        if self._is_over:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_as_json(event)) + "\n")
+        except OSError as error:
+            self._is_over = True
+            logger.warning("The trace ends here: %s", error)
+
+    def _begin(self) -> None:
+        if self._path.exists() and self._path.stat().st_size:
+            try:
+                read(self._path)
+            except TraceError as error:
+                raise ValueError(
+                    f"{self._path} is there and no trace; it is not overwritten. Give another name."
+                ) from error
+        self._path.write_text("")
 
 
 def read(path: Path | str) -> list[Event]:
@@ -45,7 +78,12 @@ def read(path: Path | str) -> list[Event]:
         OSError: the file cannot be read.
         TraceError: it is something else than a trace.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is no trace: it is not text") from error
+    except FileNotFoundError as error:
+        raise TraceError(f"there is no file {path}") from error
     found: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -53,7 +91,10 @@ def read(path: Path | str) -> list[Event]:
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise TraceError(f"{path}, line {number}, is no event of a trace: {error}") from error
+            raise TraceError(
+                f"{path} is no trace, which link(team, trace=FILE) writes; its line {number} is no "
+                f"event: {error}"
+            ) from error
     return found
 
 
@@ -67,5 +108,9 @@ def _as_json(event: Event) -> dict[str, Any]:
 
 
 def _from_json(line: dict[str, Any]) -> Event:
-    kind = _KINDS[line.pop("event")]
-    return TypeAdapter(kind).validate_python(line)
+    return _adapter(_KINDS[line.pop("event")]).validate_python(line)
+
+
+@cache
+def _adapter(kind: type[Event]) -> TypeAdapter[Event]:
+    return TypeAdapter(kind)

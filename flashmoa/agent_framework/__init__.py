@@ -1,0 +1,13 @@
+"""Microsoft Agent Framework: a drop-in chat client, and one line that links a workflow."""
+
+try:
+    import agent_framework.openai as _  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "Agent Framework is not installed: pip install 'flashmoa[agent-framework]'"
+    ) from error
+
+from flashmoa.agent_framework._client import FlashMoAChatClient
+from flashmoa.agent_framework._workflow import WorkflowLink, link
+
+__all__ = ["FlashMoAChatClient", "WorkflowLink", "link"]

@@ -1,0 +1,172 @@
+"""The Agent Framework chat client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self, cast
+from weakref import WeakSet
+
+from agent_framework import (
+    ChatResponse,
+    ChatResponseUpdate,
+    Content,
+    Message,
+    ResponseStream,
+    UsageDetails,
+)
+from agent_framework.openai import OpenAIChatCompletionClient
+from openai.types.completion_usage import CompletionUsage
+
+from flashmoa.agent_framework._calls import Call, Watcher
+from flashmoa.agent_framework._requests import capture
+from flashmoa.completions import watch_completions
+from flashmoa.engine import EngineClient, self_hosted_url
+
+# What the framework's usage does not have; see ``PromptUsage``.
+_DETAILS = ("streamed_tokens", "late_tokens")
+
+
+class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
+    """A drop-in for ``OpenAIChatCompletionClient`` on a self-hosted SGLang engine.
+
+    By itself it is the stock client with defaults for self-hosting, and no API key needed. In a
+    workflow that is linked (``flashmoa.agent_framework.link(workflow)``) it streams what its
+    agents write into the prompts of the agents that will read it.
+
+    Args:
+        model: as served.
+        base_url: the engine's URL, with or without ``/v1``; by default OPENAI_BASE_URL of the
+            environment, else where SGLang listens by default.
+        api_key: what the server was started with, if anything.
+        default_headers: sent with every request.
+        **kwargs: as the stock client's.
+
+    Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
+    and ``prompt/late_tokens`` where the engine says so.
+    """
+
+    DEFAULT_EXCLUDE: ClassVar[set[str]] = {
+        *OpenAIChatCompletionClient.DEFAULT_EXCLUDE,
+        "engine",
+        "watchers",
+    }
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        url = self_hosted_url(base_url)
+        super().__init__(  # pyright: ignore[reportUnknownMemberType] - its credentials of Azure
+            model,
+            base_url=f"{url}/v1",
+            api_key=api_key or "EMPTY",
+            default_headers=default_headers,
+            **kwargs,
+        )
+        watch_completions(cast("Any", self.client))
+        self.engine = EngineClient(url, api_key=api_key, headers=default_headers)
+        # A linked workflow keeps its link; a client must not keep the workflow.
+        self.watchers: WeakSet[Watcher] = WeakSet()
+
+    async def close(self) -> None:
+        """Close every link of this client's workflows, then its connections."""
+        try:
+            for watcher in list(self.watchers):
+                await watcher.close()
+            await self.engine.close()
+        finally:
+            await self.client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def get_response(self, messages: Sequence[Message], **kwargs: Any) -> Any:  # type: ignore[override]
+        """As the stock client's."""
+        capture(self, messages, kwargs.get("options") or {})
+        return super().get_response(messages, **kwargs)
+
+    def _inner_get_response(
+        self,
+        *,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        stream: bool = False,
+        **kwargs: Any,
+    ) -> Awaitable[ChatResponse] | ResponseStream[ChatResponseUpdate, ChatResponse]:
+        inner = super()._inner_get_response
+
+        def send(with_options: Mapping[str, Any]) -> Any:
+            return inner(messages=messages, options=with_options, stream=stream, **kwargs)
+
+        if not self.watchers:
+            return send(options)
+        if stream:
+            updates = self._watched_updates(send, options)
+            return self._build_response_stream(
+                updates, response_format=options.get("response_format")
+            )
+        return self._watched_response(send, options)
+
+    async def _watched_response(
+        self,
+        send: Callable[[Mapping[str, Any]], Awaitable[ChatResponse]],
+        options: Mapping[str, Any],
+    ) -> ChatResponse:
+        call = self._begin(options)
+        if call is None:
+            return await send(options)
+        with call:
+            response = await send(call.options(options))
+            contents = (one for message in response.messages for one in message.contents)
+            call.finish(contents, response.finish_reason)
+            return response
+
+    async def _watched_updates(
+        self,
+        send: Callable[[Mapping[str, Any]], ResponseStream[ChatResponseUpdate, ChatResponse]],
+        options: Mapping[str, Any],
+    ) -> AsyncGenerator[ChatResponseUpdate]:
+        call = self._begin(options)
+        if call is None:
+            async for update in send(options):
+                yield update
+            return
+        contents: list[Content] = []
+        reason: str | None = None
+        with call:
+            async for update in send(call.options(options)):
+                contents += update.contents
+                reason = update.finish_reason or reason
+                yield update
+            call.finish(contents, reason)
+
+    def _begin(self, options: Mapping[str, Any]) -> Call | None:
+        model = options.get("model") or self.model
+        for watcher in list(self.watchers):
+            call = watcher.begin(self.engine.url, {**options, "model": model})
+            if call is not None:
+                return call
+        return None
+
+    def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:
+        details = super()._parse_usage_from_openai(usage)
+        told = usage.prompt_tokens_details
+        more: Mapping[str, Any] = (told.model_extra if told is not None else None) or {}
+        for name in _DETAILS:
+            if isinstance(more.get(name), int):
+                cast("dict[str, Any]", details)[f"prompt/{name}"] = more[name]
+        return details

@@ -1,0 +1,157 @@
+"""What our events say, in the names of OpenTelemetry's GenAI semantic conventions; pure.
+
+Source: open-telemetry/semantic-conventions-genai, docs/gen-ai (spans, agent spans, metrics), all
+of it in development. What the conventions have no name for is under ``flashmoa.``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from flashmoa.engine import PromptUsage
+from flashmoa.observe.events import (
+    CallFailed,
+    CallFinished,
+    CallStarted,
+    Event,
+    LinkAdvanced,
+    LinkClosed,
+    LinkDeclined,
+    LinkOpened,
+    LinkWaits,
+    UpstreamFailed,
+)
+
+Attributes = dict[str, str | bool | int | float | tuple[str, ...]]
+
+OPERATION, AGENT, ERROR_TYPE = "gen_ai.operation.name", "gen_ai.agent.name", "error.type"
+MODEL = "gen_ai.request.model"
+FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+STREAM = "flashmoa.link.stream_id"
+REASON = "flashmoa.link.reason"
+# The conventions' list of providers has no inference engine; others are named freely.
+_PROVIDER = {"gen_ai.provider.name": "sglang"}
+UNKNOWN_ERROR = "_OTHER"
+_TOOL_CALLS = ("tool_calls", "function_calls")
+# Whatever else ends a link is an error.
+_ORDINARY_ENDS = frozenset(
+    {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
+)
+
+
+def request(call: CallStarted) -> Attributes:
+    """Of a span or a measurement of a model call."""
+    return {OPERATION: "chat", **_PROVIDER, **_model(call), **_server(call.engine)}
+
+
+def own_request(call: CallStarted) -> Attributes:
+    """What else its span says."""
+    stream: Attributes = {STREAM: call.stream_id} if call.stream_id is not None else {}
+    return {AGENT: call.agent, "flashmoa.link.late": call.late, **stream}
+
+
+def agent(event: Event) -> Attributes:
+    """Of a span of an agent's turn."""
+    model = _model(event) if isinstance(event, CallStarted) else {}
+    return {OPERATION: "invoke_agent", **_PROVIDER, AGENT: event.agent, **model}
+
+
+def is_agent(attributes: Mapping[str, object], name: str) -> bool:
+    """Whether these are the attributes of a span of that agent's turn."""
+    return attributes.get(OPERATION) == "invoke_agent" and attributes.get(AGENT) == name
+
+
+def answer(call: CallFinished, content: bool) -> Attributes:
+    """Of a span of a call that is over. ``content``: also what was answered."""
+    found: Attributes = {} if call.usage is None else _usage(call.usage)
+    if call.finish_reason is not None:
+        found["gen_ai.response.finish_reasons"] = (call.finish_reason,)
+    if content and call.text:
+        reason = "tool_call" if call.finish_reason in _TOOL_CALLS else call.finish_reason or ""
+        parts = [{"type": "text", "content": call.text}]
+        message = {"role": "assistant", "parts": parts, "finish_reason": reason}
+        found["gen_ai.output.messages"] = json.dumps([message], ensure_ascii=False)
+    return found
+
+
+def error_type(call: CallFailed) -> str:
+    return call.error_type or UNKNOWN_ERROR
+
+
+def prompt_sources(usage: PromptUsage) -> dict[str, int]:
+    """A prompt's tokens by where their KV came from: computed by the call's link before it
+    (``streamed``), in the cache for another reason, or computed when it came (``late``)."""
+    if usage.cached_tokens is None:
+        return {}
+    streamed = usage.streamed_tokens or 0
+    late = usage.prompt_tokens - usage.cached_tokens
+    return {"streamed": streamed, "cached": usage.cached_tokens - streamed, "late": late}
+
+
+def link(opened: LinkOpened) -> Attributes:
+    """Of a span of a link."""
+    return {
+        AGENT: opened.agent,
+        STREAM: opened.stream_id,
+        "flashmoa.link.upstream": opened.upstream,
+        **_server(opened.engine),
+    }
+
+
+def link_error(reason: str) -> str | None:
+    """The error a link ended with, if it did: the class of what was raised."""
+    return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
+
+
+def happening(event: Event) -> tuple[str, Attributes] | None:
+    """Something about a link, as the name and the attributes of a span event."""
+    match event:
+        case LinkAdvanced():
+            return "flashmoa.link.advanced", {
+                "flashmoa.link.received_tokens": event.received_tokens,
+                "flashmoa.link.prefilled_tokens": event.prefilled_tokens,
+            }
+        case LinkWaits():
+            return "flashmoa.link.waits", {
+                "flashmoa.link.upstream": event.upstream,
+                REASON: event.reason,
+            }
+        case UpstreamFailed():
+            return "flashmoa.upstream.failed", {
+                "flashmoa.link.upstream": event.upstream,
+                "flashmoa.upstream.failure": event.failure,
+                "flashmoa.upstream.action": event.action,
+            }
+        case LinkDeclined():
+            return "flashmoa.link.declined", {REASON: event.reason}
+        case LinkClosed():
+            return "flashmoa.link.closed", {REASON: event.reason}
+        case _:
+            return None
+
+
+def _model(call: CallStarted) -> Attributes:
+    return {MODEL: call.model} if call.model else {}
+
+
+def _server(url: str) -> Attributes:
+    where = urlsplit(url)
+    if where.hostname is None:
+        return {}
+    port = where.port or (443 if where.scheme == "https" else 80)
+    return {"server.address": where.hostname, "server.port": port}
+
+
+def _usage(usage: PromptUsage) -> Attributes:
+    found: dict[str, int | str | None] = {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "flashmoa.usage.cached_tokens": usage.cached_tokens,
+        "flashmoa.usage.streamed_tokens": usage.streamed_tokens,
+        "flashmoa.usage.late_tokens": usage.late_tokens,
+        "flashmoa.link.status": usage.prompt_stream.status if usage.prompt_stream else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}

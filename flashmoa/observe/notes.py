@@ -1,0 +1,75 @@
+"""What somebody who looks at a run wants to have pointed out, and why it happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flashmoa.observe.calls import Call, calls
+from flashmoa.observe.events import (
+    CallFailed,
+    Event,
+    LinkClosed,
+    LinkDeclined,
+    LinkWaits,
+    UpstreamFailed,
+)
+
+Kind = Literal["failed", "upstream failed", "mispredicted", "late", "declined", "waits", "ended"]
+
+# How a link ends that did what it was for, or ended with its team.
+_ORDINARY = ("used", "closed")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """``engine`` may be empty: an agent that was not linked has told none."""
+
+    at: float
+    agent: str
+    engine: str
+    kind: Kind
+    text: str
+
+
+def notes(events: Sequence[Event]) -> list[Note]:
+    """In the order of their times."""
+    found = [note for event in events if (note := _of_event(event)) is not None]
+    found += [note for call in calls(events) if (note := _of_call(call)) is not None]
+    return sorted(found, key=lambda note: note.at)
+
+
+def _of_event(event: Event) -> Note | None:
+    def note(kind: Kind, text: str) -> Note:
+        return Note(event.at, event.agent, event.engine, kind, text)
+
+    match event:
+        case CallFailed():
+            return note("failed", f"the call failed: {event.error}")
+        case LinkDeclined():
+            return note("declined", f"no link to it: {event.reason}")
+        case LinkWaits():
+            return note("waits", f"no text of {event.upstream} as it is written: {event.reason}")
+        case UpstreamFailed():
+            return note(
+                "upstream failed", f"{event.upstream} failed ({event.failure}): {event.action}"
+            )
+        case LinkClosed(reason="mispredicted"):
+            return note("mispredicted", "the conversation went on otherwise; the link was closed")
+        case LinkClosed() if event.reason not in _ORDINARY:
+            return note("ended", f"the link ended: {event.reason}")
+        case _:
+            return None
+
+
+def _of_call(call: Call) -> Note | None:
+    started = call.started
+    stream = call.usage.prompt_stream if call.usage is not None else None
+    if stream is not None and stream.status == "mispredicted":
+        text = "its prompt was not what its stream had; the engine computed it anew"
+        return Note(started.at, call.agent, started.engine, "mispredicted", text)
+    if started.late:
+        text = "its request went out before its prompt stream was open"
+        return Note(started.at, call.agent, started.engine, "late", text)
+    return None

@@ -1,0 +1,31 @@
+// Where lanes are, from top to bottom: per engine a heading, per agent its rows.
+
+const HEADING = 28;
+const BADGES = 17;
+const ROW = { height: 44, ahead: 5, aheadHeight: 11, call: 18, callHeight: 21 };
+
+function layout(run) {
+  const noted = new Set(run.notes.map((note) => note.lane));
+  const headings = [];
+  const lanes = [];
+  let top = 0;
+  let engine = null;
+  run.lanes.forEach((lane, index) => {
+    if (lane.engine !== engine) {
+      engine = lane.engine;
+      headings.push({ top, text: engine || "no engine told" });
+      top += HEADING;
+    }
+    const badges = noted.has(index) ? BADGES : 0;
+    const height = badges + lane.rows * ROW.height;
+    lanes.push({ ...lane, top, height, first: top + badges });
+    top += height;
+  });
+  return { headings, lanes, height: top + 6 };
+}
+
+// Of a call's row: the tops of what was prefilled ahead of it, and of the call itself.
+function rowOf(places, call) {
+  const top = places.lanes[call.lane].first + call.row * ROW.height;
+  return { top, ahead: top + ROW.ahead, call: top + ROW.call };
+}

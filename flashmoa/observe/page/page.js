@@ -1,0 +1,130 @@
+// Puts a run on the page.
+
+const MOST_BARS = 24;
+
+function summarise(run) {
+  const { end_to_end: whole, calls, failed, first_token: token, linked, overlap } = run.summary;
+  const ahead = `${seconds(overlap.ahead)}, added up over calls`;
+  const figures = [
+    ["End to end", seconds(whole), "first request to last token"],
+    ["Calls", count(calls), failed ? `${failed} failed` : `of ${run.lanes.length} agents`],
+    ["To the first token", token === null ? "–" : seconds(token), "median of all calls"],
+    ["Linked", `${count(linked)} of ${count(calls)}`, "found their prompt streams"],
+    ["Tokens prefilled ahead", count(overlap.ahead_tokens), ahead],
+    ["Tokens left", count(overlap.left_tokens), `${seconds(overlap.left)} to first tokens`],
+  ];
+  for (const [name, value, about] of figures) {
+    const box = element("div");
+    box.append(element("dt", name), element("dd", value), element("dd", about));
+    document.getElementById("summary").append(box);
+  }
+}
+
+// Per call where they are few, else per agent.
+function overlapRows(run) {
+  const hits = run.calls.filter((call) => call.overlap);
+  if (hits.length <= MOST_BARS) {
+    return hits.map(({ lane, start, overlap }) => {
+      return { name: run.lanes[lane].agent, at: start, ...overlap };
+    });
+  }
+  const lanes = new Map();
+  for (const { lane, overlap } of hits) {
+    const sum = lanes.get(lane) ?? { name: run.lanes[lane].agent, calls: 0 };
+    for (const [key, value] of Object.entries(overlap)) sum[key] = (sum[key] ?? 0) + value;
+    sum.calls += 1;
+    lanes.set(lane, sum);
+  }
+  return [...lanes.values()];
+}
+
+function compare(run) {
+  const box = document.getElementById("overlap");
+  const rows = overlapRows(run);
+  if (rows.length === 0) {
+    box.append(element("p", "No call of this run found a prompt stream."));
+    return;
+  }
+  const most = Math.max(...rows.map((row) => row.ahead + row.left), 1e-9);
+  for (const row of rows) box.append(compared(row, most));
+  const legend = element("ul", undefined, { class: "legend" });
+  const kinds = [
+    ["under", "prefilled ahead, under another call's decode"],
+    ["otherwise", "prefilled ahead, otherwise"],
+    ["left", "left: request to first token"],
+  ];
+  for (const [kind, words] of kinds) {
+    const item = element("li");
+    item.append(element("i", undefined, { class: `key ${kind}` }), words);
+    legend.append(item);
+  }
+  box.append(legend);
+}
+
+function compared({ name, at, calls, ahead, under_decode: under, left, ...tokens }, most) {
+  const line = element("div", undefined, { class: "compare" });
+  const who = element("span", name, { class: "who", title: name });
+  who.append(element("small", calls ? `${calls} calls` : `at ${seconds(at)}`));
+  const bar = element("span", undefined, { class: "stack" });
+  for (const [kind, value] of [["under", under], ["otherwise", ahead - under], ["left", left]]) {
+    const part = element("i", undefined, { class: kind });
+    part.style.width = `${(100 * value) / most}%`;
+    bar.append(part);
+  }
+  const early = `${seconds(ahead)} (${count(tokens.ahead_tokens)} tokens) ahead`;
+  const late = `${seconds(left)} (${count(tokens.left_tokens)}) left`;
+  line.append(who, bar, element("span", `${early}, ${late}`, { class: "figures" }));
+  return line;
+}
+
+// With `act`, the first cell of a row is a button.
+function fill(table, columns, rows, act) {
+  const head = element("tr");
+  for (const name of columns) head.append(element("th", name, { scope: "col", ...align(name) }));
+  const body = element("tbody");
+  rows.forEach((cells, index) => {
+    const line = element("tr");
+    cells.forEach((cell, column) => line.append(element("td", cell, align(columns[column]))));
+    if (act) {
+      const attributes = { type: "button", title: "Show it in the timeline" };
+      const button = element("button", cells[0], attributes);
+      button.addEventListener("click", () => act(index));
+      line.firstChild.replaceChildren(button);
+    }
+    body.append(line);
+  });
+  const top = element("thead");
+  top.append(head);
+  table.replaceChildren(top, body);
+}
+
+const WORDS = ["agent", "link", "what", "why"];
+
+function align(column) {
+  return WORDS.includes(column) ? {} : { class: "number" };
+}
+
+function start() {
+  const node = (id) => document.getElementById(id);
+  const run = JSON.parse(node("run").textContent);
+  const [chart, axis, names, lanes] = ["chart", "axis", "names", "lanes"].map(node);
+  const view = new View(new Chart(run, { chart, axis, names, lanes }), new Card(node("card"), run));
+  const begin = new Date(run.begin * 1000).toLocaleString();
+  node("when").textContent = run.calls.length ? begin : "No call is in this trace.";
+  summarise(run);
+  compare(run);
+  node("explanation").textContent = run.explanation;
+  const rows = run.calls.map((call) => [seconds(call.start), ...call.cells]);
+  fill(node("calls"), ["at", ...run.columns], rows, (index) => {
+    lanes.focus({ preventScroll: true });
+    view.fit(index);
+    chart.scrollIntoView({ block: "nearest" });
+  });
+  const notes = run.notes.map(({ at, lane, kind, text }) => {
+    return [seconds(at), run.lanes[lane].agent, `${BADGE[kind]} ${kind}`, text];
+  });
+  fill(node("notes").querySelector("table"), ["at", "agent", "what", "why"], notes);
+  node("notes").hidden = notes.length === 0;
+}
+
+start();

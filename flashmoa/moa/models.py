@@ -1,0 +1,46 @@
+"""Who takes part: models on engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashmoa.engine import EngineClient
+
+# Tokens kept free for an aggregator that is not told how many it may write.
+_RESERVE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on an engine. ``sampling``: parameters of chat completions (``temperature``,
+    ``max_tokens``, ...), and SGLang's own."""
+
+    engine: EngineClient
+    model: str = "default"
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
+
+    async def free_tokens(
+        self, empty: Sequence[Mapping[str, Any]], most: Sequence[int | None]
+    ) -> int | None:
+        """Tokens of context that its prompt leaves for answers in it.
+
+        Args:
+            empty: the prompt without the answers.
+            most: what each of them can be at most, if that is known.
+
+        Returns: ``None`` where they cannot need as many as there are. Raises: EngineError.
+        """
+        context = (await self.engine.info()).context_length
+        free = context - (self.max_tokens or _RESERVE)
+        # No token is shorter than a byte; what a template adds is less than the rest.
+        longest = sum(len(str(message["content"]).encode()) for message in empty) + 256
+        if None not in most and sum(one or 0 for one in most) + longest <= free:
+            return None
+        prompt = await self.engine.prefill_only(messages=list(empty))
+        return max(0, free - prompt.prompt_tokens)

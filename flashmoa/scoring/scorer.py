@@ -1,0 +1,244 @@
+"""Scoring answers that are given, instead of decoding one (MoE-Prefill §2, §3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import anyio
+
+from flashmoa.engine import EngineClient, NextLogprobs, PluginMissing, PromptUsage
+from flashmoa.scoring.answers import PrefillUsage, Scores, Selection
+from flashmoa.scoring.candidates import Border, Candidate, CandidateRefused
+from flashmoa.scoring.contexts import Context, Messages, answer_of, asked, kind_of, lettered
+from flashmoa.scoring.distribution import letters
+from flashmoa.tasks import all_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ONE_LETTER = "Answer with the letter of one option."
+YES_OR_NO = "Does this apply? Answer Yes or No."
+
+
+class Scorer:
+    """Asks an SGLang engine, with the plugin or without, how likely given answers are.
+
+    Every answer comes from prefills; no token is decoded. Requests of one call share their
+    prefix: with the plugin they go out at once and the engine computes it once (the intra-turn
+    cache); without it, the others wait for the first.
+
+    Args:
+        template_args: of the model's chat template, for contexts that are messages; a model that
+            thinks before it answers must be told not to (``{"enable_thinking": False}``).
+        concurrency: requests under way at once, at most.
+
+    Its methods raise :class:`CandidateRefused`, ``ValueError`` for arguments that make no sense,
+    and what :class:`~flashmoa.engine.EngineClient` raises.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        concurrency: int = 32,
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is at least 1, not {concurrency}")
+        self._engine = engine
+        self._template_args = template_args
+        self._limit = anyio.Semaphore(concurrency)
+        self._border = Border(engine)
+        self._shares: bool | None = None
+        self._asking = anyio.Lock()
+
+    async def score(
+        self,
+        context: Context,
+        candidates: Sequence[Candidate],
+        *,
+        length_normalised: bool = False,
+        prompt_stream_id: str | None = None,
+    ) -> Scores:
+        """How likely each candidate is to follow the context.
+
+        Candidates of one token come from one prefill; each of several tokens is a sibling of it.
+
+        Args:
+            candidates: texts, as they go on where the context ends (after ``Answer:`` that is
+                ``" yes"``), or token ids.
+            length_normalised: probabilities by the mean of a candidate's log-probabilities and
+                not by their sum, which favours short ones.
+            prompt_stream_id: of a prompt stream with the context.
+        """
+        prompt, tokens = await self._prepared(context, candidates)
+        return await self._scores(
+            _names(candidates), prompt, tokens, length_normalised, prompt_stream_id
+        )
+
+    async def classify(
+        self,
+        context: Context,
+        labels: Sequence[str] | Mapping[str, Candidate],
+        *,
+        prompt_stream_id: str | None = None,
+    ) -> Scores:
+        """The same for labels of one token each, from exactly one prefill.
+
+        Args:
+            labels: the candidates, or names and the candidates that stand for them.
+
+        Raises: CandidateRefused, which names the tokens of a label that is several.
+        """
+        named = labels if isinstance(labels, Mapping) else {label: label for label in labels}
+        if len(named) != len(labels):
+            raise CandidateRefused("two labels are the same")
+        prompt, tokens = await self._prepared(context, list(named.values()))
+        for label, its in zip(named, tokens, strict=True):
+            if len(its) > 1:
+                pieces = [await self._engine.detokenize([token]) for token in its]
+                raise CandidateRefused(
+                    f"the label {label!r} is {len(its)} tokens after this context, {pieces}; name "
+                    f"it by one token, as in {{{label!r}: {pieces[0]!r}}}, or use score()"
+                )
+        return await self._scores(list(named), prompt, tokens, False, prompt_stream_id)
+
+    async def choose(
+        self, context: Context, options: Sequence[str], *, instruction: str = ONE_LETTER
+    ) -> Scores:
+        """Which option a model chooses, when they are lettered A, B, ... (26 at most).
+
+        The options and the instruction are put after the context: a text, or messages.
+        """
+        question = asked(context, lettered(options, instruction))
+        answers = [answer_of(context, letter) for letter in letters(len(options))]
+        prompt, tokens = await self._prepared(question, answers)
+        return await self._scores(options, prompt, tokens, False, None)
+
+    async def select(
+        self,
+        context: Context,
+        options: Sequence[str],
+        *,
+        instruction: str = YES_OR_NO,
+        answers: tuple[str, str] = ("Yes", "No"),
+        threshold: float = 0.5,
+    ) -> Selection:
+        """Which options apply, each asked about by itself: siblings that share the context.
+
+        Args:
+            answers: for it and against it.
+        """
+        if not options or not 0 <= threshold <= 1:
+            raise ValueError("select() takes at least one option, and a threshold in [0, 1]")
+        candidates = [answer_of(context, answer) for answer in answers]
+
+        async def ask(option: str) -> Scores:
+            question = asked(context, f"{option}\n{instruction}")
+            prompt, tokens = await self._prepared(question, candidates)
+            return await self._scores(answers, prompt, tokens, False, None)
+
+        each = await self._siblings([partial(ask, option) for option in options])
+        likely = [one.probabilities[0] for one in each]
+        chosen = [one for one, yes in zip(options, likely, strict=True) if yes >= threshold]
+        usage = sum((one.usage for one in each), PrefillUsage())
+        return Selection(list(options), likely, chosen, each, usage)
+
+    async def _prepared(
+        self, context: Context, candidates: Sequence[Candidate]
+    ) -> tuple[list[int], list[list[int]]]:
+        """The tokens of a context, and of each candidate after it."""
+        if not candidates:
+            raise ValueError("give at least one candidate")
+        async with self._limit:
+            prompt = await self._prompt(context)
+            tokens = await self._border.tokens(prompt, candidates)
+        if len({tuple(its) for its in tokens}) < len(tokens):
+            raise CandidateRefused("two candidates are the same tokens; give each once")
+        return prompt, tokens
+
+    async def _prompt(self, context: Context) -> list[int]:
+        kind = kind_of(context)
+        if kind == "tokens":
+            return list(cast("Sequence[int]", context))
+        if kind == "messages":
+            messages = cast("Messages", context)
+            return await self._engine.tokenize_chat(messages, template_args=self._template_args)
+        (tokens,) = await self._engine.tokenize([str(context)])
+        if not tokens:
+            raise ValueError("the context is empty; there is nothing that candidates could follow")
+        return tokens
+
+    async def _scores(
+        self,
+        names: Sequence[str],
+        prompt: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        length_normalised: bool,
+        stream: str | None,
+    ) -> Scores:
+        usage: list[PromptUsage] = []
+        single = [its[0] for its in tokens if len(its) == 1]
+        found: dict[tuple[int, ...], float] = {}
+
+        async def together() -> None:
+            answer = await self._prefill(prompt, single, stream=stream)
+            usage.append(answer.usage)
+            found.update({(one,): value for one, value in zip(single, answer.tokens, strict=True)})
+
+        async def alone(its: Sequence[int]) -> None:
+            answer = await self._prefill(
+                prompt, continuation=its, stream=None if single else stream
+            )
+            usage.append(answer.usage)
+            found[tuple(its)] = sum(answer.continuation)
+
+        longer = [partial(alone, its) for its in tokens if len(its) > 1]
+        await self._siblings([together, *longer] if single else longer)
+        return Scores.of(
+            names,
+            [found[tuple(its)] for its in tokens],
+            [len(its) for its in tokens] if length_normalised else None,
+            PrefillUsage.of(usage),
+        )
+
+    async def _prefill(
+        self,
+        prompt: Sequence[int],
+        tokens: Sequence[int] = (),
+        *,
+        continuation: Sequence[int] = (),
+        stream: str | None = None,
+    ) -> NextLogprobs:
+        async with self._limit:
+            return await self._engine.next_logprobs(
+                prompt, tokens, continuation=continuation, prompt_stream_id=stream
+            )
+
+    async def _siblings(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        """Requests that share a prefix, so that the engine computes it once."""
+        if len(calls) > 1 and not await self._engine_shares():
+            return [await calls[0](), *await all_of(calls[1:])]
+        return await all_of(calls)
+
+    async def _engine_shares(self) -> bool:
+        async with self._asking:
+            if self._shares is None:
+                self._shares = await self._has_plugin()
+        return self._shares
+
+    async def _has_plugin(self) -> bool:
+        try:
+            await self._engine.info()
+        except PluginMissing as problem:
+            logger.warning("%s. Of requests with one prefix, others wait for the first.", problem)
+            return False
+        return True
+
+
+def _names(candidates: Sequence[Candidate]) -> list[str]:
+    return [one if isinstance(one, str) else str(list(one)) for one in candidates]

@@ -1,0 +1,288 @@
+"""The router's server: engines behind one address."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from flashmoa.disconnects import while_connected
+from flashmoa.engine.connections import CONNECTIONS
+from flashmoa.router.bodies import TooLarge, json_object, read_body, refusal
+from flashmoa.router.counters import Counters
+from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
+from flashmoa.router.engines import Engine, Watch
+from flashmoa.router.fleet import Fleet, merged
+from flashmoa.router.forwarding import Call, EngineLost, Relay, Tally, api_key, forward
+from flashmoa.router.policies import Policy
+from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.prompts import Prompts
+
+# Requests with a prompt: they go where the policy says.
+_ROUTED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/generate",
+    "/prefill_only",
+)
+# Any engine can answer these.
+_ANYWHERE = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
+_STREAMS = "prompt_streams"
+_ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How a router works.
+
+    Attributes:
+        engines: URLs.
+        policy: of a kind in ``flashmoa.router``; prefix-aware if there is none.
+        api_key: for the router's own questions; requests carry their clients' own.
+        model_config: the model's ``config.json``, where its engines' path cannot be read here.
+        saturation_margin: kappa of the threshold; 0: engines take everything.
+        tokenize: whether engines are asked for prompts' tokens; ``None``: if one of them publishes
+            KV events, which are about tokens. It takes milliseconds per new prompt.
+        max_body_bytes: of a request. max_waiting: requests in the queue.
+        watch_seconds: between two looks at an engine.
+        hung_seconds: until one that accepts connections and does not answer counts as gone.
+    """
+
+    engines: Sequence[str]
+    policy: Policy | None = None
+    api_key: str | None = None
+    model_config: Mapping[str, Any] | None = None
+    saturation_margin: float = 1.2
+    tokenize: bool | None = None
+    max_body_bytes: int = 32 << 20
+    max_waiting: int = 10_000
+    watch_seconds: float = 2.0
+    hung_seconds: float = 40.0
+
+
+def application(options: RouterOptions) -> Starlette:
+    """OpenAI's and SGLang's routes and prompt streams over all engines, and ``/metrics``."""
+    router = _Router(options)
+    routes = [Route(path, router.routed, methods=["POST"]) for path in _ROUTED]
+    routes += [Route(path, router.anywhere, methods=["POST"]) for path in _ANYWHERE]
+    routes += [Route(path, router.anywhere) for path in _ASKED]
+    routes += [
+        Route("/prompt_streams", router.routed, methods=["POST"]),
+        Route("/prompt_streams", router.streams),
+        Route("/prompt_streams/{id}", router.stream, methods=["GET", "DELETE"]),
+        Route("/prompt_streams/{id}/append", router.stream, methods=["POST"]),
+        Route("/flush_cache", router.flush, methods=["POST"]),
+        Route("/flashmoa/info", router.info),
+        Route("/health", router.health),
+        Route("/metrics", router.metrics),
+    ]
+    return Starlette(routes=routes, lifespan=router.lifespan)
+
+
+_How = Callable[[Request, Call], Awaitable[Response]]
+
+
+class _Router:
+    def __init__(self, options: RouterOptions) -> None:
+        self._options = options
+        policy = options.policy or PrefixAware()
+        self._dispatcher = Dispatcher(policy, options.max_waiting)
+        self._engines = {url: Engine(url) for url in options.engines}
+        self._counters = Counters(self._dispatcher, self._engines.values(), policy)
+
+    @asynccontextmanager
+    async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
+        options, key = self._options, self._options.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # Answers take as long as they take; the server's clients decide for how long.
+        timeout = httpx.Timeout(None, connect=10.0)
+        async with (
+            httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
+            httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as asking,
+        ):
+            self._http = http
+            self._watch = Watch(
+                asking,
+                self._dispatcher,
+                config=options.model_config,
+                saturation_margin=options.saturation_margin,
+                every=options.watch_seconds,
+                hung_seconds=options.hung_seconds,
+            )
+            self._prompts = Prompts(http, self._tokenizes)
+            self._fleet = Fleet(http, self._engines)
+            async with anyio.create_task_group() as group:
+                async with anyio.create_task_group() as first:
+                    for engine in self._engines.values():
+                        first.start_soon(self._watch.look, engine)
+                for engine in self._engines.values():
+                    group.start_soon(self._watch.run, engine)
+                    group.start_soon(self._subscribe, engine)
+                yield
+                group.cancel_scope.cancel()
+
+    def _tokenizes(self) -> bool:
+        if self._options.tokenize is None:
+            return any(engine.events for engine in self._engines.values())
+        return self._options.tokenize
+
+    async def _subscribe(self, engine: Engine) -> None:
+        await engine.known.wait()
+        if not engine.events:
+            return
+        from flashmoa.router.subscriber import EngineBlocks, Subscriber
+
+        blocks = EngineBlocks(self._dispatcher, engine.url, len(engine.events))
+        async with anyio.create_task_group() as group:
+            for source in engine.events:
+                group.start_soon(Subscriber(blocks, source).run)
+
+    async def routed(self, request: Request) -> Response:
+        """A request with a prompt, or the first piece of a prompt stream: all of it stays there."""
+        return await self._answer(request, self._route)
+
+    async def anywhere(self, request: Request) -> Response:
+        return await self._answer(request, self._to_any)
+
+    async def stream(self, request: Request) -> Response:
+        return await self._answer(request, self._to_its_engine)
+
+    async def _answer(self, request: Request, how: _How) -> Response:
+        try:
+            body = await read_body(request, self._options.max_body_bytes)
+            async with while_connected(request):
+                call = Call.of(request, body)
+                return await how(request, call)
+        except TooLarge as error:
+            return refusal(413, str(error))
+        except QueueFull:
+            return refusal(429, "too many requests wait already; try again later")
+        except NoEngine:
+            return refusal(503, "no engine answers; they are asked again every few seconds")
+        except EngineLost as error:
+            return refusal(502, f"the engine is gone: {error}")
+        except ClientDisconnect:
+            pass
+        return Response(status_code=499)  # To nobody.
+
+    async def _route(self, _request: Request, call: Call) -> Response:
+        """Where the policy says; once more if that engine is lost before it answers."""
+        body = json_object(call.body)
+        if (at := await self._engine_of_stream(body, call)) is not None:
+            try:
+                return await self._send(call, at)
+            except EngineLost:
+                at = None  # The stream was a hint; the request has its whole prompt.
+        try:
+            return await self._place(body, call)
+        except EngineLost:
+            # Once: a request that ends engines must not end all of them.
+            return await self._place(body, call)
+
+    async def _engine_of_stream(self, body: Mapping[str, Any], call: Call) -> str | None:
+        stream = body.get("prompt_stream_id")
+        if not isinstance(stream, str):
+            return None
+        return await self._fleet.find(stream, api_key(call.headers))
+
+    async def _place(self, body: Mapping[str, Any], call: Call) -> Response:
+        blocks = await self._prompts.blocks(body, self._fleet.any(), api_key(call.headers))
+        async with AsyncExitStack() as stack:
+            place = await stack.enter_async_context(self._dispatcher.place(blocks))
+            self._counters.sent(place.engine, blocks.length)
+            tally = Tally(self._counters, place.engine, place)
+            answer = await self._forwarded(call, place.engine, tally, stack)
+            if call.path == "/prompt_streams":
+                self._fleet.opened(answer.body, place.engine)
+            return answer
+        raise AssertionError  # Left by return or raise.
+
+    async def _to_any(self, _request: Request, call: Call) -> Response:
+        try:
+            return await self._send(call, self._fleet.any())
+        except EngineLost:
+            return await self._send(call, self._fleet.any())
+
+    async def _to_its_engine(self, request: Request, call: Call) -> Response:
+        stream = request.path_params["id"]
+        engine = await self._fleet.find(stream, api_key(call.headers))
+        if engine is None:
+            code = {"code": "unknown_stream"}
+            return refusal(404, f"no engine has a prompt stream {stream!r}", code)
+        if request.method == "DELETE":
+            self._fleet.forget(stream)
+        return await self._send(call, engine)
+
+    async def _send(self, call: Call, engine: str) -> Response:
+        async with AsyncExitStack() as stack:
+            return await self._forwarded(call, engine, Tally(self._counters, engine), stack)
+        raise AssertionError  # Left by return or raise.
+
+    async def _forwarded(
+        self, call: Call, engine: str, tally: Tally, stack: AsyncExitStack
+    ) -> Response:
+        try:
+            attended = self._engines[engine].attended
+            with attended():
+                answer = await forward(self._http, call, engine, tally, stack)
+                if isinstance(answer, Relay):
+                    answer.attended = attended
+                return answer
+            tally.ended("lost")
+            raise EngineLost(f"{engine} hangs")
+        except EngineLost:
+            # Perhaps it was only this connection.
+            await self._watch.look(self._engines[engine])
+            self._prompts.forget(engine)
+            raise
+
+    async def streams(self, request: Request) -> Response:
+        """The prompt streams of all engines."""
+        answers = await self._fleet.ask("GET", "/prompt_streams", api_key(request.headers))
+        told = [json_object(answer.content).get(_STREAMS, []) for answer in answers.values()]
+        return JSONResponse({_STREAMS: [stream for some in told for stream in some]})
+
+    async def flush(self, request: Request) -> Response:
+        """Every engine's cache."""
+        path = "/flush_cache" + (f"?{request.url.query}" if request.url.query else "")
+        answers = await self._fleet.ask("POST", path, api_key(request.headers))
+        for engine, answer in answers.items():
+            if answer.is_success:
+                self._dispatcher.cleared(engine)
+        worst = max(answers.values(), key=lambda one: one.status_code, default=None)
+        if worst is None:
+            return refusal(503, "no engine answers")
+        return Response(worst.content, worst.status_code)
+
+    async def info(self, request: Request) -> Response:
+        """What all engines can do, as one."""
+        answers = await self._fleet.ask("GET", "/flashmoa/info", api_key(request.headers))
+        usable = {url: one.json() for url, one in answers.items() if one.is_success}
+        if not usable:
+            some = next(iter(answers.values()), None)
+            if some is None:
+                return refusal(503, "no engine answers")
+            return Response(some.content, some.status_code)
+        return JSONResponse({**merged(list(usable.values())), "router": self._state()})
+
+    def _state(self) -> dict[str, Any]:
+        engines = [
+            {"url": one.url, "is_up": one.is_up, "unit": one.unit, "saturation": one.saturation}
+            for one in self._engines.values()
+        ]
+        return {"engines": engines, "waiting": self._dispatcher.waiting}
+
+    async def health(self, _request: Request) -> Response:
+        return Response(status_code=200 if self._dispatcher.engines else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._counters.page(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,164 @@
+"""Prefix-, FLOPs- and saturation-aware routing; pure (MoE-Prefill §7, §B.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
+from flashmoa.router.cascade import Candidate, choose
+from flashmoa.router.loads import Load
+from flashmoa.router.policies import EngineTraits, Waiting
+from flashmoa.router.tables import BlockTable
+
+
+@dataclass(slots=True)
+class _Engine:
+    traits: EngineTraits
+    table: BlockTable
+    load: Load
+    requests: set[str] = field(default_factory=set[str])
+
+    @property
+    def saturated(self) -> bool:
+        limit = self.traits.saturation
+        return limit is not None and self.load.total >= limit
+
+
+@dataclass(slots=True)
+class _Routed:
+    engine: _Engine
+    blocks: Blocks
+    # Whether its first block was committed when it was routed.
+    known: bool
+    computed: bool = False
+
+
+class PrefixAware:
+    """A :class:`~flashmoa.router.policies.Policy`: the paper's cascade over shadow tables.
+
+    A request raises its engine's load by what it costs there, and the load falls as the engine
+    computes. With ``m`` of its tokens matched, ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and
+    a suffix ``S`` (Eq. 2); as work adds up, that is ``F(m, P + S)`` wherever a prefix ends.
+    Nothing here is needed for a right answer.
+
+    Args:
+        patience: how much delay a request takes for work that is saved, see :func:`choose`; with
+            0, as in the paper, none.
+        window: requests of the queue that a round looks at: those who wait can be overtaken.
+        block_tokens: of a block, as the prompts' :class:`~flashmoa.router.blocks.Blocks` have them.
+    """
+
+    def __init__(
+        self, *, patience: float = 8.0, window: int = 256, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        self._patience = patience
+        self._window = window
+        self._block_tokens = block_tokens
+        self._engines: dict[str, _Engine] = {}
+        self._routed: dict[str, _Routed] = {}
+
+    def join(self, engine: str, traits: EngineTraits) -> None:
+        if (known := self._engines.get(engine)) is None:
+            table, load = BlockTable(traits.cache_blocks), Load(traits.measure)
+            self._engines[engine] = _Engine(traits, table, load)
+        elif known.traits.measure != traits.measure:
+            raise ValueError(
+                f"engine {engine!r} has to leave before its work is measured otherwise"
+            )
+        else:
+            known.traits = traits
+            known.table.capacity = traits.cache_blocks
+
+    def leave(self, engine: str) -> None:
+        if (gone := self._engines.pop(engine, None)) is not None:
+            for request in gone.requests:
+                del self._routed[request]
+
+    def load(self, engine: str) -> int:
+        """``W`` of an engine, in its measure."""
+        return self._engines[engine].load.total
+
+    def matched(self, engine: str, blocks: Blocks) -> int:
+        """Tokens of a prompt that an engine need not compute."""
+        return blocks.tokens(self._engines[engine].table.match(blocks.hashes))
+
+    def cached_blocks(self, engine: str) -> int:
+        return len(self._engines[engine].table)
+
+    def is_saturated(self, engine: str) -> bool:
+        return self._engines[engine].saturated
+
+    def route(self, queue: Sequence[Waiting]) -> dict[str, str]:
+        placed: dict[str, str] = {}
+        looked_at = queue[: self._window]
+        for one in looked_at:
+            if all(engine.saturated for engine in self._engines.values()):
+                return placed
+            chosen = choose(self._seen(one), self._patience)
+            if chosen is not None:
+                placed[one.request] = self._place(one, chosen)
+        self._relieve([one for one in looked_at if one.request not in placed], placed)
+        return placed
+
+    def _relieve(self, held: Sequence[Waiting], placed: dict[str, str]) -> None:
+        """An engine with nothing to do takes a request that would otherwise be done later."""
+        for one in held:
+            if all(engine.load.total for engine in self._engines.values()):
+                return
+            chosen = choose(self._seen(one), patience=1.0)
+            if chosen is not None and chosen.load == 0:
+                placed[one.request] = self._place(one, chosen)
+
+    def _seen(self, one: Waiting) -> list[Candidate]:
+        seen: list[Candidate] = []
+        for name, engine in self._engines.items():
+            matched = one.blocks.tokens(engine.table.match(one.blocks.hashes))
+            cost = engine.traits.measure.work(matched, one.blocks.length)
+            load, running = engine.load.total, len(engine.requests)
+            seen.append(Candidate(name, matched, cost, load, engine.saturated, running))
+        return seen
+
+    def _place(self, one: Waiting, chosen: Candidate) -> str:
+        if one.request in self._routed:
+            raise ValueError(f"request {one.request!r} is routed already")
+        engine = self._engines[chosen.engine]
+        known = any(engine.table.holds(block) for block in one.blocks.hashes[:1])
+        engine.table.promise(one.blocks.hashes)
+        engine.load.add(one.request, chosen.matched, one.blocks.length)
+        engine.requests.add(one.request)
+        self._routed[one.request] = _Routed(engine, one.blocks, known)
+        return chosen.engine
+
+    def computed(self, request: str, cached: int | None = None) -> None:
+        routed = self._routed.get(request)
+        if routed is None or routed.computed:
+            return
+        routed.computed = True
+        routed.engine.load.end(request)
+        if routed.known and cached is not None and cached < routed.blocks.size:
+            # Not even its first block, which goes last: the engine was restarted or flushed.
+            routed.engine.table.clear()
+        routed.engine.table.commit(routed.blocks.hashes)
+        routed.engine.table.release(routed.blocks.hashes)
+
+    def end(self, request: str) -> None:
+        routed = self._routed.pop(request, None)
+        if routed is None:
+            return
+        routed.engine.requests.discard(request)
+        routed.engine.load.end(request)
+        if not routed.computed:
+            routed.engine.table.release(routed.blocks.hashes)
+
+    def stored(self, engine: str, hashes: Collection[int]) -> None:
+        if (known := self._engines.get(engine)) is not None:
+            known.load.executed(known.table.commit(tuple(hashes)) * self._block_tokens)
+
+    def removed(self, engine: str, hashes: Collection[int]) -> None:
+        if (known := self._engines.get(engine)) is not None:
+            known.table.evict(hashes)
+
+    def cleared(self, engine: str) -> None:
+        if (known := self._engines.get(engine)) is not None:
+            known.table.clear()

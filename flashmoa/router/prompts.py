@@ -1,0 +1,128 @@
+"""The prompts of requests, as blocks: what the router knows of a request's content."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import httpx
+
+from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
+
+# What of a chat request goes into its prompt, and SGLang's /tokenize takes.
+_CHAT = (
+    "model",
+    "messages",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
+_TOKENIZE = "/v1/tokenize"
+_SECONDS = 5.0
+
+
+class Prompts:
+    """Has engines tokenise prompts, and remembers what they said.
+
+    Where an engine does not tokenise, or not in time, and for prompts with more than text, the
+    blocks are those of the text: requests with the same beginning still meet.
+
+    Args:
+        remembered: prompts, at most.
+        tokenize: says whether to ask engines at all.
+    """
+
+    def __init__(
+        self, http: httpx.AsyncClient, tokenize: Callable[[], bool], remembered: int = 4096
+    ) -> None:
+        self._http = http
+        self._remembered = remembered
+        self._tokenize = tokenize
+        self._known: OrderedDict[str, Blocks] = OrderedDict()
+        # Engines that have no such route.
+        self._silent: set[str] = set()
+
+    async def blocks(
+        self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
+    ) -> Blocks:
+        """The prompt of a request's body; ``engine``: who is asked, under the client's headers."""
+        salt = _salt(body)
+        if (tokens := _token_ids(body)) is not None:
+            return token_blocks(tokens, salt=salt)
+        asked = _question(body)
+        key = json.dumps([asked, salt])
+        if key not in self._known:
+            tokens = await self._tokens(asked, engine, headers)
+            if tokens is None:
+                return text_blocks(_text(asked), salt=salt)
+            self._known[key] = token_blocks(tokens, salt=salt)
+            while len(self._known) > self._remembered:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def forget(self, engine: str) -> None:
+        """The engine is another one now, and may tokenise."""
+        self._silent.discard(engine)
+
+    async def _tokens(
+        self, asked: Mapping[str, Any], engine: str, headers: Mapping[str, str]
+    ) -> list[int] | None:
+        if not asked or engine in self._silent or not self._tokenize():
+            return None
+        try:
+            answer = await self._http.post(
+                engine + _TOKENIZE, json=asked, headers=dict(headers), timeout=_SECONDS
+            )
+            if answer.status_code in (404, 405):
+                self._silent.add(engine)
+            tokens: Any = answer.json()["tokens"] if answer.is_success else None
+            return tokens if _are_ids(tokens) else None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _question(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``/v1/tokenize`` is asked about a body; nothing where it has no prompt."""
+    if body.get("messages") is not None:
+        return {name: body[name] for name in _CHAT if body.get(name) is not None}
+    # The last is that of /v1/embeddings, which may be several texts.
+    text = body.get("text", body.get("prompt", body.get("input")))
+    if isinstance(text, list) and all(isinstance(one, str) for one in cast("list[Any]", text)):
+        text = "".join(cast("list[str]", text))
+    if not isinstance(text, str):
+        return {}
+    asked: dict[str, Any] = {"prompt": text}
+    if isinstance(body.get("add_special_tokens"), bool):
+        asked["add_special_tokens"] = body["add_special_tokens"]
+    return asked
+
+
+def _text(asked: Mapping[str, Any]) -> str:
+    if isinstance(asked.get("prompt"), str):
+        return str(asked["prompt"])
+    # In the order in which templates use them, about.
+    return json.dumps([asked.get("tools"), asked.get("messages")]) if asked else ""
+
+
+def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
+    for name in ("input_ids", "prompt", "input"):
+        if _are_ids(body.get(name)):
+            return body[name]
+    return None
+
+
+def _are_ids(value: object) -> bool:
+    """Token ids of one prompt, small enough to be hashed."""
+    if not isinstance(value, list):
+        return False
+    return all(type(one) is int and 0 <= one < 1 << 32 for one in cast("list[Any]", value))
+
+
+def _salt(body: Mapping[str, Any]) -> str:
+    given = body.get("cache_salt", body.get("extra_key"))
+    return given if isinstance(given, str) else ""

@@ -1,0 +1,160 @@
+"""Requests with agents in them; pure.
+
+``workflow`` and ``agent`` in a body say who will write the answer. In a prompt, ``{"agent": NAME}``
+stands where that agent's answer will be: among the parts of a message's content, as
+``{"type": "agent", "agent": NAME}``, or in ``/generate``'s ``prompt``, a list of such parts and of
+``{"text": ...}`` or ``{"input_ids": [...]}``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from flashmoa.texts import replaced
+
+# The prompt of a request in text form, as a chat, or in token form.
+Form = Literal["text", "chat", "tokens"]
+CHAT = "/v1/chat/completions"
+# What keeps a request's KV apart from that of others with the same tokens.
+_APART = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
+_OURS = ("workflow", "agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        workflow: agents of others are not meant; ``agent``: who writes the answer, if that matters.
+        body: without what is for the router, and with :attr:`marks` where answers will be.
+        marks: what stands for each agent's answer in it.
+        parts: the prompt in token form, agents by name.
+    """
+
+    workflow: str
+    agent: str | None
+    form: Form
+    body: dict[str, Any]
+    marks: dict[str, str] = field(default_factory=dict[str, str])
+    parts: tuple[str | tuple[int, ...], ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The agents whose answers are in the prompt."""
+        return tuple(self.marks)
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it has nothing to do with agents."""
+        return self.agent is None and not self.marks
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether its prompt's KV can be computed before the request is sent."""
+        return not any(self.body.get(name) for name in _APART)
+
+    def pieces(self) -> list[str]:
+        """The prompt in text form, with each agent's mark for itself."""
+        pattern = "|".join(map(re.escape, self.marks.values()))
+        return re.split(f"({pattern})", self.body["text"])
+
+    def with_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """The body to send, with answers by agent."""
+        return replaced(self.body, {self.marks[name]: text for name, text in texts.items()})
+
+    def with_tokens(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """The same in token form."""
+        ids: list[int] = []
+        for part in self.parts:
+            ids += tokens[part] if isinstance(part, str) else part
+        return {**self.body, "input_ids": ids}
+
+
+def parsed(path: str, body: Mapping[str, Any]) -> Ask:
+    """What a request's body asks for. Raises: ValueError, saying what is wrong with it."""
+    workflow, agent = body.get("workflow", ""), body.get("agent")
+    if not isinstance(workflow, str) or not (agent is None or isinstance(agent, str)):
+        raise ValueError("workflow and agent are strings")
+    rest = {name: value for name, value in body.items() if name not in _OURS}
+    marks: dict[str, str] = {}
+    if path == CHAT:
+        messages: Any = rest.get("messages")
+        if isinstance(messages, list):
+            rest["messages"] = [_message(one, marks) for one in cast("list[Any]", messages)]
+        ask = Ask(workflow, agent, "chat", rest, marks)
+    elif isinstance(rest.get("prompt"), list):
+        ask = _generation(workflow, agent, rest, marks)
+    else:
+        ask = Ask(workflow, agent, "text", rest)
+    if agent is not None and _is_batch(rest):
+        raise ValueError("an agent writes one answer; send a batch without agent")
+    return ask
+
+
+def _generation(
+    workflow: str, agent: str | None, rest: dict[str, Any], marks: dict[str, str]
+) -> Ask:
+    given: list[Any] = rest.pop("prompt")
+    if "text" in rest or "input_ids" in rest:
+        raise ValueError("give one of prompt, text and input_ids")
+    if any(_get(part, "input_ids") is not None for part in given):
+        parts = tuple(_tokens(part, marks) for part in given)
+        return Ask(workflow, agent, "tokens", rest, marks, parts)
+    rest["text"] = "".join(_text(part, marks) for part in given)
+    return Ask(workflow, agent, "text", rest, marks)
+
+
+def _message(message: Any, marks: dict[str, str]) -> Any:
+    """A message with marks for agents; its content in one piece if it is all text."""
+    content: Any = _get(message, "content")
+    if not isinstance(content, list):
+        return message
+    parts = cast("list[Any]", content)
+    if not any(_get(part, "type") == "agent" for part in parts):
+        return message
+    shown: list[Any] = [
+        {"type": "text", "text": _mark(part, marks)} if _get(part, "type") == "agent" else part
+        for part in parts
+    ]
+    texts = [_get(part, "text") for part in shown]
+    whole = "".join(texts) if all(isinstance(text, str) for text in texts) else shown
+    return {**message, "content": whole}
+
+
+def _text(part: Any, marks: dict[str, str]) -> str:
+    text = _get(part, "text")
+    return text if isinstance(text, str) else _mark(part, marks)
+
+
+def _tokens(part: Any, marks: dict[str, str]) -> str | tuple[int, ...]:
+    ids = _get(part, "input_ids")
+    if isinstance(ids, list):
+        if all(type(one) is int for one in cast("list[Any]", ids)):
+            return tuple(cast("list[int]", ids))
+        raise ValueError("input_ids of a part are the token ids of one text")
+    _mark(part, marks)
+    return part["agent"]
+
+
+def _mark(part: Any, marks: dict[str, str]) -> str:
+    name = _get(part, "agent")
+    if not isinstance(name, str):
+        raise ValueError(f"a part of a prompt is a text, tokens or an agent's name, not {part!r}")
+    # As the marks of ``flashmoa.texts`` look; nobody can guess one.
+    return marks.setdefault(name, f"\u27e6agent:{secrets.token_hex(8)}\u27e7")
+
+
+def _is_batch(body: Mapping[str, Any]) -> bool:
+    sampling, ids = body.get("sampling_params"), body.get("input_ids")
+    lists: list[Any] = [body.get("text"), sampling, *(ids[:1] if isinstance(ids, list) else ())]
+    answers: Any = _get(sampling, "n") or body.get("n") or 1
+    return answers != 1 or any(isinstance(one, list) for one in lists)
+
+
+def _get(value: Any, name: str) -> Any:
+    """A field of what may be no object."""
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None

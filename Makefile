@@ -6,6 +6,7 @@
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
 # make check   lint, format and types
+# make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
 
 PYTHON ?= python3
@@ -13,13 +14,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
-SOURCES := flashmoa server_patches examples tests
+SOURCES := flashmoa server_patches examples tests docs
 PROJECTS := pyproject.toml server_patches/pyproject.toml
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test soak test-conformance test-releases $(RELEASE_TESTS) check format clean
+.PHONY: setup demo test soak test-conformance test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -33,15 +34,15 @@ endef
 $(READY): requirements/*.txt $(PROJECTS)
 	$(CHECK_MACHINE)
 	@echo "[1/4] torch (CPU, the longest step)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) --upgrade pip
 	@$(PIP) -r requirements/torch.txt
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen]' -e server_patches -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,datasets,examples,moa,opentelemetry,router]' -e server_patches -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
-	@$(PIP) --no-deps -r requirements/sglang.txt
+	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/embedder.txt -r requirements/routers.txt
 	@touch $@
 
 demo: $(READY)
@@ -66,7 +67,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 .venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)
 	$(CHECK_MACHINE)
 	@echo "SGLang $*: an environment of its own"
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
 	@$(RELEASE_PIP) --upgrade pip
 	@$(RELEASE_PIP) -r requirements/torch.txt
 	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
@@ -85,5 +86,9 @@ format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
 
+docs: $(READY)
+	@$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs .site
+	@echo "The site: .site/index.html"
+
 clean:
-	rm -rf $(VENV) .venvs .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs .cache .site .pytest_cache .ruff_cache .hypothesis

@@ -51,9 +51,7 @@ def _add_engines(
     running = parser.add_argument_group("running engines instead")
     for role in roles:
         left_out = "; may be left out" if role.optional else ""
-        running.add_argument(
-            f"--{role.name}-url", metavar="URL", help=f"{role.description()}{left_out}"
-        )
+        running.add_argument(role.flag, metavar="URL", help=f"{role.description()}{left_out}")
 
 
 def positive(text: str) -> int:

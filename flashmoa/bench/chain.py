@@ -139,7 +139,9 @@ def show(result: ChainResult, runs: Sequence[Run], console: Console) -> None:
         "cached: hit in the radix cache; streamed: of these, computed by the link before the "
         "call; late: computed after it. hidden: time saved / bound, bound = min(T_decode of all "
         "upstream agents, T_prefill downstream); above 1 where the known part of the prompt was "
-        "prefilled even before the first upstream token.\n"
+        "prefilled even before the first upstream token, below 0 where a link cost more than it "
+        "saved: agents on one engine take time from each other on a CPU, and so does whatever else "
+        "runs on its cores.\n"
     )
     for mode in MODES:
         last = next(run for run in reversed(runs) if run.mode == mode)

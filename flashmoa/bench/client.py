@@ -76,15 +76,18 @@ class _Timed(httpx.AsyncByteStream):
     def __init__(self, stream: Any, ended: list[float]) -> None:
         self._stream = stream
         self._ended = ended
+        self._last: float | None = None
 
     async def __aiter__(self) -> AsyncGenerator[bytes]:
-        last = time.perf_counter()
         async for piece in self._stream:
-            last = time.perf_counter()
+            self._last = time.perf_counter()
             yield piece
-        self._ended.append(last)
 
     async def aclose(self) -> None:
+        """Read to its end, or not: after the last event there is nothing more to wait for."""
+        if self._last is not None:
+            self._ended.append(self._last)
+            self._last = None
         await self._stream.aclose()
 
 

@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import anyio
 from rich.console import Console
 
 from flashmoa.bench.models import texts, tiny_model
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.local import local_engines
+from flashmoa.engine.local import LocalEngine, local_engines
 
 # A stock SGLang server; the CPU platform stays, it is an entry point of another group.
 _STOCK = {"SGLANG_PLUGINS": "none"}
@@ -27,6 +28,8 @@ class Role:
     Attributes:
         plugin: FlashMoA's engine, or a stock one.
         arguments: SGLang's and the plugin's, for an engine that is started here.
+        shape, core: of such an engine, where the command line's are not meant.
+        model: a folder that such an engine serves, instead of a tiny model made for it.
         optional: left out of the comparison where others are given as URLs and it is not.
     """
 
@@ -34,6 +37,14 @@ class Role:
     plugin: bool
     arguments: tuple[str, ...] = ()
     optional: bool = False
+    shape: str | None = None
+    core: int | None = None
+    model: Path | None = None
+
+    @property
+    def flag(self) -> str:
+        """On the command line: takes a URL."""
+        return f"--{self.name.replace('_', '-')}-url"
 
     def description(self) -> str:
         kind = "FlashMoA's plugin" if self.plugin else "stock SGLang"
@@ -42,10 +53,15 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Connected engines by the names of their roles, and what is to be said of them."""
+    """Connected engines by the names of their roles, and what is to be said of them.
+
+    Attributes:
+        started: those that were started here.
+    """
 
     clients: Mapping[str, EngineClient]
     notes: Mapping[str, str]
+    started: Mapping[str, LocalEngine]
 
     def __getitem__(self, name: str) -> EngineClient:
         return self.clients[name]
@@ -56,35 +72,44 @@ class Engines:
 
 @asynccontextmanager
 async def connected(
-    roles: Sequence[Role], arguments: argparse.Namespace, tokens: int, console: Console
+    roles: Sequence[Role],
+    arguments: argparse.Namespace,
+    tokens: int,
+    console: Console,
+    documents: Sequence[Path] = (),
 ) -> AsyncGenerator[Engines]:
     """The engines of ``roles``: those whose URLs are given, else started here.
 
     Args:
         arguments: parsed by :func:`flashmoa.bench.arguments.command_line`.
         tokens: the KV pool of an engine started here.
+        documents: what its tokenizer learns from, if not from random words.
 
     Raises: EngineError where some URLs are missing, or an engine does not start.
     """
     urls = _urls(roles, arguments)
     origin = "running, meant to be " if urls else ""
+    started: dict[str, LocalEngine] = {}
     async with AsyncExitStack() as stack:
         if not urls:
-            urls = await stack.enter_async_context(_started(roles, arguments, tokens, console))
+            started = await stack.enter_async_context(
+                _started(roles, arguments, tokens, console, documents)
+            )
+            urls = {name: engine.url for name, engine in started.items()}
         clients = {
             name: await stack.enter_async_context(EngineClient(url)) for name, url in urls.items()
         }
         notes = {role.name: origin + role.description() for role in roles if role.name in urls}
         await _check(roles, clients)
-        yield Engines(clients, notes)
+        yield Engines(clients, notes, started)
 
 
 def _urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str]:
     given = {role.name: getattr(arguments, f"{role.name}_url") for role in roles}
     urls = {name: url for name, url in given.items() if url}
-    missing = [role.name for role in roles if role.name not in urls and not role.optional]
+    missing = [role for role in roles if role.name not in urls and not role.optional]
     if urls and missing:
-        flags = ", ".join(f"--{name}-url" for name in missing)
+        flags = ", ".join(role.flag for role in missing)
         raise EngineError(f"with running engines all are needed; give {flags}, too")
     return urls
 
@@ -98,29 +123,35 @@ async def _check(roles: Sequence[Role], clients: Mapping[str, EngineClient]) -> 
 
 @asynccontextmanager
 async def _started(
-    roles: Sequence[Role], arguments: argparse.Namespace, tokens: int, console: Console
-) -> AsyncGenerator[dict[str, str]]:
+    roles: Sequence[Role],
+    arguments: argparse.Namespace,
+    tokens: int,
+    console: Console,
+    documents: Sequence[Path],
+) -> AsyncGenerator[dict[str, LocalEngine]]:
     if find_spec("sglang") is None or find_spec("flashmoa_sglang") is None:
         raise EngineError("SGLang and the plugin are not installed here; give engines' URLs")
-    with console.status(f"making a tiny model of shape {arguments.shape}"):
-        model = await anyio.to_thread.run_sync(
-            tiny_model, arguments.shape, texts(arguments), arguments.cache / "models"
-        )
+    models: dict[str, Path] = {}
+    for shape in {role.shape or arguments.shape for role in roles if role.model is None}:
+        with console.status(f"making a tiny model of shape {shape}"):
+            models[shape] = await anyio.to_thread.run_sync(
+                tiny_model, shape, documents or texts(arguments), arguments.cache / "models"
+            )
+    cores = {role.name: arguments.core if role.core is None else role.core for role in roles}
     async with AsyncExitStack() as stack:
         with console.status("importing SGLang, once for all engines"):
             engines = await stack.enter_async_context(local_engines())
-        urls: dict[str, str] = {}
-        with console.status(f"starting {len(roles)} engines on core {arguments.core}"):
+        running: dict[str, LocalEngine] = {}
+        with console.status(f"starting {len(roles)} engines"):
             for role in roles:
-                engine = await engines.start(
-                    model,
-                    core=arguments.core,
+                running[role.name] = await engines.start(
+                    role.model or models[role.shape or arguments.shape],
+                    core=cores[role.name],
                     arguments=_arguments(role, arguments, tokens),
                     environment=None if role.plugin else _STOCK,
                 )
-                urls[role.name] = engine.url
-        stack.enter_context(_elsewhere(arguments.core))
-        yield urls
+        stack.enter_context(_elsewhere(set(cores.values())))
+        yield running
 
 
 def _arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:
@@ -134,10 +165,10 @@ def _arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[s
 
 
 @contextmanager
-def _elsewhere(core: int) -> Generator[None]:
-    """Keep this process off the engines' core, if there is another one."""
+def _elsewhere(cores: set[int]) -> Generator[None]:
+    """Keep this process off the engines' cores, if there is another one."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, before - {core} or before)
+    os.sched_setaffinity(0, before - cores or before)
     try:
         yield
     finally:

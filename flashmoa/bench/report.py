@@ -52,6 +52,9 @@ _PACKAGES = ("flashmoa", "flashmoa-sglang", "sglang", "torch")
 class Report:
     """One run of a benchmark: its head, printed first, and its results, saved last.
 
+    The machine's load averages (1, 5 and 15 minutes) are recorded at both: the run itself is in the
+    second.
+
     Args:
         bench: the benchmark's name. arguments: as parsed; recorded as they are.
     """
@@ -63,6 +66,7 @@ class Report:
             "command": command(),
             "versions": versions(),
             "machine": machine(),
+            "load": {"before": os.getloadavg()},
             "settings": {name: _plain(value) for name, value in vars(arguments).items()},
         }
 
@@ -95,6 +99,7 @@ class Report:
         if self._json is None:
             return
         self._json.parent.mkdir(parents=True, exist_ok=True)
+        self._document["load"]["after"] = os.getloadavg()
         document = {**self._document, "results": results}
         self._json.write_text(json.dumps(document, indent=2) + "\n")
         console.print(f"The same as JSON: {self._json}")
@@ -164,8 +169,10 @@ async def _settings(url: str) -> dict[str, Any]:
             told: dict[str, Any] = answer.json() if answer.is_success else {}
         except (httpx.TransportError, ValueError):
             told = {}
-    return {name: told[name] for name in _SETTINGS if name in told}
+    return {name: _plain(told[name]) for name in _SETTINGS if name in told}
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    """For JSON; a path below the working folder without what stands before it."""
+    here = f"{Path.cwd()}/"
+    return str(value).removeprefix(here) if isinstance(value, Path | str) else value

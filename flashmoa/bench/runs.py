@@ -11,10 +11,14 @@ from autogen_agentchat.teams import BaseGroupChat
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
+from flashmoa.links import Ahead
+from flashmoa.observe import Event, Listener
+from flashmoa.observe.calls import calls
 
 Mode = Literal["unlinked", "warmed", "linked"]
 MODES: tuple[Mode, ...] = ("unlinked", "warmed", "linked")
+
+_AHEAD: dict[Mode, Ahead] = {"unlinked": "nothing", "warmed": "known", "linked": "text"}
 
 BuildTeam = Callable[[], BaseGroupChat]
 
@@ -62,25 +66,18 @@ class _Recorder:
 
     def turns(self) -> tuple[Turn, ...]:
         done: list[Turn] = []
-        started: dict[str, CallStarted] = {}
-        first: dict[str, FirstToken] = {}
-        for event in self.events:
-            if isinstance(event, CallStarted):
-                started[event.agent] = event
-                first.pop(event.agent, None)
-            elif isinstance(event, FirstToken):
-                first[event.agent] = event
-            elif isinstance(event, CallFinished):
-                begun = started[event.agent].at
-                token = first[event.agent].at if event.agent in first else event.at
-                done.append(Turn(event.agent, begun, token, event.at, event.text, event.usage))
+        for call in calls(self.events):
+            if (end := call.finished) is not None:
+                token = call.first_token or end.at
+                done.append(Turn(call.agent, call.started.at, token, end.at, end.text, end.usage))
         return tuple(done)
 
 
-def _attach(team: BaseGroupChat, mode: Mode, recorder: _Recorder) -> TeamLink:
-    if mode == "unlinked":
-        return watch(team, recorder)
-    return link(team, stream=mode == "linked", listener=recorder)
+def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
+    """Link a team, or only watch it."""
+    if ahead == "nothing":
+        return watch(team, listener)
+    return link(team, stream=ahead == "text", listener=listener)
 
 
 async def run_once(
@@ -89,9 +86,13 @@ async def run_once(
     """Run a fresh team once on engines with empty caches."""
     for client in clients:
         await client.engine.flush_cache()
-    team = build()
+    return await run_team(build(), task, mode)
+
+
+async def run_team(team: BaseGroupChat, task: str, mode: Mode) -> Run:
+    """Run a team that is not linked yet."""
     recorder = _Recorder()
-    linked = _attach(team, mode, recorder)
+    linked = attach(team, _AHEAD[mode], recorder)
     try:
         start = time.perf_counter()
         await team.run(task=task)

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.engines import Engines, Role, connected
+from flashmoa.bench.jobs import KINDS, Workflow, play, pool_tokens, workflows
 from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
 from flashmoa.bench.stats import percentile
-from flashmoa.bench.workflows import KINDS, Workflow, play, pool_tokens, workflows
 from flashmoa.engine import EngineClient
 
 ROLES = (

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import sys
 
-from flashmoa.cli import bench, serve, trace
+from flashmoa.cli import bench, doctor, moa, router, score, serve, trace
 
-_COMMANDS = {"serve": serve.main, "bench": bench.main, "trace": trace.main}
+_COMMANDS = {
+    "serve": serve.main,
+    "bench": bench.main,
+    "trace": trace.main,
+    "doctor": doctor.main,
+    "moa": moa.main,
+    "score": score.main,
+    "router": router.main,
+}
 _USAGE = """\
 usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa bench NAME [options]
-       flashmoa trace FILE [--perfetto FILE]
+       flashmoa trace FILE [--html FILE] [--perfetto FILE]
+       flashmoa doctor [--engine URL]
+       flashmoa moa serve CONFIG.toml
+       flashmoa score INPUT.jsonl --out OUT.jsonl
+       flashmoa router --engine URL --engine URL [options]
+       flashmoa router --prefill URL --pd-router URL [options]
 
   serve   start an SGLang server with FlashMoA's plugin, on a GPU or on the CPU
   bench   measure it against stock SGLang; flashmoa bench --help lists what
   trace   show a run that link(team, trace=FILE) has written down
+  moa     serve a Mixture-of-Agents as one model of the OpenAI API
+  score   how likely given answers are, for each line of a file, with nothing decoded
+  router  several engines behind one address, each request where its prefix is; or requests
+          that read each other's answers, over a PD pair
+  doctor  check what is installed here and a running engine, and say what mends it
 """
 
 

@@ -1,28 +1,21 @@
-"""``flashmoa serve``: an SGLang server with the plugin, supervised.
-
-Runs ``python -m flashmoa_sglang.serve`` in a process group of its own, says where it listens
-once it does, passes signals on, and leaves no process behind however it ends.
-"""
+"""``flashmoa serve``: an SGLang server with the plugin."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import os
-import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType
+from pathlib import Path
 
-import httpx
+from flashmoa.cli.server import Server
+from flashmoa.doctor.installation import excludes_plugin, installed
+from flashmoa.doctor.machine import compiler, runs_engines
 
-_STOP_SECONDS = 30.0
-_POLL_SECONDS = 0.2
 _DEFAULT_PORT = 30000
 _HELP = """\
 usage: flashmoa serve --model-path PATH [any SGLang argument]
@@ -37,17 +30,38 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0 if arguments else 2
-    known = _address(arguments)
-    problem = _problem(known)
+    known = _known(arguments)
+    problem = _missing() or _model_problem(known)
     if problem is not None:
-        print(f"flashmoa serve: {problem}", file=sys.stderr)
+        _say(problem)
         return 2
-    return _Server(arguments, known).run()
+    with socket.socket(socket.AF_UNIX) as lock:
+        problem = _port_problem(known, lock)
+        if problem is not None:
+            _say(problem)
+            return 2
+        return _serve(arguments, known)
 
 
-def _address(arguments: Sequence[str]) -> argparse.Namespace:
+def _serve(arguments: Sequence[str], known: argparse.Namespace) -> int:
+    if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
+        _say(f"SGLANG_PLUGINS={allowed} keeps the plugin out; nothing is linked on this engine")
+    if compiler() is None:
+        _say("there is no C compiler; kernels that SGLang compiles need one: apt-get install gcc")
+    problem = Server(arguments, known.host, known.port).run()
+    if problem is not None:
+        _say(problem.text)
+        return problem.status
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"flashmoa serve: {text}", file=sys.stderr)
+
+
+def _known(arguments: Sequence[str]) -> argparse.Namespace:
     """What is needed here of SGLang's arguments; the rest is its own business."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=_DEFAULT_PORT)
@@ -55,81 +69,51 @@ def _address(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(arguments)[0]
 
 
-def _problem(known: argparse.Namespace) -> str | None:
-    """Why it cannot start, where that can be told before SGLang is imported."""
+def _missing() -> str | None:
+    """What an engine needs and is not here."""
+    if not runs_engines():
+        return (
+            "SGLang runs on Linux only. Start the engine there (or in WSL or Docker), and give "
+            "clients its URL."
+        )
     if find_spec("sglang") is None:
         return "SGLang is not installed here. README.md says how, for a GPU and for a CPU."
     if find_spec("flashmoa_sglang") is None:
         return "the plugin is not installed here: pip install ./server_patches"
-    if known.model_path is None and known.config is None:
-        return "say which model: --model-path PATH"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((known.host, known.port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return f"port {known.port} is taken; choose another one with --port"
-            return f"cannot listen on {known.host}:{known.port}: {error.strerror}"
+    releases = import_module("flashmoa_sglang.releases")
+    release = installed("sglang") or ""
+    return releases.too_old(release)
+
+
+def _model_problem(known: argparse.Namespace) -> str | None:
+    if known.model_path is None:
+        return None if known.config is not None else "say which model: --model-path PATH"
+    path = Path(known.model_path)
+    if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
+        return f"{path} is no model: it has no config.json"
+    if not path.exists() and known.model_path.startswith(("/", ".", "~")):
+        return f"there is no model {path}"
     return None
 
 
-class _Server:
-    """The server process and everything it starts."""
+def _port_problem(known: argparse.Namespace, lock: socket.socket) -> str | None:
+    """Why SGLang could not listen, told before it is imported.
 
-    def __init__(self, arguments: Sequence[str], known: argparse.Namespace) -> None:
-        host = "127.0.0.1" if known.host in ("0.0.0.0", "::") else known.host
-        self._url = f"http://{host}:{known.port}"
-        self._command = [sys.executable, "-m", "flashmoa_sglang.serve", *arguments]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopping_since: float | None = None
-
-    def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._pass_on)
-        environment = {**os.environ, "FLASHMOA_DIE_WITH_PARENT": "1"}
-        process = self._process = subprocess.Popen(
-            self._command, start_new_session=True, env=environment
-        )
-        try:
-            self._wait_until_ready(process)
-            while process.poll() is None and not self._overdue():
-                time.sleep(_POLL_SECONDS)
-        finally:
-            self._kill_group(process)
-        if self._stopping_since is not None:
-            return 0
-        return process.returncode or 0
-
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None and not self._overdue():
-            try:
-                answer = httpx.get(f"{self._url}/model_info", timeout=2)
-                if answer.status_code in (200, 401):
-                    print(
-                        f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)", flush=True
-                    )
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(_POLL_SECONDS)
-
-    def _pass_on(self, _number: int, _frame: FrameType | None) -> None:
-        """Ask SGLang to finish what runs and end; asked twice, do not wait for it."""
-        if self._process is None:
-            return
-        if self._stopping_since is None:
-            self._stopping_since = time.monotonic()
-            # SGLang drains on SIGTERM; on SIGINT it waits for its own children instead.
-            self._process.send_signal(signal.SIGTERM)
-        else:
-            self._process.kill()
-
-    def _overdue(self) -> bool:
-        since = self._stopping_since
-        return since is not None and time.monotonic() - since > _STOP_SECONDS
-
-    def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    Args:
+        lock: keeps the port to this command until SGLang, which first loads the model, has it.
+    """
+    if not 0 < known.port < 65536:
+        return f"--port {known.port} is none; give one from 1 to 65535"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            known.host, known.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        lock.bind(f"\0flashmoa-serve-{known.port}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {known.port} is taken; choose another one with --port"
+        return f"cannot listen on {known.host}:{known.port}: {error.strerror}"
+    return None

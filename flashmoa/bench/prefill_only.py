@@ -1,0 +1,303 @@
+"""Prefill-only requests in bulk: stock SGLang and FlashMoA (MoE-Prefill §8.2, Table 2).
+
+The paper's mix of datasets, with synthetic texts and so many times fewer requests, so many at a
+time. Stock SGLang generates one token for each, in order of arrival (fcfs) and by the longest
+cached prefix (lpm); FlashMoA scores two candidates. Then the same on two engines with the plugin:
+in turn, behind sglang-router if it is installed, and behind FlashMoA's router.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+
+import anyio
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from flashmoa.bench import gateways
+from flashmoa.bench.arguments import command_line, positive
+from flashmoa.bench.bulk import (
+    Agreement,
+    Answer,
+    Ask,
+    OneToken,
+    Pass,
+    Request,
+    Scored,
+    agreement,
+    play,
+    unique_tokens,
+)
+from flashmoa.bench.engines import Engines, Role, connected
+from flashmoa.bench.prefill_mix import TABLE_2, Dataset, prompts
+from flashmoa.bench.report import Report, progress, terminal
+from flashmoa.bench.rounds import order
+from flashmoa.bench.stats import percentile
+from flashmoa.engine import EngineClient
+
+FCFS, LPM, OURS, SECOND = "fcfs", "lpm", "flashmoa", "second"
+IN_TURN = "round_robin"
+ROLES = (
+    Role(FCFS, plugin=False, arguments=("--schedule-policy", "fcfs"), core=0),
+    Role(LPM, plugin=False, arguments=("--schedule-policy", "lpm"), core=0, optional=True),
+    Role(OURS, plugin=True, core=0),
+    Role(SECOND, plugin=True, core=1, optional=True),
+)
+# One engine against the best of stock SGLang; two engines against taking turns.
+GOALS = {OURS: 1.35, gateways.OURS: 1.16}
+# Every vocabulary has these ids, and they are nobody's special tokens.
+_FIRST_ID, _IDS = 1000, 3000
+_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way; medians over rounds.
+
+    Attributes:
+        seconds: until everything was answered. rounds: of each round.
+        computed: prompt tokens that were computed. duplicates: these over the unique ones.
+        p50, p99: seconds of a request, over all rounds.
+        gain: the throughput over that of the reference.
+    """
+
+    way: str
+    seconds: float
+    rounds: list[float]
+    tokens_per_second: float
+    requests_per_second: float
+    computed: float
+    duplicates: float
+    p50: float
+    p99: float
+    gain: float
+    agreement: Agreement
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``flashmoa bench prefill-only``; returns the exit status."""
+    parser = command_line("prefill_only", __doc__, ROLES)
+    parser.set_defaults(shape="small")
+    parser.add_argument(
+        "--scale", type=float, default=0.004, help="of Table 2's 73,800 requests (37.9M tokens)"
+    )
+    parser.add_argument(
+        "--lengths", type=float, default=0.25, help="of prompts and forwards, over the paper's"
+    )
+    parser.add_argument(
+        "--longest", type=positive, default=32_000, help="prompt's tokens; a model's context"
+    )
+    parser.add_argument(
+        "--spread", type=float, default=0.05, help="part of the mix in which siblings come"
+    )
+    parser.add_argument(
+        "--concurrency", type=positive, default=64, help="requests at a time, per engine"
+    )
+    parser.add_argument(
+        "--forward", type=positive, default=8192, help="tokens of a forward at --lengths 1"
+    )
+    parser.add_argument(
+        "--stock-forward", type=positive, help="the same of stock engines, where it is another"
+    )
+    parser.add_argument("--kv-tokens", type=positive, default=65_536, help="of engines' caches")
+    anyio.run(_main, parser.parse_args(arguments))
+    return 0
+
+
+async def _main(options: argparse.Namespace) -> None:
+    console, report = terminal(), Report("prefill_only", options)
+    requests = mixed(options)
+    async with (
+        connected(_roles(options), options, options.kv_tokens, console) as engines,
+        httpx.AsyncClient(timeout=_SECONDS) as http,
+    ):
+        await report.describe(engines)
+        report.head(console)
+        bench = _Bench(engines, requests, options, http)
+        expected, one = await bench.one_engine(console)
+        two = await bench.two_engines(expected, console) if SECOND in engines else {}
+    unique, tokens = unique_tokens(requests), sum(len(request.ids) for request in requests)
+    console.print(f"{len(requests):,} requests, {tokens:,} tokens, {unique:,} unique\n")
+    stock = min((way for way in one if way != OURS), key=lambda way: _seconds(one[way]))
+    tables = {
+        "one engine": summarise(one, stock, expected, unique),
+        "two engines": summarise(two, IN_TURN, expected, unique) if two else [],
+    }
+    for title, rows in tables.items():
+        show(title, rows, console)
+    mix = {"requests": len(requests), "tokens": tokens, "unique": unique}
+    rows = {title: [asdict(row) for row in rows] for title, rows in tables.items()}
+    report.save(console, {"mix": mix, **rows})
+
+
+def _roles(options: argparse.Namespace) -> list[Role]:
+    """With the forwards of this run, as long as its prompts are."""
+
+    def forwards(role: Role) -> tuple[str, ...]:
+        asked = options.forward if role.plugin else options.stock_forward or options.forward
+        tokens = str(max(1, round(asked * options.lengths)))
+        sizes = ("--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens)
+        return (*role.arguments, *sizes)
+
+    return [replace(role, arguments=forwards(role)) for role in ROLES]
+
+
+def mixed(options: argparse.Namespace) -> list[Request]:
+    """The mix at the scale of this run."""
+    table = tuple(_scaled(one, options.lengths, options.longest) for one in TABLE_2)
+    return [
+        Request(one.name, [_FIRST_ID + token % _IDS for token in one.tokens])
+        for one in prompts(options.scale, options.spread, options.seed, table)
+    ]
+
+
+def _scaled(dataset: Dataset, lengths: float, longest: int) -> Dataset:
+    """Prompts of the same mean over another range; where that is too long, the longest."""
+
+    def tokens(count: int) -> int:
+        return round(count * lengths)
+
+    return replace(
+        dataset,
+        tokens=min(tokens(dataset.tokens), longest * dataset.requests),
+        shortest=min(max(1, tokens(dataset.shortest)), longest - 1),
+        longest=min(tokens(dataset.longest), longest),
+        instruction=tokens(dataset.instruction),
+        own=tokens(dataset.own),
+    )
+
+
+class _Bench:
+    """Runs all ways, in turn."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        requests: Sequence[Request],
+        options: argparse.Namespace,
+        http: httpx.AsyncClient,
+    ) -> None:
+        self._engines = engines
+        self._requests = requests
+        self._options = options
+        self._http = http
+
+    async def one_engine(self, console: Console) -> tuple[dict[str, Answer], dict[str, list[Pass]]]:
+        """What stock SGLang answers with log-probabilities, and every way's passes."""
+        stock = self._engines[FCFS]
+        asked = OneToken(self._http, stock.url, logprobs=True)
+        expected = dict((await self._pass([asked], [stock])).answers)
+        ways: dict[str, list[Ask]] = {
+            name: [OneToken(self._http, self._engines[name].url)]
+            for name in (FCFS, LPM)
+            if name in self._engines
+        }
+        ways[OURS] = [self._scored(self._engines[OURS], expected)]
+        engines = {name: [self._engines[name]] for name in ways}
+        return expected, await self._rounds(ways, engines, console)
+
+    async def two_engines(
+        self, expected: Mapping[str, Answer], console: Console
+    ) -> dict[str, list[Pass]]:
+        """The passes of each router, over the same two engines."""
+        both = [self._engines[OURS], self._engines[SECOND]]
+        ways: dict[str, list[Ask]] = {IN_TURN: [self._scored(engine, expected) for engine in both]}
+        async with AsyncExitStack() as stack:
+            for name in gateways.available():
+                running = gateways.gateway(name, [engine.url for engine in both])
+                url = await stack.enter_async_context(running)
+                client = await stack.enter_async_context(EngineClient(url))
+                ways[name] = [self._scored(client, expected)]
+            return await self._rounds(ways, dict.fromkeys(ways, both), console)
+
+    def _scored(self, engine: EngineClient, expected: Mapping[str, Answer]) -> Ask:
+        return Scored(engine, {name: answer.token for name, answer in expected.items()})
+
+    async def _rounds(
+        self,
+        ways: Mapping[str, Sequence[Ask]],
+        engines: Mapping[str, Sequence[EngineClient]],
+        console: Console,
+    ) -> dict[str, list[Pass]]:
+        passes: dict[str, list[Pass]] = {way: [] for way in ways}
+        with progress(console) as bars:
+            bar = bars.add_task("warming up", total=self._options.repeats * len(ways))
+            for way in ways:
+                await self._pass(ways[way], engines[way])
+            for way in order(self._options.repeats, list(ways)):
+                bars.update(bar, description=way)
+                passes[way].append(await self._pass(ways[way], engines[way]))
+                bars.advance(bar)
+        return passes
+
+    async def _pass(self, ways: Sequence[Ask], engines: Sequence[EngineClient]) -> Pass:
+        for engine in engines:
+            await engine.flush_cache()
+        return await play(ways, self._requests, self._options.concurrency * len(engines))
+
+
+def summarise(
+    passes: Mapping[str, Sequence[Pass]],
+    reference: str,
+    expected: Mapping[str, Answer],
+    unique: int,
+) -> list[Row]:
+    """``reference``: the way that gains are over. ``unique``: tokens of all prompts."""
+    base = _seconds(passes[reference])
+    rows: list[Row] = []
+    for way, each in passes.items():
+        seconds, computed = _seconds(each), median(one.computed_tokens for one in each)
+        waited = [answer.seconds for one in each for answer in one.answers.values()]
+        rows.append(
+            Row(
+                way=way,
+                seconds=seconds,
+                rounds=[one.seconds for one in each],
+                tokens_per_second=each[0].prompt_tokens / seconds,
+                requests_per_second=len(each[0].answers) / seconds,
+                computed=computed,
+                duplicates=computed / unique,
+                p50=percentile(waited, 0.5),
+                p99=percentile(waited, 0.99),
+                gain=base / seconds,
+                agreement=agreement(expected, each),
+            )
+        )
+    return rows
+
+
+def _seconds(passes: Sequence[Pass]) -> float:
+    return median(one.seconds for one in passes)
+
+
+def show(title: str, rows: Sequence[Row], console: Console) -> None:
+    """Print one table; nothing where there are no rows."""
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left")
+    columns = ("seconds", "tokens/s", "requests/s", "computed", "of unique", "p50", "p99")
+    table.add_column("")
+    for name in (*columns, "gain", "goal", "same", "logprobs"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        same = row.agreement
+        table.add_row(
+            row.way,
+            f"{row.seconds:.2f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.requests_per_second:.1f}",
+            f"{row.computed:,.0f}",
+            f"{row.duplicates:.2f}",
+            f"{row.p50:.2f}",
+            f"{row.p99:.2f}",
+            f"{row.gain:.2f}",
+            f"{GOALS[row.way]:.2f}" if row.way in GOALS else "",
+            f"{same.same:,} of {same.answers:,}",
+            "" if same.logprob is None else f"{same.logprob:.0e}",
+        )
+    console.print(table)

@@ -1,0 +1,35 @@
+"""``flashmoa moa serve CONFIG.toml``: a Mixture-of-Agents behind the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until stopped; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="flashmoa moa", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve a mixture as one model")
+    serve.add_argument("config", type=Path, metavar="CONFIG.toml")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=30100)
+    chosen = parser.parse_args(arguments)
+    try:
+        import uvicorn
+
+        from flashmoa.moa.config import ConfigError, MixtureConfig
+        from flashmoa.moa.server import application
+    except ModuleNotFoundError as error:
+        print(f"flashmoa moa: it needs {error.name}: pip install 'flashmoa[moa]'", file=sys.stderr)
+        return 1
+    try:
+        config = MixtureConfig.read(chosen.config)
+    except (OSError, ConfigError) as error:
+        print(f"flashmoa moa: {error}", file=sys.stderr)
+        return 1
+    print(f"flashmoa: {config.name} on http://{chosen.host}:{chosen.port}/v1", flush=True)
+    uvicorn.run(application(config), host=chosen.host, port=chosen.port, log_level="warning")
+    return 0

@@ -1,0 +1,127 @@
+"""What is looked at of the machine: system, Python, compiler, accelerator, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from flashmoa.doctor.findings import Finding, mend, note, ok
+
+_GIB = 2**30
+_DEVICES = Path("/dev")
+# What an engine with a tiny model takes on a CPU, its three processes together.
+_LEAST_MEMORY = 3 * _GIB
+# Docker's default of 64 MiB is too little for tensor-parallel ranks.
+_LEAST_SHARED = _GIB // 2
+
+
+def runs_engines() -> bool:
+    """Whether SGLang runs on this system at all."""
+    return sys.platform.startswith("linux")
+
+
+def check_system() -> list[Finding]:
+    """Python and the operating system."""
+    found = [ok("Python", platform.python_version())]
+    if runs_engines():
+        return [*found, ok("system", f"{platform.system()} {platform.machine()}")]
+    text = f"SGLang runs on Linux only; on {platform.system()} there is the client library"
+    return [*found, note("system", text, "run the engine on a Linux machine, or in WSL or Docker")]
+
+
+def check_machine() -> list[Finding]:
+    """What an engine needs beside Python packages."""
+    return [*_compiler(), *_accelerator(), _memory(), *_shared_memory()]
+
+
+def compiler() -> str | None:
+    """The path of a C compiler, found as those find it who need one."""
+    names = [os.environ["CC"].split()[0]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _compiler() -> list[Finding]:
+    found = compiler()
+    if found is not None:
+        return [ok("C compiler", found)]
+    text = "there is none, and SGLang's kernels are compiled when they are first used"
+    return [mend("C compiler", text, "apt-get install gcc")]
+
+
+def _accelerator() -> list[Finding]:
+    seen = [path.name for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
+    build = _torch_build()
+    if build is None:
+        return [mend("torch", "it is not installed", "make setup, or pip install SGLang's")]
+    version, cuda = build
+    torch = ok("torch", f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}")
+    if not seen:
+        text = "there is none: engines run on the CPU platform of the plugin"
+        return [torch, note("GPU", text)]
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        text = "CUDA_VISIBLE_DEVICES is empty, so that no GPU is used"
+        return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]
+    if cuda is None:
+        text = f"{len(seen)} seen, but this torch is built without CUDA"
+        index = "https://download.pytorch.org/whl/cu128"
+        return [mend("GPU", text, f"pip install --force-reinstall torch --index-url {index}")]
+    return [torch, ok("GPU", ", ".join(seen))]
+
+
+def _torch_build() -> tuple[str, str | None] | None:
+    """The installed torch's version and its CUDA's, read and not imported (seconds)."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    version = re.search(r"__version__ = '([^']+)'", text)
+    cuda = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
+    return version[1] if version else "?", cuda[1] if cuda else None
+
+
+def _memory() -> Finding:
+    free = available_memory()
+    if free is None:
+        return note("memory", "the system does not say how much is free")
+    text = f"{free / _GIB:.1f} GiB free"
+    if free >= _LEAST_MEMORY:
+        return ok("memory", text)
+    return note("memory", text, "end other programs; --max-total-tokens N bounds a CPU's KV pool")
+
+
+def available_memory() -> int | None:
+    """Bytes this process may still use: the machine's, within its container's limit."""
+    lines = _read(Path("/proc/meminfo"))
+    available = re.search(r"MemAvailable:\s+(\d+) kB", lines or "")
+    bounds = [int(available[1]) * 1024] if available else []
+    group = Path("/sys/fs/cgroup")
+    limit, used = _read(group / "memory.max"), _read(group / "memory.current")
+    if limit and used and limit.strip().isdigit():
+        bounds.append(max(0, int(limit) - int(used)))
+    return min(bounds, default=None)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _shared_memory() -> list[Finding]:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return []
+    text = f"{free / _GIB:.1f} GiB free in /dev/shm"
+    if free >= _LEAST_SHARED:
+        return [ok("shared memory", text)]
+    return [note("shared memory", f"{text}; several GPUs need more", "docker run --shm-size 8g")]

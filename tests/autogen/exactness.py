@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from flashmoa.observe import CallFinished, CallStarted, Event
+from flashmoa.observe import Event
+from flashmoa.observe.calls import calls
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,15 @@ class Found:
 
 def found(events: Iterable[Event]) -> list[Found]:
     """The calls that were finished, in the order in which they were."""
-    calls: list[Found] = []
-    late: dict[str, bool] = {}
-    for event in events:
-        if isinstance(event, CallStarted):
-            late[event.agent] = event.late
-        elif isinstance(event, CallFinished):
-            usage = event.usage
-            status = usage.prompt_stream.status if usage and usage.prompt_stream else None
-            if status is None and late[event.agent]:
-                status = "late"
-            calls.append(Found(event.agent, status, usage.late_tokens if usage else None))
-    return calls
+    ended = [(call.finished.at, call) for call in calls(events) if call.finished is not None]
+    found: list[Found] = []
+    for _, call in sorted(ended, key=lambda pair: pair[0]):
+        usage = call.usage
+        status = usage.prompt_stream.status if usage and usage.prompt_stream else None
+        if status is None and call.started.late:
+            status = "late"
+        found.append(Found(call.agent, status, usage.late_tokens if usage else None))
+    return found
 
 
 def mostly_hit(calls: list[Found]) -> bool:

@@ -1,18 +1,36 @@
-"""What the tests of faults start from: an idle engine, and the proof that it is so again."""
+"""Models with experts; and what the tests of faults start from: an idle engine, and the proof that
+it is so again."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
+from flashmoa_sglang.tiny_model import build
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 
 from .baseline import Baseline
 from .fault_cells import Cell
+from .support import EXPERTS
+
+
+@pytest.fixture(scope="session")
+def experts_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tokenizers of models with experts learn from."""
+    file = tmp_path_factory.mktemp("experts") / "text.txt"
+    file.write_text("A river runs through the valley. " * 50)
+    return file
+
+
+@pytest.fixture(scope="session")
+def experts_model(experts_text: Path) -> Path:
+    build(experts_text.parent / "model", [experts_text], EXPERTS, seed=0)
+    return experts_text.parent / "model"
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+from flashmoa_sglang.tiny_model import SHAPES
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+# A model with experts in all of its five layers.
+EXPERTS = replace(SHAPES["moe"], layers=5)
 # SGLang's own check of an idle engine's memory, turned into a crash.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 

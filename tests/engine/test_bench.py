@@ -18,8 +18,11 @@ pytestmark = pytest.mark.anyio
 class Bench:
     """Runs benchmarks on the session's engines, each in an event loop of its own."""
 
-    def __init__(self, stock: str, plugin: str, folder: Path) -> None:
+    def __init__(self, stock: str, plugin: str, other: str, folder: Path) -> None:
         self._urls = {"stock": stock, "flashmoa": plugin, "streaming": plugin, "sjf": plugin}
+        self._urls |= {"fcfs": stock, "second": other}
+        self._urls |= {"small": plugin, "medium": plugin, "large": plugin}
+        self._urls |= {f"stock-{size}": stock for size in ("small", "medium", "large")}
         self._json = folder / "results.json"
 
     async def run(self, name: str, roles: list[str], *arguments: str) -> dict[str, Any]:
@@ -27,15 +30,17 @@ class Bench:
         command = [name, "--repeats", "1", "--json", str(self._json), *urls, *arguments]
         assert await anyio.to_thread.run_sync(bench.main, command) == 0
         document = json.loads(self._json.read_text())
-        assert document["bench"] == name
+        assert document["bench"] == name.replace("-", "_")
         assert document["machine"]["cpu"] and document["versions"]["flashmoa"]
-        assert document["engines"]["flashmoa"]["plugin"]
+        assert any(engine["plugin"] for engine in document["engines"].values())
         return document["results"]
 
 
 @pytest.fixture
-def benches(plain_engine: LocalEngine, downstream: LocalEngine, tmp_path: Path) -> Bench:
-    return Bench(plain_engine.url, downstream.url, tmp_path)
+def benches(
+    plain_engine: LocalEngine, downstream: LocalEngine, engine: LocalEngine, tmp_path: Path
+) -> Bench:
+    return Bench(plain_engine.url, downstream.url, engine.url, tmp_path)
 
 
 async def test_handoff(benches: Bench, tmp_path: Path) -> None:
@@ -100,6 +105,29 @@ async def test_neighbours(benches: Bench) -> None:
     assert found["stranger"]["beside"]["stream_tokens_per_second"] > 0
 
 
+async def test_workflows(benches: Bench) -> None:
+    small = ["--workflows", "mapreduce", "--copies", "2", "--tokens", "6"]
+    found = await benches.run("workflows", ["small", "large"], *small)
+    (row,) = found["rows"]
+    # No stock engines were given, so that nothing is said of them.
+    assert set(row["seconds"]) == {"shared", "warmed", "linked"}
+    assert row["texts"] == 3 * 2 * 4 and row["paper"] is None
+
+
+async def test_prefill_only(benches: Bench) -> None:
+    tiny = ["--scale", "0.0005", "--lengths", "0.05", "--concurrency", "8"]
+    found = await benches.run("prefill-only", ["fcfs", "flashmoa", "second"], *tiny)
+    mix, one, two = found["mix"], found["one engine"], found["two engines"]
+    assert [row["way"] for row in one] == ["fcfs", "flashmoa"]
+    assert {row["way"] for row in two} >= {"round_robin", "flashmoa router"}
+    for row in one + two:
+        same = row["agreement"]
+        assert same["same"] == same["answers"] == mix["requests"]
+        assert same["logprob"] is None or same["logprob"] < 1e-3
+        # A prompt that was cached computes its last token again.
+        assert mix["unique"] <= row["computed"] <= mix["tokens"]
+
+
 async def test_an_engine_that_is_not_there_is_an_error_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -107,3 +135,19 @@ async def test_an_engine_that_is_not_there_is_an_error_without_a_traceback(
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     message = capsys.readouterr().err
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
+
+
+async def test_moa(benches: Bench) -> None:
+    sizes = ("small", "medium", "large")
+    few = ["--questions", "1", "--timed", "1", "--tokens", "20", "--concurrency", "2"]
+    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
+    found = await benches.run("moa", engines, *few)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert found["questions"] == 3
+    assert set(rows["full"]["accuracy"]) == {"easy", "medium", "hard", "all"}
+    assert rows["all-to-all"]["relative"]["all"] == 1
+    assert rows["one layer"]["relative_first"] == 1
+    assert set(rows["full"]["used"]) == set(sizes)
+    assert rows["full"]["deciding"] > 0
+    assert rows["appended"]["computed"] < rows["staircase"]["computed"]
+    assert not any(row["failed"] for row in rows.values())

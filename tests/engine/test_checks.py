@@ -36,6 +36,8 @@ DEADLY = [
     generated(return_logprob=True, logprob_start_len=-5),
     generated(return_logprob=True, top_logprobs_num=10**6),
     generated(return_logprob=True, top_logprobs_num=-1),
+    generated(return_logprob=True, token_ids_logprob=[10**6]),
+    generated(return_logprob=True, token_ids_logprob=[-1]),
     generated(positional_embed_overrides={"a": 1}),
     generated(rid=["a"]), generated(rid=[]),
     generated(sampling_params=[]), generated(sampling_params=[{}]),

@@ -13,6 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient, EngineDraining, RequestRefused
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
+from ..monitoring.board import metric_names
 from .support import GREEDY, generate, prefilled, settled
 
 pytestmark = pytest.mark.anyio
@@ -56,9 +57,9 @@ class Figures:
         return values[0] if values else 0.0
 
 
-async def figures(engine: LocalEngine) -> Figures:
+async def figures(engine: LocalEngine, accepted: str = "*/*") -> Figures:
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answer = await http.get("/metrics")
+        answer = await http.get("/metrics", headers={"Accept": accepted})
     assert answer.status_code == 200
     return Figures(answer.text)
 
@@ -98,6 +99,23 @@ async def test_metrics_say_what_streams_did(
     # One row per route, not one per stream.
     assert used.id not in end.text
     assert 'endpoint="/prompt_streams/{stream_id}/append"' in end.text
+
+
+async def test_the_boards_metrics_are_there(
+    guarded: LocalEngine, allowed: EngineClient, words: Words
+) -> None:
+    """Those of docs/grafana, on any release of SGLang that these tests run on."""
+    text = words(100, 20)
+    opened = await allowed.open_stream(text=text)
+    await prefilled(allowed, opened.id, 99)
+    await generate(allowed, text, 2, opened.id)
+    # As it is shown to people, and as Prometheus asks for it.
+    for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
+        shown = (await figures(guarded, accepted)).text
+        missing = [
+            name for name in metric_names() if not re.search(rf"^{name}\{{", shown, re.MULTILINE)
+        ]
+        assert not missing, accepted
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from .support import GREEDY, generate, kv, prefilled, settled, special_engine
 pytestmark = pytest.mark.anyio
 
 # The share decides whether tokens ride along with decode steps or wait for a forward.
-SHARES = {"riding along": "0.95", "now and then": "0.2", "level by level": "0.95"}
+SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.95"}
 
 
 @pytest.fixture(scope="module", params=SHARES)
@@ -100,3 +100,21 @@ async def test_a_request_passes_a_stream_that_is_being_cut(
     await client.flush_cache()
     assert other == (await generate(client, words(50, 10), 20))[0]
     assert linked == (await generate(client, text + " of", 8))[0]
+
+
+async def test_streams_pause_for_what_they_took(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    """A short stream holds up the next one by its own share, not by a whole chunk's."""
+    filled = 0
+    sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 900, "stream_interval": 1}
+    async with client.generate(text=words(40, 1), sampling=sampling) as deltas:
+        await anext(deltas)
+        for number in range(3):
+            stream = await client.open_stream(text=words(60, 80 + number))
+            async for _ in deltas:
+                if (await client.stream_state(stream.id)).prefilled_tokens > 0:
+                    filled += 1
+                    break
+            await client.delete_stream(stream.id)
+    assert filled == 3

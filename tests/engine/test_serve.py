@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from flashmoa.engine.local import free_port
+
 COMMAND = [sys.executable, "-c", "from flashmoa.cli import main; main()", "serve"]
 
 
@@ -20,12 +22,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def group_members(leader: int) -> list[int]:

@@ -14,11 +14,11 @@ from flashmoa import cli
 from flashmoa.bench import ablation, chunk, handoff, heatmap, neighbours, schedule, stranger
 from flashmoa.bench.arguments import command_line
 from flashmoa.bench.engines import Role, _urls
+from flashmoa.bench.jobs import KINDS, workflows
 from flashmoa.bench.overlap import LINKED, Cell, cell, summarise
 from flashmoa.bench.pipelines import Round, Workload
 from flashmoa.bench.rounds import order
 from flashmoa.bench.stats import gaps, percentile
-from flashmoa.bench.workflows import KINDS, workflows
 from flashmoa.cli import bench
 from flashmoa.engine import EngineError
 

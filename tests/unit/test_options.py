@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from flashmoa_sglang.asyncep import problem
 from flashmoa_sglang.options import Options, add_arguments
 
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    for name in ("SCHEDULE", "INTRA_TURN", "STREAM_SHARE"):
+    for option in fields(Options):
+        name = option.name.upper()
         # Set first, so that what a test's parser sets is undone.
         monkeypatch.setenv(f"FLASHMOA_{name}", "")
         monkeypatch.delenv(f"FLASHMOA_{name}")
@@ -38,6 +43,17 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-intra-turn", "on"),
         ("--flashmoa-stream-share", "0"),
         ("--flashmoa-stream-share", "much"),
+        ("--flashmoa-asyncep", "nvlink"),
+        ("--flashmoa-asyncep-slots", "0"),
+        ("--flashmoa-asyncep-replica", "2/2"),
+        ("--flashmoa-asyncep-replica", "-1/2"),
+        ("--flashmoa-asyncep-replica", "1"),
+        ("--flashmoa-asyncep-group", "two words"),
+        ("--flashmoa-asyncep-group", "a" * 65),
+        ("--flashmoa-asyncep-wait", "0"),
+        ("--flashmoa-saturation", "-1"),
+        ("--flashmoa-saturation", "0.5"),
+        ("--flashmoa-saturation-wait", "61"),
     ],
 )
 def test_bad_values_are_refused_by_name(
@@ -49,3 +65,31 @@ def test_bad_values_are_refused_by_name(
     with pytest.raises(SystemExit):
         parser.parse_args([flag, value])
     assert flag in capsys.readouterr().err
+
+
+def test_a_replica_knows_its_place(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args(["--flashmoa-asyncep-replica", "1/2", "--flashmoa-asyncep", "d2d"])
+    assert Options.from_environment().replica() == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "expected"),
+    [
+        (Options(), {}, None),
+        (Options(asyncep="h2d"), {}, None),
+        (Options(asyncep="h2d"), {"device": "cuda"}, "needs --disable-cuda-graph"),
+        (Options(asyncep="h2d"), {"device": "cuda", "disable_cuda_graph": True}, None),
+        (Options(asyncep="d2d"), {}, "must be RANK/SIZE"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {}, None),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {"device": "cuda"}, "--dwdp-size"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {"dp_size": 2}, "a server for each"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
+    ],
+)
+def test_what_does_not_go_with_asyncep(
+    options: Options, arguments: dict[str, Any], expected: str | None
+) -> None:
+    usual = {"device": "cpu", "disable_cuda_graph": False, "speculative_algorithm": None}
+    usual |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}
+    found = problem(SimpleNamespace(**usual | arguments), options)
+    assert (expected in found) if expected and found else found == expected

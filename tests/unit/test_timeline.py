@@ -6,8 +6,8 @@ from flashmoa.engine import PromptUsage, Span, StreamUse
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 from flashmoa.observe.timeline import draw, lanes
 
-A = {"agent": "A", "engine": "http://a"}
-B = {"agent": "B", "engine": "http://b"}
+A = {"agent": "A", "engine": "http://a", "call_id": "a"}
+B = {"agent": "B", "engine": "http://b", "call_id": "b"}
 USE = StreamUse(id="s", status="hit", prefills=[Span(start=1.0, end=6.0, tokens=500)])
 USAGE = PromptUsage(prompt_tokens=510, completion_tokens=3, prompt_stream=USE)
 EVENTS: list[Event] = [

@@ -13,7 +13,9 @@ from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, Upstre
 from flashmoa.observe.perfetto import perfetto
 from flashmoa.observe.trace import Trace, TraceError, read
 
-from .test_timeline import EVENTS, B
+from .test_timeline import EVENTS
+
+B = {"agent": "B", "engine": "http://b"}
 
 LINK: list[Event] = [
     LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
@@ -27,7 +29,9 @@ RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"
-    path.write_text("what was there before\n")
+    for _ in range(2):  # The first is replaced.
+        trace = Trace(path)
+        trace(LINK[0])
     trace = Trace(path)
     for event in RUN:
         trace(event)
@@ -47,11 +51,20 @@ def test_what_is_written_is_read(file: Path) -> None:
 )
 def test_what_is_no_trace_is_said(file: Path, line: str, capsys: Any) -> None:
     file.write_text(f"{line}\n{file.read_text()}")
-    with pytest.raises(TraceError, match="line 1, is no event of a trace"):
+    with pytest.raises(TraceError, match=r"is no trace, .*; its line 1 is no event"):
         read(file)
     assert command.main([str(file)]) == 1
-    assert "line 1, is no event" in capsys.readouterr().err
+    assert "line 1 is no event" in capsys.readouterr().err
     assert command.main([f"{file}-missing"]) == 1
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_what_is_no_trace_is_not_overwritten(tmp_path: Path) -> None:
+    program = tmp_path / "team.py"
+    program.write_text("print('Hello!')\n")
+    with pytest.raises(ValueError, match="is not overwritten"):
+        Trace(program)
+    assert program.read_text() == "print('Hello!')\n"
 
 
 def test_it_is_shown(file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,0 +1,99 @@
+"""Engines that die, come back and hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.router.baselines import RoundRobin
+
+from .asking import generated, generation, metric, raised
+from .conftest import options, routed
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+
+async def test_an_engine_dies_and_the_other_one_serves(
+    engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
+) -> None:
+    async with routed(options(engine, LocalEngine(0, 9, model), policy=RoundRobin())) as router:
+        # One was never there.
+        await generated(router, words(20, 990))
+    mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
+    try:
+        async with routed(options(mortal, engine, policy=RoundRobin())) as router:
+            answers: list[dict[str, Any]] = []
+
+            async def ask(number: int) -> None:
+                answers.append(await generated(router, words(30, 1000 + number), tokens=200))
+
+            async with anyio.create_task_group() as group:
+                for number in range(4):
+                    group.start_soon(ask, number)
+                await raised(router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"')
+                await mortal.stop()
+            # Those that it had were asked again.
+            assert len(answers) == 4
+            await generated(router, words(30, 1010))
+            up = f'flashmoa_router_engine_up{{engine="{mortal.url}"}}'
+            assert await metric(router, up) == 0
+            # It comes back at its old address, and gets requests again.
+            port = mortal.url.rpartition(":")[2]
+            mortal = await engines.start(
+                model, arguments=["--port", port, "--max-total-tokens", "12000"], wait=False
+            )
+            await raised(router, up)
+            for number in range(2):
+                await generated(router, words(30, 1020 + number))
+            assert await metric(router, up) == 1
+    finally:
+        await mortal.stop()
+
+
+async def test_an_engine_hangs_and_the_other_one_serves(
+    engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
+) -> None:
+    hanging = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
+    up = f'flashmoa_router_engine_up{{engine="{hanging.url}"}}'
+    several = options(hanging, engine, policy=RoundRobin(), hung_seconds=0.5)
+    try:
+        async with routed(several) as router:
+            await raised(router, up)
+            # Until it is its turn.
+            sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'
+            while not await metric(router, sent):
+                await generated(router, words(10, 1072))
+            await generated(router, words(10, 1072))
+            ask, answers, events = generation(words(30, 1070), 2000, stream=True), [], []
+
+            async def begun() -> None:
+                async with router.stream("POST", "/generate", json=ask) as answer:
+                    async for line in answer.aiter_lines():
+                        events.append(line)
+                        if len(events) == 1:
+                            # It accepts connections, and answers none.
+                            os.killpg(hanging.pid, signal.SIGSTOP)
+                            group.start_soon(waiting)
+                            group.start_soon(waiting)
+
+            async def waiting() -> None:
+                answers.append(await generated(router, words(30, 1071)))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(begun)
+            # What had not begun was asked again; what had, ends with an error.
+            assert len(answers) == 2 and answers[0]["text"] == answers[1]["text"]
+            assert "The engine is gone" in "".join(events[-2:])
+            assert await metric(router, up) == 0
+            os.killpg(hanging.pid, signal.SIGCONT)
+            await raised(router, up)
+    finally:
+        await hanging.stop()

@@ -1,0 +1,163 @@
+"""The router over two real engines: what it answers, where it sends, and what it survives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.router.baselines import RoundRobin
+
+from ..engine.support import settled, special_engine
+from .asking import generated, generation, metric
+from .conftest import options, routed
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+
+async def test_answers_are_those_of_the_engines(
+    router: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    text = words(60, 901)
+    async with httpx.AsyncClient(base_url=client.url, timeout=60) as direct:
+        expected = await generated(direct, text, tokens=8)
+        assert (await generated(router, text, tokens=8))["text"] == expected["text"]
+        ask = {
+            "model": "default",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        chats = [
+            (await one.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"]
+            for one in (direct, router)
+        ]
+        assert chats[0] == chats[1]
+        wrong = [await one.post("/generate", json={"text": 3}) for one in (direct, router)]
+        assert wrong[0].status_code == wrong[1].status_code == 400
+    streamed = ""
+    async with router.stream("POST", "/generate", json=generation(text, 8, stream=True)) as answer:
+        pieces = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert pieces[-1] == "[DONE]" and len(pieces) > 3
+    streamed = json.loads(pieces[-2])["text"]
+    assert streamed == expected["text"]
+    info = (await router.get("/flashmoa/info")).json()
+    assert (
+        len(info["kv"]) == 2 and [one["is_up"] for one in info["router"]["engines"]] == [True] * 2
+    )
+    assert info["router"]["engines"][0]["unit"] == "FLOPs"
+    assert (await router.get("/v1/models")).json()["data"]
+    assert (await router.get("/health")).status_code == 200
+
+
+async def test_siblings_go_where_their_prefix_is(router: httpx.AsyncClient, words: Words) -> None:
+    documents = [words(320, 910 + number) for number in range(4)]
+    cached: list[int] = []
+    for number in range(3):
+        for document in documents:
+            answer = await generated(router, f"{document} {words(8, 950 + number)}", tokens=1)
+            cached.append(answer["meta_info"]["cached_tokens"])
+    # The first request about a document computes it, the others do not.
+    assert all(tokens < 100 for tokens in cached[:4])
+    assert all(tokens >= 300 for tokens in cached[4:])
+    sent = await metric(router, "flashmoa_router_prompt_tokens_total")
+    assert sent > 12 * 320
+    assert await metric(router, "flashmoa_router_cached_tokens_total") >= 8 * 300
+    assert await metric(router, "flashmoa_router_engine_load") == 0
+
+
+async def test_a_stream_and_its_request_stay_on_one_engine(
+    engine: LocalEngine, downstream: LocalEngine, words: Words
+) -> None:
+    text, more = words(100, 970), " " + words(50, 971)
+    async with routed(options(engine, downstream, policy=RoundRobin())) as router:
+        async with EngineClient(str(router.base_url)) as client:
+            # An engine's client does not notice that it is a router.
+            assert "prompt_streams" in (await client.info()).capabilities
+            streams = [await client.open_stream(text=text) for _ in range(2)]
+            for stream in streams:
+                await client.append(stream.id, 0, text=more)
+            held = (await router.get("/prompt_streams")).json()["prompt_streams"]
+            assert {stream.id for stream in streams} <= {one["id"] for one in held}
+        # Another router has never heard of them.
+        async with routed(options(engine, downstream)) as other:
+            answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
+            assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
+            gone = await other.delete(f"/prompt_streams/{streams[0].id}")
+            assert gone.status_code == 200
+            unknown = await other.get("/prompt_streams/nobody")
+            assert unknown.status_code == 404
+            assert unknown.json()["error"]["code"] == "unknown_stream"
+
+
+async def test_who_leaves_is_aborted(
+    router: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
+) -> None:
+    text = words(40, 980)
+    async with router.stream(
+        "POST", "/generate", json=generation(text, 4000, stream=True)
+    ) as answer:
+        async for _ in answer.aiter_lines():
+            break
+    with anyio.move_on_after(0.3):
+        await router.post("/generate", json=generation(text, 4000))
+    for one in (engine, downstream):
+        async with EngineClient(one.url) as watching:
+            await settled(watching)
+    assert await metric(router, "flashmoa_router_engine_load{") == 0
+
+
+async def test_a_body_that_is_too_large_is_refused(engine: LocalEngine) -> None:
+    async with routed(options(engine, max_body_bytes=1000)) as router:
+        answer = await router.post("/generate", json=generation("x" * 1000))
+        assert answer.status_code == 413 and "1000 bytes" in answer.text
+
+
+async def test_without_an_engine_the_answer_is_503(model: Path) -> None:
+    async with routed(options(LocalEngine(0, 9, model))) as router:
+        for path in ("/generate", "/render", "/prompt_streams"):
+            answer = await router.post(path, json=generation("hello"))
+            assert answer.status_code == 503 and "no engine answers" in answer.text
+        assert (await router.get("/health")).status_code == 503
+
+
+async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: Words) -> None:
+    async with (
+        special_engine(engines, model, "--is-embedding") as embedder,
+        routed(options(embedder)) as router,
+        httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
+    ):
+        ask = {"model": "default", "input": [words(30, 1060), words(20, 1061)]}
+        told = [(await one.post("/v1/embeddings", json=ask)).json() for one in (direct, router)]
+        assert len(told[0]["data"]) == len(told[1]["data"]) == 2
+        for one, other in zip(told[0]["data"], told[1]["data"], strict=True):
+            # What is in its cache by then is not computed again.
+            assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-3)
+        assert await metric(router, "flashmoa_router_prompt_tokens_total") > 0
+
+
+async def test_a_client_s_api_key_is_passed_on_and_the_router_s_is_not_lent(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    async with (
+        special_engine(engines, model, "--api-key", "secret") as locked,
+        routed(options(locked, api_key="secret")) as router,
+    ):
+        ask = generation(words(40, 1050))
+        for path in ("/generate", "/prefill_only", "/prompt_streams"):
+            assert (await router.post(path, json=ask)).status_code == 401
+        assert (await router.get("/flashmoa/info")).status_code == 401
+        assert (await router.post("/flush_cache")).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        answer = await router.post("/generate", json=ask, headers=key)
+        assert answer.status_code == 200
+        info = (await router.get("/flashmoa/info", headers=key)).json()
+        # It could ask for the engine's settings.
+        assert info["router"]["engines"][0]["saturation"] > 0

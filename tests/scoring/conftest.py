@@ -1,0 +1,61 @@
+"""What answers are compared with: the same model in transformers, in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.scoring import Scorer
+
+Logprobs = Callable[[Sequence[int], Sequence[Sequence[int]]], list[float]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Any:
+    from flashmoa_sglang.cpu import torchvision_ops
+
+    torchvision_ops.allow_mismatched_build()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path, tokenizer: Any) -> Logprobs:
+    """``reference(context, candidates)``: their log-probabilities, from whole forwards."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def logprobs(context: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[float]:
+        if all(len(candidate) == 1 for candidate in candidates):
+            with torch.no_grad():
+                last = loaded(torch.tensor([list(context)])).logits[0, -1].double()
+            return [float(torch.log_softmax(last, -1)[token]) for (token,) in candidates]
+        return [one_by_one(context, candidate) for candidate in candidates]
+
+    def one_by_one(context: Sequence[int], candidate: Sequence[int]) -> float:
+        with torch.no_grad():
+            logits = loaded(torch.tensor([[*context, *candidate]])).logits[0].double()
+        each = torch.log_softmax(logits[len(context) - 1 : -1], -1)
+        return math.fsum(float(row[token]) for row, token in zip(each, candidate, strict=True))
+
+    return logprobs
+
+
+@pytest.fixture
+async def scorer(client: EngineClient) -> Scorer:
+    return Scorer(client)
+
+
+@pytest.fixture
+async def plain_client(plain_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(plain_engine.url, timeout=60) as connected:
+        yield connected

@@ -1,0 +1,134 @@
+"""Files of lines: what is written, what is skipped, and how it goes on after a kill."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from flashmoa.cli.score import main
+from flashmoa.engine.local import LocalEngine
+
+pytestmark = pytest.mark.anyio
+
+LINES, SCORED = 60, 56
+BAD = [21, 41, 51]
+COMMAND = "from flashmoa.cli import main; main()"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_alike(found: Path, expected: Path) -> None:
+    """The same but for the last digits, which depend on what shares a batch."""
+    for one, other in zip(read(found), read(expected), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            is_number = key in ("probabilities", "logprobs", "mass")
+            assert value == (pytest.approx(other[key], abs=1e-4) if is_number else other[key])
+
+
+async def score(engine: LocalEngine, source: Path, out: Path, *more: str) -> int:
+    arguments = [str(source), "--out", str(out), "--engine", engine.url, *more]
+    return await to_thread.run_sync(main, arguments)
+
+
+@pytest.fixture
+def lines(tmp_path: Path, words: Callable[[int, int], str]) -> Path:
+    made: list[str] = []
+    for number in range(LINES):
+        context, line = words(20 + number % 7, number), {"id": f"n{number}"}
+        if number % 4 == 0:
+            line |= {"context": context, "candidates": [" the", " and", " a lake"]}
+        elif number % 4 == 1:
+            line |= {"context": context, "labels": {"yes": " the", "no": " and"}}
+        elif number % 4 == 2:
+            line |= {"messages": [{"role": "user", "content": context}], "options": ["one", "two"]}
+        else:
+            line |= {"context": context, "options": ["one", "two"], "multiple": True}
+        made.append(json.dumps(line))
+    made[20] = "no JSON"
+    made[21] = ""
+    made[40] = json.dumps({"context": "x", "candidates": ["", " a"]})
+    made[50] = json.dumps({"context": words(13000, 1), "candidates": [" a", " the"]})
+    path = tmp_path / "input.jsonl"
+    path.write_text("\n".join(made))
+    return path
+
+
+async def test_killed_and_run_again_it_writes_what_one_run_writes(
+    engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert await score(engine, lines, whole) == 3
+    said = capfd.readouterr().out
+    assert (
+        f"{SCORED} lines scored" in said and " 0 decoded" in said and "3 lines were skipped" in said
+    )
+    records = read(whole)
+    scored = [number for number in range(1, LINES + 1) if number not in (*BAD, 22)]
+    assert [one["line"] for one in records] == scored
+    assert [one["id"] for one in records[:2]] == ["n0", "n1"]
+    assert [one["line"] for one in read(tmp_path / "whole.errors.jsonl")] == BAD
+
+    command = [sys.executable, "-c", COMMAND, "score", str(lines), "--out", str(parts)]
+    command += ["--engine", engine.url, "--concurrency", "1"]
+    async with await anyio.open_process(command) as process:
+        with anyio.fail_after(60):
+            while not parts.exists() or parts.read_bytes().count(b"\n") < 25:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+        process.kill()
+    # As if the kill had come within a write, to either file.
+    written = parts.read_bytes()
+    assert 25 <= written.count(b"\n") < SCORED
+    parts.write_bytes(written[:-20])
+    with (tmp_path / "parts.errors.jsonl").open("a") as report:
+        report.write('{"line": 59, "error": "written by')
+    assert await score(engine, lines, parts) == 3
+    assert "lines already" in capfd.readouterr().out
+    assert_alike(parts, whole)
+    assert_alike(tmp_path / "parts.errors.jsonl", tmp_path / "whole.errors.jsonl")
+    # Complete, there is nothing left to do.
+    before = parts.read_bytes()
+    assert await score(engine, lines, parts) == 3
+    assert parts.read_bytes() == before
+
+
+async def test_a_file_that_is_something_else_is_left_alone(
+    engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    for content, problem in [
+        ("my notes", "no file of scores"),
+        ('{"a": 1}\n', "no file of scores"),
+        ('{"line": 2, "id": "other", "candidates": []}\n', "does not have the scores of"),
+        ('{"line": 999, "candidates": []}\n', "does not have the scores of"),
+    ]:
+        out.write_text(content)
+        assert await score(engine, lines, out) == 1
+        assert problem in capfd.readouterr().err
+        assert out.read_text() == content
+    assert await score(engine, lines, out, "--overwrite") == 3
+    assert len(read(out)) == SCORED
+
+
+async def test_without_an_engine_it_says_so_and_keeps_what_there_is(
+    lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = [str(lines), "--out", str(out), "--engine", "http://127.0.0.1:9"]
+    assert await to_thread.run_sync(main, arguments) == 1
+    assert "cannot be reached" in capfd.readouterr().err
+    assert out.read_bytes() == b""
+    out.unlink()
+    missing = [str(tmp_path / "none.jsonl"), "--out", str(out)]
+    assert await to_thread.run_sync(main, missing) == 1
+    assert "none.jsonl" in capfd.readouterr().err
+    assert not out.exists()

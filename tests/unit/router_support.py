@@ -1,0 +1,42 @@
+"""What the tests of the router's core share: short prompts of small blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from flashmoa.router.blocks import Blocks, token_blocks
+from flashmoa.router.flops import Measure, TokenCount, TrueFlops
+from flashmoa.router.policies import EngineTraits, Policy, Waiting
+from flashmoa.router.prefix_aware import PrefixAware
+
+SIZE = 4
+STEPS = settings(max_examples=50, stateful_step_count=30)
+# Few tokens, so that prompts share prefixes.
+PROMPTS = st.lists(st.integers(0, 1), max_size=20)
+FLOPS = TrueFlops(linear=7, pair=3, window_pair=2, window=5)
+MEASURES: st.SearchStrategy[Measure] = st.sampled_from([TokenCount(), FLOPS])
+
+
+def blocks(tokens: Sequence[int]) -> Blocks:
+    return token_blocks(tokens, SIZE)
+
+
+def prefixes(tokens: Sequence[int]) -> set[tuple[int, ...]]:
+    """Every whole-block prefix."""
+    return {tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)}
+
+
+def policy(engines: int, measure: Measure, limit: int | None, patience: float = 0.0) -> PrefixAware:
+    """As the paper has it, unless there is some patience."""
+    made = PrefixAware(block_tokens=SIZE, patience=patience)
+    for number in range(engines):
+        made.join(f"e{number}", EngineTraits(measure, limit))
+    return made
+
+
+def place(routing: Policy, name: str, prompt: Blocks) -> str | None:
+    """Where a request goes that is alone in the queue."""
+    return routing.route([Waiting(name, prompt)]).get(name)

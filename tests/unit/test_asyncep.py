@@ -1,0 +1,139 @@
+"""Experts in host memory: how they are packed, whose are where, and that layers get their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flashmoa_sglang.asyncep.experts import in_host_memory
+from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+from flashmoa_sglang.asyncep.packing import Packing
+from flashmoa_sglang.asyncep.rotation import Rotation
+from hypothesis import given
+from hypothesis import strategies as st
+
+EXPERTS = 4
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for number in range(draw(st.integers(1, 5))):
+        shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+        order = draw(st.permutations(range(len(shape))))
+        numbers = torch.arange(torch.Size(shape).numel()) % 100
+        found[f"t{number}"] = numbers.reshape(shape).to(dtype).permute(order)
+    return found
+
+
+@given(tensors())
+def test_packed_tensors_are_what_they_were(found: dict[str, torch.Tensor]) -> None:
+    packing = Packing.of(found)
+    memory = torch.zeros(packing.bytes + 64, dtype=torch.uint8)
+    packing.fill(memory, found)
+    views = packing.views(memory.clone())
+    for name, tensor in found.items():
+        assert torch.equal(views[name], tensor)
+        assert views[name].dtype == tensor.dtype
+        # Kernels are chosen by what they were given at first.
+        assert views[name].is_contiguous() == tensor.is_contiguous()
+
+
+def test_a_tensor_with_gaps_is_refused() -> None:
+    with pytest.raises(ValueError, match="w13 is not dense"):
+        Packing.of({"w13": torch.zeros(4, 6)[:, ::2]})
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
+def test_forward_after_forward_nothing_is_missed(layers: int, slots: int, forwards: int) -> None:
+    rotation = Rotation(layers, slots)
+    fetched = 0
+    for layer in list(range(layers)) * forwards:
+        assert rotation.slot(layer) is not None
+        fetched += rotation.done(layer) is not None
+    assert rotation.misses == 0
+    assert fetched == (0 if slots >= layers else forwards * layers)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_layers_are_found_in_whatever_order(layers: int, slots: int, data: st.DataObject) -> None:
+    rotation = Rotation(layers, slots)
+    content = list(rotation.slots)
+    for layer in data.draw(st.lists(st.integers(0, layers - 1), max_size=20)):
+        slot = rotation.slot(layer)
+        if slot is None:
+            slot = rotation.miss(layer)
+            content[slot] = layer
+        assert content[slot] == layer
+        if coming := rotation.done(layer):
+            content[coming[0]] = coming[1]
+        assert content == rotation.slots
+        assert len(set(content)) == len(content) == min(layers, slots)
+
+
+class Layer(torch.nn.Module):
+    """A layer with experts, as far as an offloader looks at it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.num_local_experts = EXPERTS
+        self.w13_weight = torch.nn.Parameter(torch.empty(EXPERTS, 3, 2), requires_grad=False)
+        self.register_buffer("w13_scale", torch.empty(EXPERTS))
+        self.bias = torch.empty(EXPERTS, 2)
+        self.not_by_expert = torch.ones(7)
+        self.number = number
+
+    def load(self) -> None:
+        for value, tensor in enumerate((self.w13_weight.data, self.w13_scale, self.bias)):
+            tensor.fill_(10 * self.number + value)
+
+    def compute(self, times: float) -> list[float]:
+        sums = [t.float().mean().item() for t in (self.w13_weight, self.w13_scale, self.bias)]
+        return [times * one for one in sums]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+def test_every_layer_computes_with_its_own(slots: int) -> None:
+    offloader = ExpertOffloader(Layer, "compute", slots, in_host_memory)
+    blocks = (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(5))
+    layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks)]
+    for layer in layers:
+        layer.load()
+    offloader.post_init()
+    for number in [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 3, 1, 4, 4, 2]:
+        expected = [2 * (10 * number + value) for value in range(3)]
+        assert layers[number].compute(2) == expected
+    one = sum(tensor.nbytes for tensor in offloader._experts[0].tensors().values())
+    memory = offloader.memory()
+    assert memory.layers == 5 and memory.slots == min(slots, 4)
+    assert memory.resident == one
+    assert one * memory.slots <= memory.in_slots == memory.on_host // 4 * memory.slots
+    assert (memory.misses > 0) == (memory.slots < 4)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_forward_is_timed_where_that_was_asked_for(slots: int) -> None:
+    offloader = ExpertOffloader(Layer, "compute", slots, in_host_memory)
+    layers: list[Any] = offloader.wrap_modules(Layer(number) for number in range(4))
+    for layer in layers:
+        layer.load()
+    offloader.post_init()
+    for asked in (True, False):
+        if asked:
+            offloader.time_next(tokens=17)
+        for layer in layers:
+            layer.compute(1)
+        times = offloader.times()
+        assert (times is not None) == asked
+        if times is not None:
+            assert times.tokens == 17
+            assert times.window > 0 and times.transfer > 0
+
+
+def test_a_model_without_experts_is_left_alone() -> None:
+    offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory)
+    assert len(offloader.wrap_modules(iter([torch.nn.Linear(2, 2)]))) == 1
+    offloader.post_init()
+    assert offloader.memory().layers == 0

@@ -1,0 +1,191 @@
+"""Experts divided among replicas: who holds what, how they meet, and what they refuse."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+
+import pytest
+import torch
+from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
+from flashmoa_sglang.asyncep.segments import mapped, sealed
+from flashmoa_sglang.asyncep.sharing import rows, share_with
+from hypothesis import given
+from hypothesis import strategies as st
+
+LAYERS = 4
+EXPERTS = 5
+WAIT = 20.0
+
+
+@pytest.fixture
+def group() -> str:
+    """A name that no other test's replicas have."""
+    return uuid.uuid4().hex
+
+
+class Layer(torch.nn.Module):
+    """A layer with experts, as far as an offloader looks at it; it computes its own weights."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.num_local_experts = EXPERTS
+        weight = torch.rand(EXPERTS, 3, 2, generator=generator)
+        self.w13_weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("w13_scale", torch.rand(EXPERTS, generator=generator))
+        self.zeros = torch.randint(-9, 9, (EXPERTS, 7), generator=generator).to(torch.int8)
+
+    def compute(self) -> list[torch.Tensor]:
+        return [one.clone() for one in (self.w13_weight, self.w13_scale, self.zeros)]
+
+
+def start(stack: ExitStack, replica: Replica, seed: int = 0) -> tuple[ExpertOffloader, list[Layer]]:
+    """A replica of a model, once the others are there."""
+    meeting = stack.enter_context(closing(Meeting(replica)))
+    keep = partial(share_with, replica=replica, meeting=meeting, wait=WAIT)
+    offloader = ExpertOffloader(Layer, "compute", 2, keep)
+    layers = offloader.wrap_modules(Layer(seed + number) for number in range(LAYERS))
+    offloader.post_init()
+    return offloader, layers
+
+
+@given(st.integers(1, 40), st.data())
+def test_every_expert_has_one_holder(count: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, count))
+    shares = [list(range(count))[rows(count, rank, size)] for rank in range(size)]
+    assert [expert for share in shares for expert in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, EXPERTS])
+def test_every_replica_computes_with_all(group: str, size: int) -> None:
+    expected = [Layer(number).compute() for number in range(LAYERS)]
+    with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
+        replicas = [Replica(group, rank, size) for rank in range(size)]
+        started = list(pool.map(partial(start, stack), replicas))
+        for offloader, layers in started:
+            for number in [*range(LAYERS), *range(LAYERS), 2, 1]:
+                for found, right in zip(layers[number].compute(), expected[number], strict=True):
+                    assert torch.equal(found, right)
+            memory = offloader.memory()
+            assert memory.on_host == 0 and memory.slots == 2
+        held = [offloader.memory().share for offloader, _ in started]
+        for share, (offloader, _) in zip(held, started, strict=True):
+            assert offloader.memory().at_peers == sum(held) - share
+
+
+def test_what_others_hold_outlives_them(group: str) -> None:
+    expected = [Layer(number).compute() for number in range(LAYERS)]
+    with ExitStack() as stays, ThreadPoolExecutor(2) as pool:
+        with ExitStack() as ends:
+            first = pool.submit(start, stays, Replica(group, 0, 2))
+            pool.submit(start, ends, Replica(group, 1, 2)).result()
+            _, layers = first.result()
+        for layer, right in zip(layers, expected, strict=True):
+            assert torch.equal(layer.compute()[0], right[0])
+        # It comes again while the first one is at work.
+        _, back = start(stays, Replica(group, 1, 2))
+        assert torch.equal(back[3].compute()[0], expected[3][0])
+
+
+def both(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
+    """What each of two replicas fails with."""
+    with ThreadPoolExecutor(2) as pool:
+        for started in [pool.submit(first), pool.submit(second)]:
+            with pytest.raises(ReplicaError) as failure:
+                started.result()
+            yield str(failure.value)
+
+
+def test_replicas_of_different_models_refuse_each_other(group: str) -> None:
+    with ExitStack() as stack:
+        first = partial(start, stack, Replica(group, 0, 2))
+        second = partial(start, stack, Replica(group, 1, 2), seed=1)
+        for told in both(first, second):
+            assert "have not loaded the same experts" in told
+
+
+def test_replicas_of_groups_of_different_sizes_refuse_each_other(group: str) -> None:
+    with ExitStack() as stack:
+        first = partial(start, stack, Replica(group, 0, 2))
+        second = partial(start, stack, Replica(group, 1, 3))
+        for told in both(first, second):
+            assert "--flashmoa-asyncep-replica must give one number" in told
+
+
+def test_one_that_is_at_work_refuses_others_and_stays(group: str) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        with ExitStack() as ends:
+            first = pool.submit(start, stack, Replica(group, 0, 2))
+            pool.submit(start, ends, Replica(group, 1, 2)).result()
+            first.result()
+        with ExitStack() as ends, pytest.raises(ReplicaError, match="the same experts"):
+            start(ends, Replica(group, 1, 2), seed=1)
+        start(stack, Replica(group, 1, 2))
+
+
+def test_a_place_is_taken_once(group: str) -> None:
+    replica = Replica(group, 0, 2)
+    with closing(Meeting(replica)), pytest.raises(ReplicaError, match="runs already"):
+        Meeting(replica)
+    Meeting(replica).close()
+
+
+def test_nobody_is_waited_for_without_end(group: str) -> None:
+    with closing(Meeting(Replica(group, 0, 2))) as meeting:
+        meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
+        with pytest.raises(ReplicaError, match="waited too long for replica 1"):
+            meeting.take(1, time.monotonic())
+
+
+def test_what_answers_may_be_something_else(group: str) -> None:
+    with closing(Meeting(Replica(group, 0, 2))) as meeting, ExitStack() as stack:
+        meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
+        stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        stranger.bind(Replica(group, 1, 2).address)
+        stranger.listen()
+        asking = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            meeting.take, 1, time.monotonic() + WAIT
+        )
+        with stranger.accept()[0] as asked:
+            asked.recv(4096)
+            asked.send(b"who are you?")
+            with pytest.raises(ReplicaError, match="no replica of this version"):
+                asking.result()
+
+
+def test_fewer_experts_than_replicas_are_refused(group: str) -> None:
+    with ExitStack() as stack, pytest.raises(ReplicaError, match="cannot be shared by 6"):
+        start(stack, Replica(group, 0, EXPERTS + 1))
+
+
+def test_a_sealed_segment_stays_as_it_is() -> None:
+    segment = sealed([torch.arange(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.uint8)])
+    with pytest.raises(PermissionError):
+        os.pwrite(segment, b"other", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment, 1)
+    with pytest.raises(PermissionError):
+        mmap.mmap(segment, 5, access=mmap.ACCESS_WRITE)
+    memory = mapped(segment, 5)
+    with pytest.raises(ValueError, match="5 bytes instead of 6"):
+        mapped(segment, 6)
+    os.close(segment)
+    assert memory.tolist() == [0, 1, 2, 9, 9]
+
+
+def test_a_segment_that_may_change_is_refused() -> None:
+    segment = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(segment, b"share")
+    with pytest.raises(ValueError, match="not sealed"):
+        mapped(segment, 5)
+    os.close(segment)

@@ -1,0 +1,50 @@
+"""What SGLang ends with, as seen in its output, and the sentence that is made of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoa.cli.causes import cause
+
+OUTPUTS = {
+    "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no/such'. Use "
+    "`repo_type` argument if needed.": "neither a folder here nor could it be downloaded",
+    "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't "
+    "find them in the cached files.": "neither a folder here nor could it be downloaded",
+    "ValueError: Unrecognized model in /x/empty. Should have a `model_type` key in its "
+    "config.json.": "/x/empty is no model that it knows",
+    "RuntimeError: Cannot find any model weights with `/x/model`": "/x/model has no weights",
+    "ValueError: Cannot find model module. 'FooForCausalLM' is not a registered model in the "
+    "Transformers library": "architecture FooForCausalLM",
+    "sglang serve: error: unrecognized arguments: --no-such 3": "--no-such 3",
+    "flashmoa-sglang cannot run: SGLang 0.5.20 has no x.y. Tested releases: 0.5.18.": (
+        "flashmoa-sglang cannot run: SGLang 0.5.20 has no x.y"
+    ),
+    "ERROR:    [Errno 98] error while attempting to bind on address": "choose another one",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB": "not enough memory",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't "
+    "allocate memory": "not enough memory",
+    "RuntimeError: Failed to find C compiler. Please specify via CC environment variable.": (
+        "apt-get install gcc"
+    ),
+    "Traceback (most recent call last):\nModuleNotFoundError: No module named 'msgspec'": (
+        "a Python package is missing: No module named 'msgspec'"
+    ),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=OUTPUTS.values())
+def test_known_causes_are_told_in_a_sentence(output: str) -> None:
+    around = f"Traceback (most recent call last):\n  File x, line 1\n{output}"
+    told = cause(
+        f"{around}\n[2026] kill_process_tree called\n" if "msgspec" not in output else output
+    )
+    assert told is not None and OUTPUTS[output] in told
+
+
+def test_others_are_not() -> None:
+    # Written by starts that go well.
+    warned = (
+        "Ignore import error: No module named 'triton'\nModuleNotFoundError: No module named 'x'"
+    )
+    assert cause(f"{warned}\nThe server is fired up and ready to roll!\nAborted") is None

@@ -1,0 +1,65 @@
+"""Without a KV cache: what it needs, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang import kv_free
+
+FINE: dict[str, Any] = {
+    "disable_radix_cache": True,
+    "chunked_prefill_size": -1,
+    "skip_server_warmup": True,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False,
+    "pp_size": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def without_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOA_KV_CACHE", "off")
+
+
+def test_a_server_that_never_reads_kv_again_starts() -> None:
+    kv_free.refuse_unsupported(SimpleNamespace(**FINE))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"disable_radix_cache": False}, "needs --disable-radix-cache."),
+        ({"chunked_prefill_size": 2048}, "needs --chunked-prefill-size -1."),
+        ({"skip_server_warmup": False}, "needs --skip-server-warmup."),
+        ({"disaggregation_mode": "prefill"}, "does not go with --disaggregation-mode."),
+        ({"speculative_algorithm": "EAGLE"}, "does not go with --speculative-algorithm."),
+    ],
+)
+def test_one_that_would_does_not(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SystemExit, match=told):
+        kv_free.refuse_unsupported(SimpleNamespace(**FINE | given))
+
+
+@pytest.mark.parametrize("params", [{"max_new_tokens": 0}, [{"max_new_tokens": 1}] * 2])
+def test_one_forward_is_served(params: Any) -> None:
+    kv_free.check(SimpleNamespace(sampling_params=params))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling_params": None},
+        {"sampling_params": {}},
+        {"sampling_params": {"max_new_tokens": None}},
+        {"sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2}]},
+        {"sampling_params": {"max_new_tokens": 1}, "session_params": {"id": "a"}},
+    ],
+)
+def test_more_than_one_is_refused(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="keeps no KV"):
+        kv_free.check(SimpleNamespace(**fields))
+    monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")
+    kv_free.check(SimpleNamespace(**fields))

@@ -1,0 +1,83 @@
+"""What debaters are told, and what most of them come to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.engine import EngineClient
+from flashmoa.moa import Debate, DebatePrompt, Model
+from flashmoa.moa.debate_prompt import Told
+from flashmoa.moa.vote import vote
+
+QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+def number(answer: str) -> str | None:
+    found = re.findall(r"\d+", answer)
+    return found[-1] if found else None
+
+
+def told(*answers: str) -> list[Told]:
+    return [Told(answer, f"[{answer}]") for answer in answers]
+
+
+def roles(messages: list[dict[str, Any]]) -> list[str]:
+    return [message["role"] for message in messages]
+
+
+def test_a_debater_is_told_its_own_answer_as_its_own() -> None:
+    prompt = DebatePrompt("Others:")
+    assert prompt.messages(QUESTION, 0, []) == QUESTION
+    messages = prompt.messages(QUESTION, 1, [told("three", "four", "five")])
+    assert messages[1:] == [
+        {"role": "assistant", "content": "four"},
+        {"role": "user", "content": "Others:[three][five]"},
+    ]
+    seat = DebatePrompt(together="You are {number}:").seat(1)
+    assert (seat.layout, seat.instruction) == ("question-first", "You are 2:")
+    assert seat.title(3) == prompt.title(3) == "\n\nAnswer of debater 3:\n"
+
+
+def test_what_is_remembered() -> None:
+    rounds = [told("a", "b"), told("c", "d")]
+    whole = DebatePrompt("Others:").messages(QUESTION, 0, rounds)
+    assert roles(whole) == ["user", "assistant", "user", "assistant", "user"]
+    # Each prompt goes on where the one before ended.
+    assert whole[:3] == DebatePrompt("Others:").messages(QUESTION, 0, rounds[:1])
+    last = DebatePrompt("Others:", memory="last").messages(QUESTION, 0, rounds)
+    assert roles(last) == ["user", "assistant", "user"] and last[1]["content"] == "c"
+
+
+def test_most_win_and_the_first_of_equals() -> None:
+    decided = vote(["it is 4", "", "5", "maybe 5", "none"], number)
+    assert decided.ballots == ("4", None, "5", "5", None)
+    assert (decided.winner, decided.count, decided.place) == ("5", 2, 2)
+    tie = vote(["it is 4", "5", "5 or 4", "5"], number)
+    assert (tie.winner, tie.place) == ("4", 0)
+    nothing = vote(["", "well", "?"], number)
+    assert (nothing.winner, nothing.count, nothing.place) == (None, 0, 1)
+    with pytest.raises(ValueError, match="needs an answer"):
+        vote(["", ""], number)
+
+
+@given(st.lists(st.sampled_from(["1", "2", "3", "?"]), min_size=1, max_size=9))
+def test_nobody_has_more_than_the_winner(answers: list[str]) -> None:
+    decided = vote(answers, number)
+    counts = {one: answers.count(one) for one in answers if one != "?"}
+    assert decided.count == max(counts.values(), default=0)
+    if decided.winner is not None:
+        assert decided.count == counts[decided.winner]
+        equals = [one for one in answers if counts.get(one) == decided.count]
+        assert decided.winner == equals[0] == answers[decided.place]
+
+
+def test_what_is_no_debate_is_refused() -> None:
+    one = Model(EngineClient("http://127.0.0.1:9"))
+    for debaters, rounds in (([one], 2), ([one, one], 0)):
+        with pytest.raises(ValueError, match="at least two debaters"):
+            Debate(debaters, rounds, number)

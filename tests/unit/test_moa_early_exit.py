@@ -1,0 +1,110 @@
+"""Algorithm 1 against its letter, in the matrices it is written in."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.moa.early_exit import Answers, EarlyExit, confidence, quality
+from flashmoa.moa.similarity import Embedding, frobenius_cosine, normalised
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def embedding(seed: int, rows: int, columns: int = 12) -> Embedding:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+def as_written(one: Embedding, other: Embedding) -> float:
+    """Lines 1, 2 and 8 with ``hidden x hidden`` matrices."""
+
+    def correlation(states: Embedding) -> np.ndarray:
+        gram = states.T.astype(np.float64) @ states
+        lengths = np.sqrt(np.diag(gram))
+        return gram / np.outer(lengths, lengths)
+
+    u, v = correlation(one), correlation(other)
+    return float(np.trace(u.T @ v) / (np.linalg.norm(u) * np.linalg.norm(v)))
+
+
+@given(SEEDS, SEEDS, st.integers(1, 30), st.integers(1, 30))
+def test_similarity_is_the_papers(a: int, b: int, n: int, m: int) -> None:
+    one, other = embedding(a, n), embedding(b, m)
+    found = frobenius_cosine(normalised(one), normalised(other))
+    assert found == pytest.approx(as_written(one, other), abs=1e-4)
+    assert 0 <= found <= 1
+    assert frobenius_cosine(normalised(one), normalised(one)) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_feature_that_is_always_zero_is_no_error() -> None:
+    empty = normalised(np.zeros((3, 4), dtype=np.float32))
+    assert frobenius_cosine(empty, normalised(embedding(1, 3, 4))) == 0
+
+
+@given(
+    st.lists(st.floats(0.01, 1), min_size=1, max_size=9),
+    st.integers(0, 1000),
+    st.floats(0.1, 1),
+)
+def test_the_score_is_the_papers(confidences: list[float], seed: int, tau: float) -> None:
+    dice = random.Random(seed)
+    count = len(confidences)
+    similar = [[1.0 if i == j else dice.random() for j in range(i + 1)] for i in range(count)]
+    weight = sum(confidences[i] * confidences[j] for i in range(count) for j in range(i + 1))
+    p = sum(
+        confidences[i] * confidences[j] * similar[i][j] for i in range(count) for j in range(i + 1)
+    )
+    p /= weight
+    b = min(1, max(0, 1 - abs(p - tau) / tau))
+    c = math.sqrt(sum(one**2 for one in confidences) / count)
+    below = [row[:-1] for row in similar]
+    found = quality(confidences, below, tau=tau, diagonal=True)
+    assert found.agreement == pytest.approx(p)
+    assert found.score == pytest.approx(math.sqrt(c * b))
+
+
+def test_what_one_answer_is_worth() -> None:
+    alone = quality([0.8], [[]], tau=0.7, diagonal=True)
+    assert alone.agreement == 1 and alone.score == pytest.approx(math.sqrt(0.8 * (1 - 0.3 / 0.7)))
+    assert quality([0.8], [[]], tau=0.7, diagonal=False).score == 0
+    assert quality([0.0, 0.0], [[], [1.0]], tau=0.7, diagonal=False).score == 0
+
+
+def test_confidence() -> None:
+    assert confidence([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
+    assert confidence([]) == 0
+
+
+class ByLength:
+    """Texts of a length are the same text."""
+
+    async def embed(self, text: str) -> Embedding:
+        return embedding(len(text), 5)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("rule", ["sample", "threshold"])
+async def test_it_leaves_when_answers_agree_enough(rule: str) -> None:
+    policy = EarlyExit(ByLength(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
+
+    async def run(texts: list[str], logprob: float) -> list[bool]:
+        answers = Answers(policy, random.Random(policy.seed))
+        return [answers.suffice(await answers.add(text, [logprob])) for text in texts]
+
+    # Sure, and all the same: left as soon as two are there; the first is never enough.
+    assert await run(["aa", "bb", "cc"], 0.0) == [False, True, True]
+    # Unsure beyond doubt.
+    assert await run(["aa", "bb", "cc"], -30.0) == [False, False, False]
+
+
+def test_policies_that_make_no_sense_are_refused() -> None:
+    for wrong in ({"tau": 0}, {"threshold": 2}, {"min_answers": 0}):
+        with pytest.raises(ValueError, match="tau is in"):
+            EarlyExit(ByLength(), **wrong)  # type: ignore[arg-type]
+    published = EarlyExit.as_published(ByLength())
+    assert published.diagonal and published.min_answers == 1

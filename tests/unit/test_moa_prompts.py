@@ -1,0 +1,51 @@
+"""What aggregators are told, and how answers share their room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.moa.prompts import AggregationPrompt
+from flashmoa.moa.shares import fair_shares
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "What is 1 + 1?"},
+]
+
+
+def test_the_usual_layout_has_the_answers_in_the_system_message() -> None:
+    prompt = AggregationPrompt(instruction="Weigh:", heading=" [{number}] ")
+    slots = [f"{prompt.title(number)}{text}" for number, text in ((1, "two"), (2, "{three}"))]
+    first, *rest = prompt.messages(TALK, slots)
+    assert first == {"role": "system", "content": "Be brief.\n\nWeigh: [1] two [2] {three}"}
+    assert rest == TALK[1:]
+    assert prompt.messages("Why?", [])[1] == {"role": "user", "content": "Why?"}
+
+
+def test_question_first_keeps_all_but_the_answers_in_place() -> None:
+    prompt = AggregationPrompt("question-first", "Weigh:", "\n[{number}]", "\nNow you:")
+    system, *talk = prompt.messages(TALK, [prompt.title(1), "two"])
+    assert system["content"] == "Be brief.\n\nWeigh:"
+    assert talk[:-1] == TALK[1:-1]
+    assert talk[-1]["content"] == "What is 1 + 1?\n[1]two\nNow you:"
+
+
+@pytest.mark.parametrize("question", [[], [{"role": "assistant", "content": "Hello!"}], TALK[:1]])
+def test_what_asks_nothing_is_refused(question: list[dict[str, str]]) -> None:
+    with pytest.raises(ValueError, match="last message"):
+        AggregationPrompt().messages(question, [])
+
+
+@given(st.lists(st.integers(0, 50), max_size=9), st.integers(-5, 300))
+def test_shares_are_fair(lengths: list[int], room: int) -> None:
+    shares = fair_shares(lengths, room)
+    assert sum(shares) <= max(0, room)
+    assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))
+    cut = [share for share, length in zip(shares, lengths, strict=True) if share < length]
+    if cut:
+        # Whoever is cut has as much as anybody, but for what cannot be divided.
+        assert max(shares) - min(cut) <= 1 and sum(shares) == max(0, room)

@@ -1,0 +1,56 @@
+"""Who reads whom."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.moa.topology import Topology
+
+
+def test_the_papers_settings() -> None:
+    tree, dense = Topology.parse("9-3-1"), Topology.parse("9x9x1")
+    assert tree.widths == (9, 3, 1) and dense.widths == (9, 9, 1)
+    assert tree.layers[1] == ((0, 1, 2), (3, 4, 5), (6, 7, 8)) and tree.layers[2] == ((0, 1, 2),)
+    assert set(dense.layers[1]) == {tuple(range(9))}
+    assert tree.readers(0, 4) == (1,) and dense.readers(0, 4) == tuple(range(9))
+    assert tree.readers(1, 2) == (0,) and tree.readers(2, 0) == ()
+
+
+def test_clusters_of_mixed_sizes() -> None:
+    mixed = Topology.clusters([4, 3, 2], [3])
+    assert mixed.layers[1] == ((0, 1, 2, 3), (4, 5, 6), (7, 8)) and mixed.widths == (9, 3, 1)
+    assert Topology.tree(5, 2, 1).layers[1] == ((0, 1, 2), (3, 4))
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_in_a_tree_everybody_is_read_once(widths: list[int]) -> None:
+    tree = Topology.tree(*sorted(widths, reverse=True), 1)
+    for number in range(len(tree.layers) - 1):
+        readers = [tree.readers(number, place) for place in range(tree.widths[number])]
+        assert all(len(one) == 1 for one in readers)
+        assert readers == sorted(readers)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (((), ()),),
+        (((), ()), ((0, 1), (0, 1))),
+        (((), (0,)), ((0, 1),)),
+        (((), ()), ((0,),)),
+        (((), ()), ((0, 0),)),
+        (((), ()), ((0, 2),)),
+        (((), ()), ((),)),
+    ],
+)
+def test_what_is_no_topology_is_refused(layers: tuple[tuple[tuple[int, ...], ...], ...]) -> None:
+    with pytest.raises(ValueError, match=r"layer|read"):
+        Topology(layers)
+
+
+@pytest.mark.parametrize("text", ["", "9", "9-3-", "9-3x1", "3-9-1", "9-3-2", "0-1", "a-b"])
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Topology.parse(text)

@@ -1,0 +1,132 @@
+"""From how many tokens on transfers are hidden, and that nobody waits for so many for long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from flashmoa_sglang.http.calibration import _waits_for
+from flashmoa_sglang.saturation import MARGIN, LayerTimes, Saturation, saturation
+from flashmoa_sglang.scheduler.gathering import Gathering
+from hypothesis import given
+from hypothesis import strategies as st
+
+LARGEST = 8192
+TIMES = st.lists(
+    st.builds(
+        LayerTimes,
+        tokens=st.integers(1, 5000),
+        window=st.floats(1e-6, 0.1),
+        transfer=st.floats(1e-6, 1.0),
+    ),
+    min_size=2,
+    max_size=8,
+    unique_by=lambda times: times.tokens,
+)
+
+
+def test_a_layer_of_so_many_tokens_computes_for_as_long_as_a_transfer_takes() -> None:
+    # 1 ms and 1 us for each token; the slower of two rounds is noise.
+    layers = [LayerTimes(n, 1e-3 + 1e-6 * n, 10e-3) for n in (1, 1000, 4000)]
+    layers += [LayerTimes(4000, 1.0, 12e-3)]
+    found = saturation(layers, LARGEST)
+    assert found is not None and found.tokens is not None
+    assert found.tokens == pytest.approx((MARGIN * 10e-3 - 1e-3) / 1e-6, abs=2)
+    assert found.transfer == 10e-3 and found.largest_forward == LARGEST
+
+
+@given(TIMES)
+def test_from_there_on_and_not_before(layers: list[LayerTimes]) -> None:
+    found = saturation(layers, LARGEST)
+    assert found is not None
+    needed = MARGIN * min(times.transfer for times in layers)
+    for tokens, window in found.windows:
+        if found.tokens is None or tokens < found.tokens - 1:
+            assert window <= needed + 1e-9
+        if found.tokens is not None and tokens > found.tokens:
+            assert window > needed - 1e-9
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [[], [LayerTimes(5, 0.1, 0.1)] * 3, [LayerTimes(5, 0.1, 0.0), LayerTimes(9, 0.1, 0.0)]],
+)
+def test_too_little_was_measured(layers: list[LayerTimes]) -> None:
+    assert saturation(layers, LARGEST) is None
+
+
+def test_layers_that_never_take_longer_never_hide_anything() -> None:
+    found = saturation([LayerTimes(1, 1e-3, 5e-3), LayerTimes(4096, 1e-3, 5e-3)], LARGEST)
+    assert found is not None and found.tokens is None
+
+
+@pytest.mark.parametrize(
+    ("pinned", "wait", "measured", "expected"),
+    [
+        ("0", "0.2", 4000, 4000),
+        ("0", "0.2", LARGEST + 1, None),
+        ("0", "0.2", None, None),
+        ("0", "0", 4000, None),
+        ("500", "0.2", LARGEST + 1, 500),
+        ("9000", "0.2", 4000, None),
+    ],
+)
+def test_what_prefills_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pinned: str,
+    wait: str,
+    measured: int | None,
+    expected: int | None,
+) -> None:
+    monkeypatch.setenv("FLASHMOA_SATURATION", pinned)
+    monkeypatch.setenv("FLASHMOA_SATURATION_WAIT", wait)
+    caplog.set_level("INFO")
+    assert _waits_for(Saturation(measured, LARGEST, 0.1, ()), LARGEST) == expected
+    assert ("not held back" in caplog.text) == (expected is None and wait != "0")
+
+
+def test_engines_with_all_experts_on_the_device_do_not_wait() -> None:
+    assert _waits_for(None, LARGEST) is None
+
+
+ARRIVALS = st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=60)
+PATIENCE, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
+
+
+@given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * PATIENCE]))
+def test_nobody_waits_for_long_and_nobody_where_there_is_enough(
+    arrivals: list[list[int]], taken: int, step: float
+) -> None:
+    gathering = Gathering(ENOUGH, PATIENCE)
+    queue: dict[str, int] = {}
+    waited: dict[str, float] = {}
+    for number, coming in enumerate(arrivals):
+        queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(coming)}
+        tokens = sum(queue.values())
+        if gathering.holds(list(queue), tokens, ROOM, step):
+            assert 0 < tokens < ENOUGH and len(queue) < ROOM
+            for rid in queue:
+                waited[rid] = waited.get(rid, 0.0) + step
+                assert waited[rid] <= PATIENCE + 1e-9
+        else:
+            for rid in list(queue)[:taken]:
+                del queue[rid]
+
+
+def steps_alone(gathering: Gathering, rid: str, queue: Sequence[str] = ()) -> int:
+    """In how many steps a request is held back."""
+    steps = 0
+    while gathering.holds([rid, *queue], 10, ROOM, STEP):
+        steps += 1
+    return steps
+
+
+def test_a_lone_request_goes_after_a_while_and_the_next_one_waits_anew() -> None:
+    gathering = Gathering(ENOUGH, PATIENCE)
+    assert steps_alone(gathering, "a") == pytest.approx(PATIENCE / STEP, abs=1)
+    # It found no room: it has waited already, whoever comes.
+    assert steps_alone(gathering, "a", ["b"]) == 0
+    assert steps_alone(gathering, "b") == pytest.approx(PATIENCE / STEP, abs=1)
+    assert not gathering.holds([], 0, ROOM, STEP)
+    assert gathering._held == {}

@@ -1,0 +1,216 @@
+"""The pure parts of scoring: shares, letters, questions, lines, and the window they pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.engine import BadAnswer, EngineDraining
+from flashmoa.engine.logprobs import Generated
+from flashmoa.scoring import PrefillUsage, Scores
+from flashmoa.scoring.bulk import batches
+from flashmoa.scoring.contexts import asked, kind_of, lettered
+from flashmoa.scoring.distribution import letters, mass, shares
+from flashmoa.scoring.lines import BadLine, Line, record
+from flashmoa.scoring.window import Window
+
+LINES = 200_000
+logprobs = st.lists(
+    st.floats(max_value=0, min_value=-2000) | st.just(-math.inf), min_size=1, max_size=30
+)
+
+
+@given(logprobs)
+def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None:
+    found = shares(values)
+    assert len(found) == len(values)
+    assert math.isclose(sum(found), 1, rel_tol=1e-9)
+    assert all(0 <= one <= 1 for one in found)
+    ordered = sorted(zip(values, found, strict=True))
+    assert [share for _, share in ordered] == sorted(found)
+
+
+@given(logprobs, st.floats(min_value=-500, max_value=0))
+def test_shares_do_not_depend_on_what_else_there_is(values: list[float], less: float) -> None:
+    assert shares([one + less for one in values]) == pytest.approx(shares(values), abs=1e-9)
+
+
+@given(logprobs)
+def test_mass_is_what_shares_are_of(values: list[float]) -> None:
+    total = mass(values)
+    assert total >= 0
+    if total > 1e-300:
+        expected = [math.exp(one) for one in values]
+        assert [share * total for share in shares(values)] == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(min_value=1, max_value=26))
+def test_every_option_has_a_letter_of_its_own(count: int) -> None:
+    found = letters(count)
+    assert len(set(found)) == count == len(found)
+    question = lettered([f"option {number}" for number in range(count)], "Which?")
+    assert question.splitlines()[-2] == f"{found[-1]}. option {count - 1}"
+
+
+@pytest.mark.parametrize("count", [0, 27])
+def test_there_are_not_more_letters(count: int) -> None:
+    with pytest.raises(ValueError, match=f"not for {count}"):
+        letters(count)
+
+
+def test_a_question_goes_where_the_user_speaks() -> None:
+    assert asked("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
+    user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
+    added = {"role": "user", "content": "Which?"}
+    assert asked([user], "Which?") == [{"role": "user", "content": "Hello\n\nWhich?"}]
+    assert asked([user, model], "Which?") == [user, model, added]
+    assert asked([{"role": "user", "content": None}], "Which?") == [added]
+    parts = [{"type": "text", "text": "Hello"}]
+    (found,) = asked([{"role": "user", "content": parts}], "Which?")
+    assert found["content"] == [*parts, {"type": "text", "text": "\n\nWhich?"}]
+    assert user["content"] == "Hello" and len(parts) == 1
+
+
+def test_what_a_context_is() -> None:
+    assert [kind_of(one) for one in ("x", [1], [{"role": "user"}])] == [
+        "text",
+        "tokens",
+        "messages",
+    ]
+    for wrong in ([], [True], [1, "x"], [None]):
+        with pytest.raises(ValueError, match="none is empty"):
+            kind_of(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("[]", "line: Input should be an object"),
+        ("{", "line: Invalid JSON"),
+        ('{"context": "x"}', "exactly one of candidates, labels, options; got none"),
+        ('{"candidates": ["a"]}', "exactly one of context, messages"),
+        ('{"context": "x", "messages": [], "labels": []}', r"got \['context', 'messages'\]"),
+        ('{"context": "x", "candidates": [1]}', "candidates.0"),
+        ('{"context": "x", "candidates": ["a"], "multiple": true}', "goes with options"),
+        ('{"context": "x", "labels": ["a"], "length_normalised": true}', "goes with candidates"),
+        ('{"context": "x", "labels": ["a"], "label": 1}', "label: Extra inputs"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(line: str, problem: str) -> None:
+    with pytest.raises(BadLine, match=problem):
+        Line.read(line.encode())
+
+
+def test_a_record_is_json_whatever_the_model_thinks() -> None:
+    line = Line.read(b'{"id": 7, "context": "x", "candidates": ["a", "b"]}')
+    scores = Scores.of(["a", "b"], [-0.1234567891, -math.inf], None, PrefillUsage())
+    written = json.loads(json.dumps(record(3, line, scores), allow_nan=False))
+    assert written["line"] == 3 and written["id"] == 7 and written["best"] == "a"
+    assert written["logprobs"] == [-0.123457, None]
+    assert written["probabilities"] == [1.0, 0.0]
+
+
+def told(**meta: Any) -> Generated:
+    usage = {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 2}
+    return Generated(meta_info={**usage, "finish_reason": {"type": "length"}, **meta})
+
+
+def test_an_engines_log_probabilities_are_read_by_token() -> None:
+    answer = told(output_token_ids_logprobs=[[[-2.5, 7, None], [None, 5, None]]])
+    assert answer.logprobs([5, 7], []).tokens == [-math.inf, -2.5]
+    answer = told(input_token_logprobs=[[None, 1, None], [-1.0, 8, None], [-0.5, 9, None]])
+    found = answer.logprobs([], [8, 9])
+    assert found.continuation == [-1.0, -0.5] and found.usage.cached_tokens == 2
+
+
+def test_answers_that_are_none_are_errors() -> None:
+    for wrong in (told(), told(output_token_ids_logprobs=[[[-2.5, 7, None]]])):
+        with pytest.raises(BadAnswer, match="no log-probabilities"):
+            wrong.logprobs([5], [])
+    with pytest.raises(BadAnswer, match="of other tokens"):
+        told(input_token_logprobs=[[None, 1, None], [-1.0, 6, None]]).logprobs([], [8])
+    reason = {"type": "abort", "message": "The queue is full.", "status_code": 503}
+    with pytest.raises(EngineDraining, match="queue is full"):
+        told(finish_reason=reason).logprobs([5], [])
+
+
+@pytest.mark.anyio
+async def test_results_come_in_order_and_only_so_many_are_ahead() -> None:
+    dice = random.Random(3)
+    under_way, most, written = 0, 0, list[int]()
+    taken = 0
+
+    async def some() -> AsyncIterator[list[int]]:
+        for start in range(0, 300, 7):
+            yield list(range(start, min(300, start + 7)))
+
+    async def work(item: int) -> int:
+        nonlocal under_way, most, taken
+        taken += 1
+        assert taken - len(written) <= 16
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(dice.randrange(20) if item % 50 else 60):
+            await anyio.lowlevel.checkpoint()
+        under_way -= 1
+        return item
+
+    await Window(some(), work, written.extend, workers=8, ahead=16).run()
+    assert written == list(range(300))
+    assert most == 8
+
+
+@pytest.mark.anyio
+async def test_what_goes_wrong_stops_everything_and_is_raised_as_it_is() -> None:
+    written: list[int] = []
+
+    async def some() -> AsyncIterator[list[int]]:
+        yield list(range(10))
+
+    async def work(item: int) -> int:
+        if item == 4:
+            raise ConnectionError("gone")
+        if item > 4:
+            await anyio.sleep_forever()
+        return item
+
+    with pytest.raises(ConnectionError, match="gone"):
+        await Window(some(), work, written.extend, workers=8, ahead=8).run()
+    assert written == list(range(4))
+
+
+@pytest.mark.anyio
+async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    source = tmp_path / "lines.jsonl"
+    text = json.dumps({"context": "Is it good?" * 4, "candidates": [" yes", " no"]})
+    source.write_text(f"{text}\n" * LINES)
+    count = 0
+
+    async def work(raw: object) -> int:
+        return 1
+
+    def write(results: Sequence[int]) -> None:
+        nonlocal count
+        count += len(results)
+        # What grows with the lines grows with the last quarter of them; tracing is slow.
+        if count >= LINES * 3 / 4 and not tracemalloc.is_tracing():
+            tracemalloc.start()
+
+    try:
+        await Window(batches(source, 1000), work, write, workers=32, ahead=256).run()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == LINES - 1000
+    assert source.stat().st_size > 15_000_000
+    assert 0 < peak < 2_000_000

@@ -1,0 +1,70 @@
+"""A chain of Microsoft Agent Framework agents, linked: planner -> local -> summary.
+
+python examples/agent_framework_chain.py [--engine http://HOST:30000 --model NAME]
+"""
+
+from __future__ import annotations
+
+import anyio
+from agent_framework import Agent, Workflow
+from agent_framework.orchestrations import SequentialBuilder
+from cpu_engine import GUIDE, arguments, engine
+
+from flashmoa.agent_framework import FlashMoAChatClient, link
+from flashmoa.observe import Listener, ignore
+from flashmoa.observe.events import CallFinished
+
+TASK = "Plan three days in Nepal for two people who like walking and food."
+ROLES = {
+    "planner": "You propose a day by day plan, based on the guide above.",
+    "local": "You improve the plan with places and activities from the guide.",
+    "summary": "You merge the plan and every remark into one final plan.",
+}
+
+
+def chain(client: FlashMoAChatClient) -> Workflow:
+    guide = GUIDE.read_text()[:4000]
+    agents = [
+        Agent(
+            client,
+            f"{guide}\n\n{role}",
+            name=name,
+            default_options={"temperature": 0, "max_tokens": 64},
+        )
+        for name, role in ROLES.items()
+    ]
+    return SequentialBuilder(participants=agents, output_from="all").build()
+
+
+async def run(client: FlashMoAChatClient, linked: bool, listener: Listener = ignore) -> list[str]:
+    """What the agents said."""
+    workflow = chain(client)
+    if linked:
+        link(workflow, listener=listener)  # The one line.
+    result = await workflow.run(TASK)
+    return [output.text for output in result.get_outputs()]
+
+
+async def main() -> None:
+    given = arguments(__doc__)
+
+    def show(event: object) -> None:
+        if isinstance(event, CallFinished) and event.usage is not None:
+            usage = event.usage
+            found = usage.prompt_stream.status if usage.prompt_stream is not None else "no link"
+            print(
+                f"{event.agent}: {found}, {usage.streamed_tokens or 0} of {usage.prompt_tokens} "
+                f"prompt tokens computed ahead, {usage.late_tokens} left\n  {event.text!r}"
+            )
+
+    async with (
+        engine(given.engine) as url,
+        FlashMoAChatClient(given.model, base_url=url) as client,
+    ):
+        texts = await run(client, linked=True, listener=show)
+        same = await run(client, linked=False)
+    print("The same unlinked:", same == texts)
+
+
+if __name__ == "__main__":
+    anyio.run(main)

@@ -1,0 +1,113 @@
+"""A LangGraph graph, linked: draft -> review -> summary, each one's model called by ChatOpenAI.
+
+What a node writes streams into the prompts of the nodes that will read it.
+
+    python examples/langgraph_chain.py [--engine http://HOST:30000 --model NAME]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypedDict
+
+import anyio
+from cpu_engine import GUIDE, arguments, engine
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, StateGraph
+
+from flashmoa import EngineClient, Expected, Text, Workflow
+
+TASK = "Plan three days in Nepal for two people who like walking and food."
+
+
+class State(TypedDict, total=False):
+    """What the nodes know: the task, and what each of them wrote."""
+
+    task: str
+    draft: str
+    review: str
+    summary: str
+
+
+Messages = list[dict[str, str]]
+
+
+def asks(role: str, question: str) -> Messages:
+    system = f"{GUIDE.read_text()[:4000]}\n\nYou {role}."
+    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+
+# What each node asks, made from the state when its turn comes.
+PROMPTS: dict[str, Callable[[State], Messages]] = {
+    "draft": lambda state: asks("propose plans", state["task"]),
+    "review": lambda state: asks("check plans", f"Check this plan:\n{state['draft']}"),
+    "summary": lambda state: asks(
+        "summarise", f"Plan:\n{state['draft']}\n\nRemarks:\n{state['review']}\n\nSum it up."
+    ),
+}
+
+
+class LinkedGraph:
+    """The graph. ``flow``: what links its nodes; ``None`` leaves them unlinked."""
+
+    def __init__(self, model: ChatOpenAI, flow: Workflow | None) -> None:
+        self._model = model
+        self._flow = flow
+        self._texts: dict[str, Text] = {}
+        self._expected: dict[str, Expected] = {}
+        graph = StateGraph(State)
+        for name in PROMPTS:
+            graph.add_node(name, self._node(name))
+        for before, after in zip([START, *PROMPTS], PROMPTS, strict=False):
+            graph.add_edge(before, after)
+        self._graph = graph.compile()
+
+    async def run(self, task: str) -> State:
+        """What the nodes wrote."""
+        if self._flow is not None:
+            # The prompts of a state whose texts are still to be written.
+            self._texts = {name: self._flow.text(name) for name in PROMPTS}
+            future: Any = {"task": task} | {name: f"{text}" for name, text in self._texts.items()}
+            for name in ("review", "summary"):
+                self._expected[name] = await self._flow.expect(PROMPTS[name](future), name=name)
+        return await self._graph.ainvoke({"task": task})
+
+    def _node(self, name: str) -> Any:
+        async def node(state: State) -> State:
+            expected, text = self._expected.get(name), self._texts.get(name)
+            body = expected.take_over() if expected is not None else {}
+            pieces: list[str] = []
+            with text or nullcontext():
+                async for chunk in self._model.astream(PROMPTS[name](state), extra_body=body):
+                    pieces.append(str(chunk.content))
+                    if text is not None:
+                        text.write(pieces[-1])
+            return {name: "".join(pieces)}  # type: ignore[return-value]
+
+        return node
+
+
+def chat(url: str, model: str) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=model,
+        base_url=f"{url}/v1",
+        api_key="none",  # type: ignore[arg-type]
+        temperature=0,
+        max_completion_tokens=64,
+    )
+
+
+async def main() -> None:
+    given = arguments(__doc__)
+    async with engine(given.engine) as url, EngineClient(url) as client:
+        model = chat(client.url, given.model)
+        async with Workflow(client, listener=print) as flow:
+            state = await LinkedGraph(model, flow).run(TASK)
+        same = await LinkedGraph(model, None).run(TASK)
+    print(state["summary"])
+    print("The same unlinked:", same == state)
+
+
+if __name__ == "__main__":
+    anyio.run(main)

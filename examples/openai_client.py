@@ -1,0 +1,86 @@
+"""Two calls of OpenAI's client, linked: a draft, and a review whose prompt is prefilled meanwhile.
+
+python examples/openai_client.py [--engine http://HOST:30000 --model NAME]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from cpu_engine import GUIDE, arguments, engine
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion
+
+from flashmoa import EngineClient, Text, Workflow
+
+SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
+
+
+def draft_prompt() -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Draft a plan for three days in Nepal."}]
+
+
+def review_prompt(draft: Text | str) -> list[dict[str, Any]]:
+    guide = GUIDE.read_text()
+    return [
+        {"role": "system", "content": f"{guide}\n\nYou check plans against this guide."},
+        {"role": "user", "content": f"Check this plan:\n{draft}"},
+    ]
+
+
+async def linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatCompletion:
+    """The review of a draft, linked to it."""
+    async with Workflow(engine) as flow:
+        draft = flow.text("draft")
+        review = await flow.expect(review_prompt(draft))
+        chunks = await openai.chat.completions.create(
+            model=model,
+            messages=draft_prompt(),  # type: ignore[arg-type]
+            stream=True,
+            **SETTINGS,
+        )
+        with draft:
+            async for chunk in chunks:
+                if chunk.choices:
+                    draft.write(chunk.choices[0].delta.content or "")
+        return await openai.chat.completions.create(
+            model=model,
+            messages=await review.messages(),  # type: ignore[arg-type]
+            extra_body=review.take_over(),
+            **SETTINGS,
+        )
+
+
+async def unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
+    """The same without FlashMoA."""
+    draft = await openai.chat.completions.create(
+        model=model,
+        messages=draft_prompt(),  # type: ignore[arg-type]
+        **SETTINGS,
+    )
+    return await openai.chat.completions.create(
+        model=model,
+        messages=review_prompt(draft.choices[0].message.content or ""),  # type: ignore[arg-type]
+        **SETTINGS,
+    )
+
+
+async def main() -> None:
+    given = arguments(__doc__)
+    async with (
+        engine(given.engine) as url,
+        EngineClient(url) as client,
+        AsyncOpenAI(base_url=f"{client.url}/v1", api_key="none") as openai,
+    ):
+        review = await linked(openai, client, given.model)
+        print(review.choices[0].message.content)
+        print(review.usage and review.usage.model_dump_json(indent=2))
+        same = await unlinked(openai, given.model)
+    print(
+        "The same unlinked:", same.choices[0].message.content == review.choices[0].message.content
+    )
+
+
+if __name__ == "__main__":
+    anyio.run(main)

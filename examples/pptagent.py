@@ -1,0 +1,159 @@
+"""From a paper to slides: one outline, twelve writers at once, a .pptx at the end; linked.
+
+An analyst on engine A reads a paper and writes an outline of twelve slides. Twelve writers on
+engine B, which share their instructions and the paper, write a slide each, while a designer on
+engine A chooses the slides' layouts. (FlashAgents §6.3; there the analyst and the designer are
+vision models.) It is written with the plain API, without an agent framework. Linked, engine B
+reads the paper once, while the analyst is still at it, and each point of the outline as it is
+written.
+
+Without arguments this starts two tiny models on this machine's CPU. On your own engines:
+
+    python examples/pptagent.py --engine-a http://HOST:30000 --model-a NAME \\
+                                --engine-b http://HOST:30001 --model-b NAME
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pptx import Presentation
+from rich.console import Console
+
+from flashmoa import Answer, EngineClient, Text, Workflow
+from flashmoa.bench.duo import duo, duo_arguments, run_program
+from flashmoa.observe import Event
+from flashmoa.observe.timeline import draw, lanes
+
+PAPER = Path(__file__).parent / "papers" / "handoffs.md"
+DOCUMENTS = [PAPER]
+SLIDES = 12
+LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
+
+ANALYST = f"You read papers and outline talks. The outline has {SLIDES} lines, one for each slide."
+WRITER = "You write slides of a talk about the paper above: a heading, then three points."
+DESIGNER = f"You choose the layout of each slide of a talk: {', '.join(LAYOUTS)}."
+
+# Any model keeps to the form; an untrained one, too.
+_NUMBER = re.compile(r"\d+\. ")
+_LINE = r"[^\x00-\x1f]{12,40}"
+_OUTLINE = "".join(rf"{number}\. {_LINE}\n" for number in range(1, SLIDES + 1))
+_SLIDE = rf"# [^\x00-\x1f]{{10,30}}\n(- {_LINE}\n){{3}}"
+_CHOICES = "".join(rf"{number}\. ({'|'.join(LAYOUTS)})\n" for number in range(1, SLIDES + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Deck:
+    """What the agents wrote: the outline's points, a slide for each, and its layout."""
+
+    points: tuple[str, ...]
+    slides: tuple[str, ...]
+    layouts: tuple[str, ...]
+
+    def save(self, path: Path) -> None:
+        """As PowerPoint has it."""
+        presentation = Presentation()
+        known = {layout.name: layout for layout in presentation.slide_layouts}
+        for text, layout in zip(self.slides, self.layouts, strict=True):
+            heading, *points = text.splitlines()
+            slide = presentation.slides.add_slide(known[layout])
+            slide.shapes.title.text = heading.removeprefix("# ")
+            body = slide.placeholders[1].text_frame
+            body.text = "\n".join(point.removeprefix("- ") for point in points)
+        presentation.save(str(path))
+
+
+async def present(
+    flow: Workflow, analyst: EngineClient, writer: EngineClient, *, topic: str, eager: bool = False
+) -> Deck:
+    """One talk.
+
+    Args:
+        eager: whether a writer begins when its point is complete, or, as all frameworks do it,
+            when the outline is.
+    """
+    paper = PAPER.read_text()
+    outline = flow.ask(
+        _asked(f"{paper}\n\n{ANALYST}", f"Outline a talk {topic}."),
+        engine=analyst,
+        name="analyst",
+        **_greedy(_OUTLINE, 900),
+    )
+    points = [flow.text(f"point {number}") for number in range(1, SLIDES + 1)]
+    slides = [
+        flow.ask(
+            _asked(f"{paper}\n\n{WRITER}", f"Write the slide about this point: {point}"),
+            engine=writer,
+            name=f"slide {number}",
+            **_greedy(_SLIDE, 300),
+        )
+        for number, point in enumerate(points, 1)
+    ]
+    layouts = flow.ask(
+        _asked(DESIGNER, f"The outline:\n{outline}"),
+        engine=analyst,
+        name="designer",
+        **_greedy(_CHOICES, 400),
+    )
+    await _split(outline, points, eager=eager)
+    return Deck(
+        points=tuple([await point for point in points]),
+        slides=tuple([await slide for slide in slides]),
+        layouts=tuple(line.split(". ", 1)[1] for line in (await layouts).splitlines()),
+    )
+
+
+def _asked(system: str, task: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": task}]
+
+
+def _greedy(form: str, tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens, "regex": form}
+
+
+async def _split(outline: Answer, points: Sequence[Text], *, eager: bool) -> None:
+    """Every line of the outline into its point as it is written, without its number."""
+    waiting, line = iter(points), ""
+    point = next(waiting)
+    async for piece in outline:
+        *ended, line = (line + piece).split("\n")
+        for one in ended:
+            _add(point, one)
+            if eager:
+                point.close()
+            point = next(waiting, point)
+        _add(point, line)
+    for point in points:
+        point.close()
+
+
+def _add(point: Text, line: str) -> None:
+    """What of its line a point does not have yet."""
+    number = _NUMBER.match(line)
+    if number is not None:
+        point.write(line[number.end() :].removeprefix(point.written))
+
+
+async def main() -> None:
+    parser = duo_arguments(__doc__, tokens=0)
+    parser.add_argument("--out", type=Path, default=Path("slides.pptx"))
+    arguments = parser.parse_args()
+    console = Console()
+    events: list[Event] = []
+    async with (
+        duo(arguments, DOCUMENTS, console) as (small, large),
+        Workflow(small.engine, listener=events.append) as flow,
+    ):
+        with console.status("writing slides"):
+            deck = await present(flow, small.engine, large.engine, topic="for engineers")
+    console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
+    deck.save(arguments.out)
+    console.print(f"{len(deck.slides)} slides: {arguments.out}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -175,18 +175,27 @@ class _Router:
         return Response(status_code=499)  # To nobody.
 
     async def _route(self, _request: Request, call: Call) -> Response:
-        """Where the policy says; once more if that engine is lost before it answers."""
+        """Where the policy says; elsewhere if that engine is lost before it answers."""
         body = json_object(call.body)
         if (at := await self._engine_of_stream(body, call)) is not None:
             try:
                 return await self._send(call, at)
             except EngineLost:
                 at = None  # The stream was a hint; the request has its whole prompt.
-        try:
-            return await self._place(body, call)
-        except EngineLost:
-            # Once: a request that ends engines must not end all of them.
-            return await self._place(body, call)
+        return await self._again(lambda: self._place(body, call))
+
+    async def _again(self, send: Callable[[], Awaitable[Response]]) -> Response:
+        """Twice to engines that may get it: one that ends engines must not end all of them."""
+        reached = False
+        # Engines that are gone do not count; there are only so many.
+        for _ in self._engines:
+            try:
+                return await send()
+            except EngineLost as error:
+                if error.reached and reached:
+                    raise
+                reached |= error.reached
+        return await send()
 
     async def _engine_of_stream(self, body: Mapping[str, Any], call: Call) -> str | None:
         stream = body.get("prompt_stream_id")
@@ -207,10 +216,7 @@ class _Router:
         raise AssertionError  # Left by return or raise.
 
     async def _to_any(self, _request: Request, call: Call) -> Response:
-        try:
-            return await self._send(call, self._fleet.any())
-        except EngineLost:
-            return await self._send(call, self._fleet.any())
+        return await self._again(lambda: self._send(call, self._fleet.any()))
 
     async def _to_its_engine(self, request: Request, call: Call) -> Response:
         stream = request.path_params["id"]
@@ -241,7 +247,7 @@ class _Router:
             raise EngineLost(f"{engine} hangs")
         except EngineLost:
             # Perhaps it was only this connection.
-            await self._watch.look(self._engines[engine])
+            await self._watch.doubt(self._engines[engine])
             self._prompts.forget(engine)
             raise
 

@@ -23,6 +23,8 @@ from flashmoa.router.shape import UnknownShape, true_flops
 logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 5.0
+# Between two looks at one that drops its connections.
+_DROPPED_SECONDS = 0.05
 # Looks at one that answers and does not say what it is, until it is taken without that.
 _UNTOLD = 6
 # Of a forward, where an engine does not say.
@@ -103,7 +105,18 @@ class Watch:
 
     async def look(self, engine: Engine) -> None:
         """Ask once whether it is there."""
-        answers = await self._answers(engine)
+        await self._judge(engine, await self._answers(engine))
+
+    async def doubt(self, engine: Engine) -> None:
+        """Ask until it is certain whether it is there: its connection has broken."""
+        answers = None
+        with anyio.move_on_after(min(_PROBE_SECONDS, self._hung_seconds)):
+            # One that ends may still accept connections, and drop them.
+            while (answers := await self._answers(engine)) is None:  # noqa: ASYNC110
+                await anyio.sleep(_DROPPED_SECONDS)
+        await self._judge(engine, answers)
+
+    async def _judge(self, engine: Engine, answers: bool | None) -> None:
         if answers and not engine.is_up:
             await self._join(engine)
         elif answers is False and engine.is_up:

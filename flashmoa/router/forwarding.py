@@ -44,7 +44,15 @@ _END = 4096
 
 
 class EngineLost(Exception):
-    """The engine's connection broke before anything of its answer was passed on."""
+    """The engine's connection broke before anything of its answer was passed on.
+
+    Attributes:
+        reached: whether the engine can have got the request, and so have been ended by it.
+    """
+
+    def __init__(self, why: str, *, reached: bool = True) -> None:
+        super().__init__(why)
+        self.reached = reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,8 @@ async def forward(
         content = await answer.aread()
     except httpx.RequestError as error:
         tally.ended("lost")
-        raise EngineLost(f"{engine}: {error or type(error).__name__}") from error
+        reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        raise EngineLost(f"{engine}: {error or type(error).__name__}", reached=reached) from error
     if answer.is_success:
         tally.heard(content)
         tally.computed(content)

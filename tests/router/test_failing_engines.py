@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.stapled import MultiListener
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.router.application import RouterOptions
 from flashmoa.router.baselines import RoundRobin
 
 from .asking import generated, generation, metric, raised
@@ -56,6 +60,53 @@ async def test_an_engine_dies_and_the_other_one_serves(
             assert await metric(router, up) == 1
     finally:
         await mortal.stop()
+
+
+class Ending:
+    """Ends at the first request as a process does: its connections first, then its port."""
+
+    def __init__(self, dropped: int) -> None:
+        self._left = dropped
+        self._ends = False
+        self._scope = anyio.CancelScope()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[str]:
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+        port = listener.extra(SocketAttribute.local_port)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._serve, listener)
+            yield f"http://127.0.0.1:{port}"
+            self._scope.cancel()
+
+    async def _serve(self, listener: MultiListener[SocketStream]) -> None:
+        with self._scope:
+            async with listener:
+                await listener.serve(self._answer)
+
+    async def _answer(self, client: SocketStream) -> None:
+        async with client:
+            said = b"" if self._ends else await client.receive()
+            if self._ends:
+                self._left -= 1
+            elif said.startswith(b"POST"):
+                self._ends = True
+            else:
+                await client.send(b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        if self._ends and self._left <= 0:
+            self._scope.cancel()
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 4])
+async def test_a_request_is_not_given_to_an_engine_that_is_ending(
+    engine: LocalEngine, words: Words, dropped: int
+) -> None:
+    async with Ending(dropped).listening() as url:
+        several = RouterOptions([url, engine.url], policy=RoundRobin(), watch_seconds=60)
+        async with routed(several) as router:
+            for number in range(2):
+                await generated(router, words(10, 1090 + number))
+            assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
 
 
 async def test_an_engine_hangs_and_the_other_one_serves(

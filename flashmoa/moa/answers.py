@@ -25,6 +25,8 @@ class Round:
         dropped: what was written besides, and repeats the end of what was there.
         finish_reason: ``length`` where it ended with its chunk, ``stop`` where the agent took its
             answer for complete. It is asked again in the next round, as long as there is one.
+        out_of_room: whether more had come to read, and had no room in the context: then this is
+            the last one, and ends the answer from what had been read before.
     """
 
     asked: float
@@ -34,6 +36,7 @@ class Round:
     dropped: str = ""
     usage: PromptUsage | None = None
     finish_reason: str | None = None
+    out_of_room: bool = False
 
 
 @dataclass(slots=True)

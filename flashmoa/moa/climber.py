@@ -45,6 +45,7 @@ class Climber:
         self._said: list[Text] = []
         self._seam = Seam("")
         self._scope = anyio.CancelScope()
+        self._context: int | None = None
         self._pieces = self._climb()
 
     @property
@@ -102,12 +103,12 @@ class Climber:
 
     async def _climb(self) -> AsyncGenerator[str]:
         expected: Expected | None = await self._expect(0)
+        self._context = await self._model.context_length()
         for number, size in enumerate(self._steps.schedule):
             if expected is None or self.tokens == self._model.max_tokens:
                 break
-            messages = await expected.messages()
-            self._view.check()
-            last = self._view.ends_with(number)
+            expected, messages = await self._read(expected, number)
+            last = self.rounds[-1].out_of_room or self._view.ends_with(number)
             self._said.append(self._flow.text(f"{self.name}.{number + 1}"))
             following: Expected | None = None
             writing = self._write(expected, messages, None if last else size)
@@ -122,9 +123,22 @@ class Climber:
                 following = await self._expect(number + 1)
             expected = following
 
+    async def _read(self, expected: Expected, number: int) -> tuple[Expected, Messages]:
+        """Wait for what a round reads, and begin it: with that, or where it has no room with what
+        the one before read."""
+        messages = await expected.messages()
+        self._view.check()
+        self.rounds.append(Round(time.time()))
+        if number and self._context and not await self._model.fits(messages, self._context):
+            await expected.give_back()
+            self.rounds[-1].out_of_room = True
+            expected = await self._expect(number - 1)
+            messages = await expected.messages()
+        return expected, messages
+
     async def _expect(self, number: int) -> Expected:
         """Have the prompt of a round prefilled as far as it is there."""
-        messages = self._view.messages(self._steps, number, self._said)
+        messages = self._view.messages(self._steps, number, self._said[:number])
         name = f"{self.name}.{number + 1}"
         return await self._flow.expect(messages, engine=self._model.engine, name=name)
 
@@ -140,8 +154,8 @@ class Climber:
             self._listener, agent=said.name, engine=engine.url, model=self._model.model
         )
         report.started(body.get("prompt_stream_id"), late=expected.is_late)
-        text, done = "", Round(time.time())
-        self.rounds.append(done)
+        text, done = "", self.rounds[-1]
+        done.asked = time.time()
         try:
             async with engine.chat(messages, **body) as deltas:
                 async for delta in deltas:

@@ -137,6 +137,31 @@ async def test_a_proposer_that_fails_is_missed_and_no_more(
         await settled(engine)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "rounds", "interleaved"])
+async def test_chunks_without_room_are_not_read(
+    pair: tuple[EngineClient, EngineClient], order: Any
+) -> None:
+    whole = await staircase(pair, order=order).answer(QUESTION)
+    second = whole.rounds[1].usage
+    assert second is not None and not any(done.out_of_room for done in whole.rounds)
+    # An answer for which there is room behind the second chunks, and not behind the third ones.
+    most = (await pair[1].info()).context_length - second.prompt_tokens
+    said = {"temperature": 0, "regex": "[a-e ]{60,90}", "max_tokens": most}
+    results = []
+    for ahead in ("nothing", "text"):
+        for engine in pair:
+            await engine.flush_cache()
+        steps = staircase(pair, order=order, ahead=ahead)
+        last = Model(pair[1], sampling=said)
+        cut = Staircase(steps.proposers, last, prompt=PROMPT, order=order, ahead=steps.ahead)
+        results.append(await cut.answer(QUESTION))
+    unlinked, linked = results
+    assert [done.out_of_room for done in linked.rounds] == [False, False, True]
+    assert linked.rounds[-1].finish_reason == "stop"
+    assert unlinked.text == linked.text and len(linked.text) >= 60
+    await settled(pair[1])
+
+
 async def test_a_staircase_that_is_left_gives_everything_back(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:

@@ -21,7 +21,7 @@ from flashmoa.router.counters import Counters
 from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
 from flashmoa.router.engines import Engine, Watch
 from flashmoa.router.fleet import Fleet, merged
-from flashmoa.router.forwarding import Call, EngineLost, Relay, Tally, api_key, forward
+from flashmoa.router.forwarding import Call, EngineLost, Relay, Tally, api_key, forward, forwarding
 from flashmoa.router.policies import Policy
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.prompts import Prompts
@@ -103,13 +103,12 @@ class _Router:
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
         options, key = self._options, self._options.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # Answers take as long as they take; the server's clients decide for how long.
         timeout = httpx.Timeout(None, connect=10.0)
         async with (
+            forwarding() as self._forwarding,
             httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
             httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as asking,
         ):
-            self._http = http
             self._watch = Watch(
                 asking,
                 self._dispatcher,
@@ -239,7 +238,7 @@ class _Router:
         try:
             attended = self._engines[engine].attended
             with attended():
-                answer = await forward(self._http, call, engine, tally, stack)
+                answer = await forward(self._forwarding, call, engine, tally, stack)
                 if isinstance(answer, Relay):
                     answer.attended = attended
                 return answer

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import httpx
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -17,9 +16,8 @@ from starlette.routing import Route
 
 from flashmoa.disconnects import while_connected
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.router.bodies import TooLarge, json_object, read_body, refusal
-from flashmoa.router.forwarding import Call, EngineLost, Relay, api_key, forward
+from flashmoa.router.forwarding import Call, EngineLost, Relay, api_key, forward, forwarding
 from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
 from flashmoa.router.shell.ahead import Ahead
 from flashmoa.router.shell.asks import CHAT, Ask, parsed
@@ -69,9 +67,7 @@ class _Shell:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
-        timeout = httpx.Timeout(None, connect=10.0)
-        async with httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http:
-            self._http = http
+        async with forwarding() as self._forwarding:
             yield
 
     async def metrics(self, _request: Request) -> Response:
@@ -189,7 +185,7 @@ class _Shell:
 
     async def _send(self, call: Call, target: str, hearing: Writing) -> Response:
         async with AsyncExitStack() as stack:
-            return await forward(self._http, call, target, hearing, stack)
+            return await forward(self._forwarding, call, target, hearing, stack)
         raise AssertionError  # Left by return or raise.
 
     @asynccontextmanager

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -28,6 +29,8 @@ from flashmoa.engine.errors import EngineError
 
 _START_SECONDS = 180.0
 _STOP_SECONDS = 5.0
+# Below those that connections get, and SGLang's own.
+_PORTS = range(15_000, 28_000)
 
 
 class LocalEngine:
@@ -160,9 +163,12 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
 
 def free_port() -> int:
     """A port of this machine that nobody listens on, for a moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    # A connection could take one that the system gives, before it is listened on.
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port is free from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

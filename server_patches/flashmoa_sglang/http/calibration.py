@@ -55,8 +55,8 @@ async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
             if forward.layers is not None:
                 layers.append(forward.layers)
                 hidden = forward.layers.hidden
-            if hidden and min(forwards[size]) > _LONG_SECONDS:
-                sizes = sizes[: sizes.index(size) + 1]
+            # At two sizes at least; and a busy moment says nothing of the next round.
+            if hidden and size != sizes[0] and min(forwards[size]) > _LONG_SECONDS:
                 break
         if done >= _LEAST_ROUNDS and all(map(_is_steady, [*forwards.values(), *answers.values()])):
             break
@@ -66,8 +66,7 @@ async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
 
 
 def _is_steady(times: list[float]) -> bool:
-    least, next_to_it = sorted(times)[:2]
-    return next_to_it <= _AGREE * least
+    return len(times) > 1 and sorted(times)[1] <= _AGREE * min(times)
 
 
 async def _until_idle(engine: Engine) -> None:

@@ -1,0 +1,62 @@
+"""What an engine's costs are made of, whatever else its machine does; without engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from flashmoa_sglang.http.calibration import measure
+from flashmoa_sglang.messages import ForwardTime
+
+pytestmark = pytest.mark.anyio
+
+
+class Timed:
+    """An engine that says that forwards took so long."""
+
+    largest_forward = 2048
+    vocabulary = 100
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        # Of a forward's tokens, and how many there were of that length before.
+        self._seconds = seconds
+        self.asked: list[int] = []
+
+    def others_active(self) -> bool:
+        return False
+
+    async def time_answer(self, tokens: int) -> float:
+        return 0.01 + 0.002 * tokens
+
+    async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
+        tokens = len(input_ids)
+        self.asked.append(tokens)
+        return ForwardTime("", self._seconds(tokens, self.asked.count(tokens) - 1), None)
+
+
+async def costs(seconds: Callable[[int, int], float]) -> tuple[Any, Timed]:
+    engine = Timed(seconds)
+    measured, layers = await measure(engine)  # type: ignore[arg-type]
+    assert not layers
+    return measured, engine
+
+
+async def test_costs_are_the_least_of_several_rounds() -> None:
+    found, engine = await costs(lambda tokens, before: 1e-3 + 1e-5 * tokens + 0.001 * (before == 1))
+    assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
+    assert found.decode_step == pytest.approx(0.002)
+    assert engine.asked == [1, 4, 16, 64, 256, 1024] * 3
+
+
+async def test_long_forwards_need_not_be_measured() -> None:
+    found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
+    assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 256]
+    found, engine = await costs(lambda _tokens, _before: 0.5)
+    assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 6
+
+
+async def test_a_busy_machine_is_measured_when_it_is_less_so() -> None:
+    # The first forwards of all take a second.
+    found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
+    assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))

@@ -2,7 +2,8 @@
 
 The same prompts in forwards of ever more tokens, on an engine whose experts are on the device and
 on one that copies them there, layer by layer. The longer a forward, the more of the copying is
-hidden; what is not is exposed. A batch is answered with one token each, and is one forward.
+hidden; what is not is exposed. A batch is answered with one token each, and is one forward. A third
+engine has its experts on the device and keeps no KV (§6.3): what that saves is in the second table.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ from flashmoa.bench.rounds import order
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.shape import UnknownShape, true_flops
 
-RESIDENT, H2D = "resident", "h2d"
+RESIDENT, H2D, KV_FREE = "resident", "h2d", "kv_free"
 # A CUDA graph looks for experts where they were when it was made.
 _NO_GRAPHS = "--disable-cuda-graph"
+_KEEP_NOTHING = (
+    "--flashmoa-kv-cache", "off", "--disable-radix-cache", "--chunked-prefill-size", "-1",
+    "--skip-server-warmup",
+)  # fmt: skip
 ROLES = (
     Role(RESIDENT, plugin=True, arguments=(_NO_GRAPHS,)),
     Role(H2D, plugin=True, arguments=("--flashmoa-asyncep", "h2d", _NO_GRAPHS)),
+    Role(KV_FREE, plugin=True, arguments=(*_KEEP_NOTHING, _NO_GRAPHS), optional=True),
 )
 _COMPARED_TOKENS = 64
 _MIB = 1 << 20
@@ -67,6 +73,7 @@ class Memory:
     Attributes:
         device_experts: on the device. host_experts: in host memory.
         misses: how often a layer waited for experts that were not on their way.
+        kv: the pool.
         peak: the scheduler process's resident memory at most, where it was started here.
     """
 
@@ -74,6 +81,7 @@ class Memory:
     device_experts: int | None
     host_experts: int
     misses: int
+    kv: int | None
     peak: int | None
 
 
@@ -107,7 +115,8 @@ async def _main(options: argparse.Namespace) -> None:
         config = options.model_config or await _config(engines[RESIDENT])
     rows = summarise(seconds, options, config)
     show(rows, memory, console)
-    console.print(f"Log-probabilities of the two differ by {apart:.1e} at most.\n")
+    for way, most in apart.items():
+        console.print(f"{way}'s log-probabilities differ by {most:.1e} at most.")
     report.save(
         console,
         {
@@ -119,14 +128,18 @@ async def _main(options: argparse.Namespace) -> None:
     )
 
 
-async def _difference(engines: Engines, dice: random.Random) -> float:
-    """The largest difference of one prompt's log-probabilities between engines."""
+async def _difference(engines: Engines, dice: random.Random) -> dict[str, float]:
+    """The largest difference of one prompt's log-probabilities from those of the first engine."""
     prompt, rest = random_ids(dice, _COMPARED_TOKENS), random_ids(dice, _COMPARED_TOKENS)
-    each = [
-        (await client.next_logprobs(prompt, continuation=rest)).continuation
-        for client in engines.clients.values()
-    ]
-    return max(abs(one - other) for one, *others in zip(*each, strict=True) for other in others)
+    told = {
+        way: (await client.next_logprobs(prompt, continuation=rest)).continuation
+        for way, client in engines.clients.items()
+    }
+    expected = told.pop(RESIDENT)
+    return {
+        way: max(abs(one - other) for one, other in zip(each, expected, strict=True))
+        for way, each in told.items()
+    }
 
 
 def batch(tokens: int, prompt: int, dice: random.Random) -> list[list[int]]:
@@ -166,10 +179,12 @@ async def _forward(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> fl
 
 async def _memory(engines: Engines) -> list[Memory]:
     """Of an engine without copies the same as one with them has in both places together."""
-    told = {way: (await client.info()).kv[0].experts for way, client in engines.clients.items()}
-    whole = next((one.resident + one.on_host for one in told.values() if one is not None), None)
+    told = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
+    experts = [rank.experts for rank in told.values() if rank.experts is not None]
+    whole = next((one.resident + one.on_host for one in experts), None)
     found: list[Memory] = []
-    for way, one in told.items():
+    for way, rank in told.items():
+        one = rank.experts
         started = engines.started.get(way)
         found.append(
             Memory(
@@ -177,6 +192,7 @@ async def _memory(engines: Engines) -> list[Memory]:
                 device_experts=whole if one is None else one.resident + one.in_slots,
                 host_experts=0 if one is None else one.on_host,
                 misses=0 if one is None else one.misses,
+                kv=rank.kv_bytes,
                 peak=None if started is None else peak_resident(started.pid),
             )
         )
@@ -232,8 +248,8 @@ def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
 def show(rows: Sequence[Row], memory: Sequence[Memory], console: Console) -> None:
     """Print both tables."""
     table = Table(title="Forwards", title_justify="left")
-    for name in ("tokens", "experts", "ms", "tokens/s", "of resident", "exposed", "TFLOP/s", "MFU"):
-        table.add_column(name, justify="left" if name == "experts" else "right")
+    for name in ("tokens", "way", "ms", "tokens/s", "of resident", "exposed", "TFLOP/s", "MFU"):
+        table.add_column(name, justify="left" if name == "way" else "right")
     for row in rows:
         table.add_row(
             f"{row.tokens:,}",
@@ -241,18 +257,19 @@ def show(rows: Sequence[Row], memory: Sequence[Memory], console: Console) -> Non
             f"{row.seconds * 1000:,.1f}",
             f"{row.tokens_per_second:,.0f}",
             f"{row.of_resident:.2f}",
-            "" if row.way == RESIDENT else f"{row.exposed * 1000:,.1f} ms",
+            f"{row.exposed * 1000:,.1f} ms" if row.way == H2D else "",
             _or_nothing(row.teraflops, "{:.3g}"),
             _or_nothing(row.mfu, "{:.1%}"),
         )
     console.print(table)
     table = Table(title="Memory, MiB", title_justify="left")
-    for name in ("experts", "of them on the device", "on the host", "misses", "peak of process"):
-        table.add_column(name, justify="left" if name == "experts" else "right")
+    table.add_column("")
+    for name in ("experts on the device", "on the host", "misses", "KV pool", "peak of process"):
+        table.add_column(name, justify="right")
     for one in memory:
-        sizes = (one.device_experts, one.host_experts, one.peak)
-        device, host, peak = (_or_nothing(size and size / _MIB, "{:,.1f}") for size in sizes)
-        table.add_row(one.way, device, host, f"{one.misses:,}", peak)
+        sizes = (one.device_experts, one.host_experts, one.kv, one.peak)
+        device, host, kv, peak = (_or_nothing(size and size / _MIB, "{:,.1f}") for size in sizes)
+        table.add_row(one.way, device, host, f"{one.misses:,}", kv, peak)
     console.print(table)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from flashmoa.bench.asyncep import ROLES
 from flashmoa.bench.memory import peak_resident
 from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngines
@@ -26,19 +27,24 @@ async def test_the_benchmark_tells_what_copying_takes(
     async with (
         special_engine(engines, experts_model, *flags) as resident,
         special_engine(engines, experts_model, *flags, "--flashmoa-asyncep", "h2d") as h2d,
+        special_engine(engines, experts_model, *flags, *ROLES[-1].arguments) as kv_free,
     ):
         command = ["asyncep", "--resident-url", resident.url, "--h2d-url", h2d.url]
+        command += ["--kv-free-url", kv_free.url]
         command += ["--tokens", "64", "256", "--prompt", "100", "--repeats", "1"]
         command += ["--peak-tflops", "1", "--json", str(out)]
         assert await anyio.to_thread.run_sync(bench.main, command) == 0
         peak = peak_resident(h2d.pid)
     found = json.loads(out.read_text())["results"]
     assert [(row["tokens"], row["way"]) for row in found["rows"]] == [
-        (size, way) for size in (64, 256) for way in ("resident", "h2d")
+        (size, way) for size in (64, 256) for way in ("resident", "h2d", "kv_free")
     ]
     assert all(row["mfu"] == row["teraflops"] > 0 for row in found["rows"])
-    assert found["logprobs_apart"] == 0
-    whole, copied = found["memory"]
+    apart = found["logprobs_apart"]
+    assert apart["h2d"] == 0 and apart["kv_free"] < 1e-4
+    whole, copied, kv_free = found["memory"]
+    assert kv_free["kv"] * EXPERTS.layers == whole["kv"]
+    assert kv_free["device_experts"] == whole["device_experts"]
     assert whole["device_experts"] > copied["device_experts"] > 0 == whole["host_experts"]
     assert (
         copied["host_experts"] == whole["device_experts"] * (EXPERTS.layers - 1) // EXPERTS.layers

@@ -38,7 +38,10 @@ def test_what_is_exposed_is_what_copying_adds(capsys: pytest.CaptureFixture[str]
     ]
     assert [row.of_resident for row in rows] == [1.0, 0.5, 1.0, 0.8]
     assert rows[0].mfu == pytest.approx((rows[0].teraflops or 0) / 989)
-    memory = [Memory(RESIDENT, 1 << 20, 0, 0, None), Memory(H2D, 1 << 19, 1 << 19, 3, 1 << 30)]
+    memory = [
+        Memory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
+        Memory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
+    ]
     show(rows, memory, terminal())
     assert "1,024.0" in capsys.readouterr().out
 

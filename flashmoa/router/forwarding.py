@@ -32,6 +32,8 @@ _NOT_PASSED_ON = {
     "trailer",
     "transfer-encoding",
     "upgrade",
+    # The body is here.
+    "expect",
     "host",
     "content-length",
     "content-encoding",

@@ -15,6 +15,7 @@ from flashmoa.router.engines import Engine, Watch
 from flashmoa.router.event_sources import EventSource
 from flashmoa.router.fleet import merged
 from flashmoa.router.flops import TokenCount
+from flashmoa.router.forwarding import passed_on
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.prompts import Prompts
@@ -149,6 +150,11 @@ async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
         silent = False
         await watch.look(engine)
     assert engine.is_up
+
+
+def test_headers_that_concern_one_connection_stay_there() -> None:
+    given = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
+    assert passed_on(given) == {"Authorization": "Bearer k"}
 
 
 async def test_embeddings_have_prompts_too() -> None:

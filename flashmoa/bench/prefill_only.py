@@ -11,33 +11,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
-from statistics import median
+from dataclasses import asdict, replace
 
 import anyio
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.bench import gateways
 from flashmoa.bench.arguments import command_line, positive
 from flashmoa.bench.bulk import (
-    Agreement,
     Answer,
     Ask,
     OneToken,
     Pass,
     Request,
     Scored,
-    agreement,
     play,
     unique_tokens,
 )
 from flashmoa.bench.engines import Engines, Role, connected
 from flashmoa.bench.prefill_mix import TABLE_2, Dataset, prompts
+from flashmoa.bench.prefill_tables import seconds_of, show, summarise
 from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
-from flashmoa.bench.stats import percentile
 from flashmoa.engine import EngineClient
 
 FCFS, LPM, OURS, SECOND = "fcfs", "lpm", "flashmoa", "second"
@@ -53,30 +49,6 @@ GOALS = {OURS: 1.35, gateways.OURS: 1.16}
 # Every vocabulary has these ids, and they are nobody's special tokens.
 _FIRST_ID, _IDS = 1000, 3000
 _SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way; medians over rounds.
-
-    Attributes:
-        seconds: until everything was answered. rounds: of each round.
-        computed: prompt tokens that were computed. duplicates: these over the unique ones.
-        p50, p99: seconds of a request, over all rounds.
-        gain: the throughput over that of the reference.
-    """
-
-    way: str
-    seconds: float
-    rounds: list[float]
-    tokens_per_second: float
-    requests_per_second: float
-    computed: float
-    duplicates: float
-    p50: float
-    p99: float
-    gain: float
-    agreement: Agreement
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -123,13 +95,13 @@ async def _main(options: argparse.Namespace) -> None:
         two = await bench.two_engines(expected, console) if SECOND in engines else {}
     unique, tokens = unique_tokens(requests), sum(len(request.ids) for request in requests)
     console.print(f"{len(requests):,} requests, {tokens:,} tokens, {unique:,} unique\n")
-    stock = min((way for way in one if way != OURS), key=lambda way: _seconds(one[way]))
+    stock = min((way for way in one if way != OURS), key=lambda way: seconds_of(one[way]))
     tables = {
         "one engine": summarise(one, stock, expected, unique),
         "two engines": summarise(two, IN_TURN, expected, unique) if two else [],
     }
     for title, rows in tables.items():
-        show(title, rows, console)
+        show(title, rows, GOALS, console)
     mix = {"requests": len(requests), "tokens": tokens, "unique": unique}
     rows = {title: [asdict(row) for row in rows] for title, rows in tables.items()}
     report.save(console, {"mix": mix, **rows})
@@ -239,65 +211,3 @@ class _Bench:
         for engine in engines:
             await engine.flush_cache()
         return await play(ways, self._requests, self._options.concurrency * len(engines))
-
-
-def summarise(
-    passes: Mapping[str, Sequence[Pass]],
-    reference: str,
-    expected: Mapping[str, Answer],
-    unique: int,
-) -> list[Row]:
-    """``reference``: the way that gains are over. ``unique``: tokens of all prompts."""
-    base = _seconds(passes[reference])
-    rows: list[Row] = []
-    for way, each in passes.items():
-        seconds, computed = _seconds(each), median(one.computed_tokens for one in each)
-        waited = [answer.seconds for one in each for answer in one.answers.values()]
-        rows.append(
-            Row(
-                way=way,
-                seconds=seconds,
-                rounds=[one.seconds for one in each],
-                tokens_per_second=each[0].prompt_tokens / seconds,
-                requests_per_second=len(each[0].answers) / seconds,
-                computed=computed,
-                duplicates=computed / unique,
-                p50=percentile(waited, 0.5),
-                p99=percentile(waited, 0.99),
-                gain=base / seconds,
-                agreement=agreement(expected, each),
-            )
-        )
-    return rows
-
-
-def _seconds(passes: Sequence[Pass]) -> float:
-    return median(one.seconds for one in passes)
-
-
-def show(title: str, rows: Sequence[Row], console: Console) -> None:
-    """Print one table; nothing where there are no rows."""
-    if not rows:
-        return
-    table = Table(title=title, title_justify="left")
-    columns = ("seconds", "tokens/s", "requests/s", "computed", "of unique", "p50", "p99")
-    table.add_column("")
-    for name in (*columns, "gain", "goal", "same", "logprobs"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        same = row.agreement
-        table.add_row(
-            row.way,
-            f"{row.seconds:.2f}",
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.requests_per_second:.1f}",
-            f"{row.computed:,.0f}",
-            f"{row.duplicates:.2f}",
-            f"{row.p50:.2f}",
-            f"{row.p99:.2f}",
-            f"{row.gain:.2f}",
-            f"{GOALS[row.way]:.2f}" if row.way in GOALS else "",
-            f"{same.same:,} of {same.answers:,}",
-            "" if same.logprob is None else f"{same.logprob:.0e}",
-        )
-    console.print(table)

@@ -91,7 +91,7 @@ def api_key(headers: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def forwarding() -> AsyncGenerator[aiohttp.ClientSession]:
-    """A client that passes requests on; with httpx they would cost a router 2.5 times as much."""
+    """A client that passes requests on; httpx's work for each is most of what a router would do."""
     # SGLang closes connections that were idle for 5 s; a request on its way then would be lost.
     connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS)
     async with aiohttp.ClientSession(

@@ -11,6 +11,7 @@ from openai import APIStatusError, AsyncOpenAI
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from flashmoa.failures import UpstreamCancelled
 from flashmoa.moa.config import ConfigError, MixtureConfig
 from flashmoa.moa.server import application
 
@@ -92,12 +93,14 @@ async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_pa
     mixture = config(tmp_path, engine.url, tokens=2000)
     from contextlib import AsyncExitStack
 
-    async with AsyncExitStack() as stack:
-        built = await mixture.build(stack)
-        async with built.answering(ASK) as running:
-            async for _ in running:
-                break
     async with EngineClient(engine.url) as watching:
+        async with AsyncExitStack() as stack:
+            built = await mixture.build(stack)
+            async with built.answering(ASK) as running:
+                async for _ in running:
+                    break
+            with pytest.raises(UpstreamCancelled):
+                await running.result()
         await settled(watching)
 
 

@@ -165,8 +165,13 @@ async def test_chunks_without_room_are_not_read(
 async def test_a_staircase_that_is_left_gives_everything_back(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
-    async with staircase(pair).answering(QUESTION) as climb:
+    small, large = pair
+    slow = [Model(engine, sampling={**SAMPLING, "max_tokens": 2000}) for engine in pair]
+    for engine in pair:
+        await engine.flush_cache()
+    async with Staircase([slow[0]], slow[1], prompt=PROMPT).answering(QUESTION) as climb:
         async for _ in climb:
             break
-    for engine in pair:
-        await settled(engine)
+    # An answer to its end would be in the cache.
+    assert (await settled(small)).evictable < 2000
+    assert (await settled(large)).evictable < 2000

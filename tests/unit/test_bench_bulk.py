@@ -18,7 +18,8 @@ from flashmoa.bench.bulk import (
 )
 from flashmoa.bench.gateways import OURS as ROUTER
 from flashmoa.bench.prefill_mix import mix, prompts
-from flashmoa.bench.prefill_only import OURS, mixed, show, summarise
+from flashmoa.bench.prefill_only import GOALS, OURS, mixed
+from flashmoa.bench.prefill_tables import show, summarise
 from flashmoa.bench.report import terminal
 from flashmoa.router.blocks import token_blocks
 
@@ -70,8 +71,8 @@ def test_gains_are_those_of_the_medians(capsys: pytest.CaptureFixture[str]) -> N
     assert (stock.gain, ours.gain) == (1.0, 1.5)
     assert (ours.computed, ours.duplicates, ours.p99) == (60, 1.2, 0.5)
     assert ours.tokens_per_second == 50.0 and ours.requests_per_second == 0.5
-    show("one engine", [stock, ours], terminal())
-    show("two engines", [], terminal())
+    show("one engine", [stock, ours], GOALS, terminal())
+    show("two engines", [], GOALS, terminal())
     assert "1.35" in capsys.readouterr().out and ROUTER == "flashmoa router"
 
 

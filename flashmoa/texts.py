@@ -67,8 +67,7 @@ class Text:
                 yield self._parts[given - 1]
             else:
                 await self._changed.wait()
-        if self._error is not None:
-            raise self._error
+        self._raise_if_failed()
 
     @property
     def written(self) -> str:
@@ -96,8 +95,7 @@ class Text:
         """The whole text. Raises: whatever it was failed with."""
         while not self._done:
             await self._changed.wait()
-        if self._error is not None:
-            raise self._error
+        self._raise_if_failed()
         return self.written
 
     async def read(self, policy: FailurePolicy) -> str:
@@ -110,7 +108,7 @@ class Text:
             if waiting.cancelled_caught:
                 return self.written
         if self._error is not None and policy.action(failure_of(self._error)) == "abort":
-            raise self._error
+            self._raise_if_failed()
         return self.written
 
     def write(self, piece: str) -> None:
@@ -160,6 +158,11 @@ class Text:
             link.close_slot(self.name)
         elif self._error is not None:
             link.fail_slot(self.name, failure_of(self._error))
+
+    def _raise_if_failed(self) -> None:
+        """Every reader gets the same error; without the frames of those before, which it keeps."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def _end(self) -> None:
         self._done = True

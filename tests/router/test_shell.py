@@ -16,6 +16,7 @@ from flashmoa.router.shell.application import ShellOptions
 from ..engine.support import GREEDY, settled
 from .asking import asked, chat, generation, metric, parts, reading, streamed_text
 from .conftest import routed
+from .cutting import cutting
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -131,6 +132,20 @@ async def test_who_reads_a_failed_agent_hears_why(engine: LocalEngine, words: Wo
         assert refused.status_code == 400
         answer = await shell.post("/generate", json=read)
         assert answer.status_code == 424 and "was refused" in answer.text
+    async with EngineClient(engine.url) as watching:
+        await settled(watching)
+
+
+async def test_an_answer_that_breaks_off_is_not_handed_out_as_one(
+    engine: LocalEngine, words: Words
+) -> None:
+    async with cutting(engine.url, 4000) as cut, routed(ShellOptions(engine.url, cut)) as shell:
+        body = generation(words(20, 2070), tokens=2000) | {"agent": "a"}
+        answer = await shell.post("/generate", json=body)
+        assert answer.status_code == 502 and "broke off" in answer.text
+        read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
+        answer = await shell.post("/generate", json=read)
+        assert answer.status_code == 424 and "was lost" in answer.text
     async with EngineClient(engine.url) as watching:
         await settled(watching)
 

@@ -82,6 +82,7 @@ def test_a_request_without_agents_is_an_ordinary_one(path: str, body: dict[str, 
         ({"prompt": [{"input_ids": [1.5]}]}, "token ids"),
         ({"prompt": [{"input_ids": [1]}, {"text": "x"}]}, "part of a prompt"),
         ({"prompt": [{"agent": "a"}], "text": "x"}, "give one of"),
+        ({"prompt": [{"agent": f"{number}"} for number in range(257)]}, "at most 256"),
         ({"agent": 3}, "are strings"),
         ({"agent": "a", "text": ["x", "y"]}, "one answer"),
         ({"agent": "a", "text": "x", "sampling_params": {"n": 2}}, "one answer"),
@@ -105,7 +106,22 @@ def test_agents_of_other_workflows_and_clients_are_others() -> None:
     assert cache.read(named("a")) is mine
     assert cache.read(named("a", workflow="v")) is not mine
     assert cache.read(named("a", client="Bearer x")) is not mine
-    assert len(cache) == 3
+
+
+def test_whose_answer_nobody_begins_is_there_while_somebody_waits() -> None:
+    cache = AgentPromptCache(most=2)
+    writing = [cache.begin(named(name), ()) for name in "ab"]
+    waited_for = cache.read(named("x"))
+    for number in range(100):
+        cache.read(named(f"nobody-{number}"))
+    # Those that are written stay, however many there are.
+    writing.append(cache.begin(named("c"), ()))
+    assert [cache.read(named(name)) for name in "abc"] == writing and len(cache) == 3
+    assert cache.begin(named("x"), ()) is waited_for
+    for one in (*writing, waited_for):
+        one.close()
+    cache.begin(named("d"), ())
+    assert len(cache) == 2
 
 
 def test_an_agent_that_is_asked_again_writes_another_answer() -> None:
@@ -134,11 +150,13 @@ def test_agents_that_wait_for_each_other_are_refused() -> None:
 
 def test_what_was_used_least_recently_is_forgotten() -> None:
     cache = AgentPromptCache(most=2)
-    first = cache.begin(named("a"), ())
-    cache.begin(named("b"), ())
+    first, other = (cache.begin(named(name), ()) for name in "ab")
+    first.close()
+    other.close()
     cache.read(named("a"))
-    cache.begin(named("c"), ())
+    cache.begin(named("c"), ()).close()
     assert cache.read(named("a")) is first and len(cache) == 2
+    assert cache.read(named("b")) is not other
     cache.begin(named("b"), [named("c")])
 
 
@@ -203,6 +221,16 @@ def test_a_chat_is_heard_as_text_streamed_or_not() -> None:
     Writing(whole, ShellCounters(), streams=False).heard(json.dumps(message).encode())
     assert streamed.written == whole.written == "walk"
     assert streamed.tokens is None
+
+
+async def test_a_chat_that_is_aborted_is_no_answer() -> None:
+    answer = AgentAnswer("a")
+    choice = {"delta": {"content": "wa"}, "finish_reason": "abort"}
+    writing = Writing(answer, ShellCounters(), streams=True)
+    writing.heard(events({"choices": [choice]}))
+    writing.ended("answered")
+    with pytest.raises(AgentFailed, match="aborted"):
+        await answer.complete()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Sequence
+from itertools import islice
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from flashmoa.texts import Text
 
@@ -65,29 +67,27 @@ class AgentPromptCache:
     """Answers by name.
 
     Args:
-        most: answers that are kept; the least recently used ones are forgotten beyond it.
+        most: answers that are kept once they are over; the least recently used ones are forgotten
+            beyond it. One that nobody has begun to write is there while somebody waits for it.
     """
 
     def __init__(self, most: int = 10_000) -> None:
         self._most = most
-        self._answers: OrderedDict[Name, AgentAnswer] = OrderedDict()
+        self._begun: OrderedDict[Name, AgentAnswer] = OrderedDict()
+        self._awaited: WeakValueDictionary[Name, AgentAnswer] = WeakValueDictionary()
         # What the request that writes an answer waits for.
         self._reads: dict[Name, frozenset[Name]] = {}
-        self._writers: dict[Name, AgentAnswer] = {}
 
     def __len__(self) -> int:
-        return len(self._answers)
+        """Those that somebody has begun to write."""
+        return len(self._begun)
 
     def read(self, name: Name) -> AgentAnswer:
-        """An agent's answer, its last one, or the one to come."""
-        if name not in self._answers:
-            self._answers[name] = AgentAnswer(name.agent)
-        self._answers.move_to_end(name)
-        while len(self._answers) > self._most:
-            forgotten, _ = self._answers.popitem(last=False)
-            self._reads.pop(forgotten, None)
-            self._writers.pop(forgotten, None)
-        return self._answers[name]
+        """An agent's answer, its last one, or the one to come; for as long as it is held."""
+        if name in self._begun:
+            self._begun.move_to_end(name)
+            return self._begun[name]
+        return self._awaited.setdefault(name, AgentAnswer(name.agent))
 
     def begin(self, name: Name, reads: Collection[Name]) -> AgentAnswer:
         """The answer that a request will write.
@@ -97,22 +97,27 @@ class AgentPromptCache:
         """
         if self._leads(reads, name):
             raise ValueError(f"{name.agent} would wait for what waits for {name.agent}")
-        if name in self._writers:
-            del self._answers[name]
-        answer = self.read(name)
-        self._writers[name] = answer
+        answer = self._awaited.pop(name, None) or AgentAnswer(name.agent)
+        self._begun[name] = answer
+        self._begun.move_to_end(name)
         self._reads[name] = frozenset(reads)
+        self._forget()
         return answer
+
+    def _forget(self) -> None:
+        over = (name for name, answer in self._begun.items() if answer.is_over)
+        for name in list(islice(over, max(0, len(self._begun) - self._most))):
+            del self._begun[name], self._reads[name]
 
     def _leads(self, reads: Collection[Name], target: Name) -> bool:
         """Whether something that is read waits, in the end, for ``target``."""
         seen, left = set[Name](), list(reads)
         while left:
             name = left.pop()
-            writer = self._writers.get(name)
-            if name == target and (writer is None or not writer.is_over):
+            answer = self._begun.get(name)
+            if name == target and (answer is None or not answer.is_over):
                 return True
-            if name not in seen and writer is not None and not writer.is_over:
+            if name not in seen and answer is not None and not answer.is_over:
                 seen.add(name)
                 left += self._reads[name]
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -107,7 +107,7 @@ class _Shell:
 
     async def _ask(self, call: Call) -> Response:
         body = json_object(call.body)
-        ask = parsed(call.path.partition("?")[0], body)
+        ask = parsed(call.path, body)
         if ask.is_ordinary:
             async with self._stream_of(body, call):
                 return await self._send(call, self._options.pd_router, self._hearing(None))
@@ -172,11 +172,13 @@ class _Shell:
         if collects:
             body["stream"] = True
         hearing = self._hearing(own, streams or collects)
-        sent = Call(call.method, call.path, call.headers, json.dumps(body).encode())
+        sent = replace(call, body=json.dumps(body).encode())
         answer = await self._send(sent, self._options.pd_router, hearing)
         if collects and isinstance(answer, Relay):
             await answer.drain()
-            failed = "error" in hearing.last or not hearing.last
+            if hearing.ending != "answered" or not hearing.last:
+                raise EngineLost("its answer broke off")
+            failed = "error" in hearing.last
             return JSONResponse(hearing.last, 502 if failed else answer.status_code)
         return answer
 

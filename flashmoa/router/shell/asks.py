@@ -22,6 +22,7 @@ CHAT = "/v1/chat/completions"
 # What keeps a request's KV apart from that of others with the same tokens.
 _APART = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
 _OURS = ("workflow", "agent")
+_MOST_AGENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,8 @@ def _mark(part: Any, marks: dict[str, str]) -> str:
     name = _get(part, "agent")
     if not isinstance(name, str):
         raise ValueError(f"a part of a prompt is a text, tokens or an agent's name, not {part!r}")
+    if name not in marks and len(marks) == _MOST_AGENTS:
+        raise ValueError(f"a prompt has the answers of at most {_MOST_AGENTS} agents")
     # As the marks of ``flashmoa.texts`` look; nobody can guess one.
     return marks.setdefault(name, f"\u27e6agent:{secrets.token_hex(8)}\u27e7")
 

@@ -18,6 +18,7 @@ class Writing:
 
     Attributes:
         last: the last event, which of ``/generate`` has the whole answer.
+        ending: how it ended, see :class:`~flashmoa.router.forwarding.Audience`.
     """
 
     def __init__(self, answer: AgentAnswer | None, counters: ShellCounters, streams: bool) -> None:
@@ -27,6 +28,7 @@ class Writing:
         self._line = b""
         self._text = self._tokens = 0
         self.last: dict[str, Any] = {}
+        self.ending: str | None = None
 
     def heard(self, piece: bytes) -> None:
         if self._answer is None:
@@ -43,6 +45,7 @@ class Writing:
         """The prefill engine says what it has computed."""
 
     def ended(self, ending: str) -> None:
+        self.ending = ending
         self._counters.ended(ending)
         if self._answer is None or self._answer.is_over:
             return
@@ -71,6 +74,8 @@ class Writing:
         for choice in event["choices"][:1]:
             said: dict[str, Any] | None = choice.get("delta") or choice.get("message")
             answer.add((said or {}).get("content") or "", None)
+            if choice.get("finish_reason") == "abort":
+                answer.fail(AgentFailed(f"{answer.name} was aborted"))
 
     def _generation(self, answer: AgentAnswer, event: dict[str, Any]) -> None:
         """Each event repeats the answer so far."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import anyio
 import httpx
@@ -162,52 +161,60 @@ class _Bench:
     async def one_engine(self, console: Console) -> tuple[dict[str, Answer], dict[str, list[Pass]]]:
         """What stock SGLang answers with log-probabilities, and every way's passes."""
         stock = self._engines[FCFS]
-        asked = OneToken(self._http, stock.url, logprobs=True)
-        expected = dict((await self._pass([asked], [stock])).answers)
-        ways: dict[str, list[Ask]] = {
-            name: [OneToken(self._http, self._engines[name].url)]
+        first = _Way([stock], [OneToken(self._http, stock.url, logprobs=True)])
+        expected = dict((await self._pass(first, {})).answers)
+        ways = {
+            name: _Way([self._engines[name]], [OneToken(self._http, self._engines[name].url)])
             for name in (FCFS, LPM)
             if name in self._engines
         }
-        ways[OURS] = [self._scored(self._engines[OURS], expected)]
-        engines = {name: [self._engines[name]] for name in ways}
-        return expected, await self._rounds(ways, engines, console)
+        ours = self._engines[OURS]
+        ways[OURS] = _Way([ours], [_scored(ours, expected)])
+        return expected, await self._rounds(ways, expected, console)
 
     async def two_engines(
         self, expected: Mapping[str, Answer], console: Console
     ) -> dict[str, list[Pass]]:
         """The passes of each router, over the same two engines."""
         both = [self._engines[OURS], self._engines[SECOND]]
-        ways: dict[str, list[Ask]] = {IN_TURN: [self._scored(engine, expected) for engine in both]}
-        async with AsyncExitStack() as stack:
-            for name in gateways.available():
-                running = gateways.gateway(name, [engine.url for engine in both])
-                url = await stack.enter_async_context(running)
-                client = await stack.enter_async_context(EngineClient(url))
-                ways[name] = [self._scored(client, expected)]
-            return await self._rounds(ways, dict.fromkeys(ways, both), console)
-
-    def _scored(self, engine: EngineClient, expected: Mapping[str, Answer]) -> Ask:
-        return Scored(engine, {name: answer.token for name, answer in expected.items()})
+        ways = {IN_TURN: _Way(both, [_scored(engine, expected) for engine in both])}
+        ways |= {name: _Way(both, gateway=name) for name in gateways.available()}
+        return await self._rounds(ways, expected, console)
 
     async def _rounds(
-        self,
-        ways: Mapping[str, Sequence[Ask]],
-        engines: Mapping[str, Sequence[EngineClient]],
-        console: Console,
+        self, ways: Mapping[str, _Way], expected: Mapping[str, Answer], console: Console
     ) -> dict[str, list[Pass]]:
-        passes: dict[str, list[Pass]] = {way: [] for way in ways}
+        passes: dict[str, list[Pass]] = {name: [] for name in ways}
         with progress(console) as bars:
             bar = bars.add_task("warming up", total=self._options.repeats * len(ways))
-            for way in ways:
-                await self._pass(ways[way], engines[way])
-            for way in order(self._options.repeats, list(ways)):
-                bars.update(bar, description=way)
-                passes[way].append(await self._pass(ways[way], engines[way]))
+            for way in ways.values():
+                await self._pass(way, expected)
+            for name in order(self._options.repeats, list(ways)):
+                bars.update(bar, description=name)
+                passes[name].append(await self._pass(ways[name], expected))
                 bars.advance(bar)
         return passes
 
-    async def _pass(self, ways: Sequence[Ask], engines: Sequence[EngineClient]) -> Pass:
-        for engine in engines:
+    async def _pass(self, way: _Way, expected: Mapping[str, Answer]) -> Pass:
+        for engine in way.engines:
             await engine.flush_cache()
-        return await play(ways, self._requests, self._options.concurrency * len(engines))
+        at_once = self._options.concurrency * len(way.engines)
+        if way.gateway is None:
+            return await play(way.asks, self._requests, at_once)
+        urls = [engine.url for engine in way.engines]
+        # A router that has seen the prompts before believes them cached: a new one each time.
+        async with gateways.gateway(way.gateway, urls) as url, EngineClient(url) as client:
+            return await play([_scored(client, expected)], self._requests, at_once)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the engines are asked: directly, or through a gateway."""
+
+    engines: Sequence[EngineClient]
+    asks: Sequence[Ask] = ()
+    gateway: str | None = None
+
+
+def _scored(engine: EngineClient, expected: Mapping[str, Answer]) -> Ask:
+    return Scored(engine, {name: answer.token for name, answer in expected.items()})

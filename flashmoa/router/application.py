@@ -16,14 +16,16 @@ from starlette.routing import Route
 
 from flashmoa.disconnects import while_connected
 from flashmoa.engine.connections import CONNECTIONS
+from flashmoa.router.blocks import Blocks
 from flashmoa.router.bodies import TooLarge, json_object, read_body, refusal
 from flashmoa.router.counters import Counters
-from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
+from flashmoa.router.dispatcher import Dispatcher, NoEngine, Place, QueueFull
 from flashmoa.router.engines import Engine, Watch
 from flashmoa.router.fleet import Fleet, merged
 from flashmoa.router.forwarding import Call, EngineLost, Relay, Tally, api_key, forward, forwarding
 from flashmoa.router.policies import Policy
 from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.progress import Progress
 from flashmoa.router.prompts import Prompts
 
 # Requests with a prompt: they go where the policy says.
@@ -119,13 +121,15 @@ class _Router:
             )
             self._prompts = Prompts(http, self._tokenizes)
             self._fleet = Fleet(http, self._engines)
+            self._progress = {url: Progress(asking, url) for url in self._engines}
             async with anyio.create_task_group() as group:
                 async with anyio.create_task_group() as first:
                     for engine in self._engines.values():
                         first.start_soon(self._watch.look, engine)
-                for engine in self._engines.values():
+                for url, engine in self._engines.items():
                     group.start_soon(self._watch.run, engine)
                     group.start_soon(self._subscribe, engine)
+                    group.start_soon(self._progress[url].run)
                 yield
                 group.cancel_scope.cancel()
 
@@ -176,16 +180,19 @@ class _Router:
     async def _route(self, _request: Request, call: Call) -> Response:
         """Where the policy says; elsewhere if that engine is lost before it answers."""
         body = json_object(call.body)
+        reached = False
         if (at := await self._engine_of_stream(body, call)) is not None:
             try:
-                return await self._send(call, at)
-            except EngineLost:
-                at = None  # The stream was a hint; the request has its whole prompt.
-        return await self._again(lambda: self._place(body, call))
+                return await self._place_at(at, body, call)
+            except EngineLost as error:
+                # The stream was a hint; the request has its whole prompt.
+                reached = error.reached
+        return await self._again(lambda: self._place(body, call), reached)
 
-    async def _again(self, send: Callable[[], Awaitable[Response]]) -> Response:
+    async def _again(
+        self, send: Callable[[], Awaitable[Response]], reached: bool = False
+    ) -> Response:
         """Twice to engines that may get it: one that ends engines must not end all of them."""
-        reached = False
         # Engines that are gone do not count; there are only so many.
         for _ in self._engines:
             try:
@@ -206,13 +213,28 @@ class _Router:
         blocks = await self._prompts.blocks(body, self._fleet.any(), api_key(call.headers))
         async with AsyncExitStack() as stack:
             place = await stack.enter_async_context(self._dispatcher.place(blocks))
-            self._counters.sent(place.engine, blocks.length)
-            tally = Tally(self._counters, place.engine, place)
-            answer = await self._forwarded(call, place.engine, tally, stack)
+            if not body.get("stream") and not self._engines[place.engine].events:
+                stack.enter_context(self._progress[place.engine].follow(place))
+            answer = await self._placed(place, blocks, call, stack)
             if call.path == "/prompt_streams":
                 self._fleet.opened(answer.body, place.engine)
             return answer
         raise AssertionError  # Left by return or raise.
+
+    async def _place_at(self, engine: str, body: Mapping[str, Any], call: Call) -> Response:
+        """On the engine that has its prompt stream."""
+        blocks = self._prompts.at_once(body)
+        async with AsyncExitStack() as stack:
+            place = stack.enter_context(self._dispatcher.place_at(engine, blocks))
+            return await self._placed(place, blocks, call, stack)
+        raise AssertionError  # Left by return or raise.
+
+    async def _placed(
+        self, place: Place, blocks: Blocks, call: Call, stack: AsyncExitStack
+    ) -> Response:
+        self._counters.sent(place.engine, blocks.length)
+        tally = Tally(self._counters, place.engine, place)
+        return await self._forwarded(call, place.engine, tally, stack)
 
     async def _to_any(self, _request: Request, call: Call) -> Response:
         return await self._again(lambda: self._send(call, self._fleet.any()))

@@ -28,10 +28,13 @@ class _Counting:
         placed: dict[str, str] = {}
         for one in queue:
             if usable := list(self.running):
-                chosen = self._choose(usable, one.blocks)
-                placed[one.request] = self._where[one.request] = chosen
-                self.running[chosen] += 1
+                placed[one.request] = chosen = self._choose(usable, one.blocks)
+                self.admit(one, chosen)
         return placed
+
+    def admit(self, one: Waiting, engine: str, cached: int | None = None) -> None:
+        self._where[one.request] = engine
+        self.running[engine] += 1
 
     def _choose(self, usable: list[str], blocks: Blocks) -> str:
         raise NotImplementedError
@@ -40,7 +43,7 @@ class _Counting:
         if (engine := self._where.pop(request, None)) is not None:
             self.running[engine] -= 1
 
-    def computed(self, request: str, cached: int | None = None) -> None:
+    def computed(self, request: str) -> None:
         pass
 
     def stored(self, engine: str, hashes: Collection[int]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Collection, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -29,9 +29,9 @@ class Place:
     engine: str
     _dispatcher: Dispatcher
 
-    def computed(self, cached: int | None = None) -> None:
-        """Its first token is there. ``cached``: prompt tokens that the engine had, if known."""
-        self._dispatcher.computed(self.request, cached)
+    def computed(self) -> None:
+        """Its prompt is; harmless to repeat."""
+        self._dispatcher.computed(self.request)
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class Dispatcher:
     def cleared(self, engine: str) -> None:
         self._policy.cleared(engine)
 
-    def computed(self, request: str, cached: int | None = None) -> None:
-        self._policy.computed(request, cached)
+    def computed(self, request: str) -> None:
+        self._policy.computed(request)
         self._round()
 
     @asynccontextmanager
@@ -99,8 +99,18 @@ class Dispatcher:
             yield Place(request, await self._wait(request, blocks), self)
         finally:
             self._seats.pop(request, None)
-            self._policy.end(request)
-            self._round()
+            self._end(request)
+
+    @contextmanager
+    def place_at(self, engine: str, blocks: Blocks) -> Generator[Place]:
+        """That of a request whose engine has its prompt already; it does not wait."""
+        request = str(next(self._names))
+        if engine in self._engines:
+            self._policy.admit(Waiting(request, blocks), engine, cached=blocks.length)
+        try:
+            yield Place(request, engine, self)
+        finally:
+            self._end(request)
 
     async def _wait(self, request: str, blocks: Blocks) -> str:
         if len(self._seats) >= self._most_waiting:
@@ -111,6 +121,10 @@ class Dispatcher:
         if seat.engine is None:
             raise NoEngine
         return seat.engine
+
+    def _end(self, request: str) -> None:
+        self._policy.end(request)
+        self._round()
 
     def _round(self) -> None:
         """Call those whose engine is known, or all if there is no engine left."""

@@ -27,8 +27,8 @@ _PROBE_SECONDS = 5.0
 _DROPPED_SECONDS = 0.05
 # Looks at one that answers and does not say what it is, until it is taken without that.
 _UNTOLD = 6
-# Of a forward, where an engine does not say.
-_BATCH_TOKENS = 8192
+# Of a forward and of a cache, where an engine does not say.
+_BATCH_TOKENS, _CACHE_TOKENS = 8192, 1 << 20
 
 
 @dataclass(slots=True)
@@ -163,10 +163,10 @@ class Watch:
             return None
         measure = self._measure(told)
         engine.events = event_sources(engine.url, told)
-        batch = told.get("chunked_prefill_size")
-        batch = batch if isinstance(batch, int) and batch > 0 else _BATCH_TOKENS
-        tokens = told.get("max_total_num_tokens")
-        held = tokens // BLOCK_TOKENS if isinstance(tokens, int) and tokens > 0 else None
+        # It speaks of one data-parallel rank.
+        ranks = _number(told, "dp_size", 1)
+        batch = ranks * _number(told, "chunked_prefill_size", _BATCH_TOKENS)
+        held = ranks * _number(told, "max_total_num_tokens", _CACHE_TOKENS) // BLOCK_TOKENS
         limit = saturation(measure, batch, margin=self._margin) if self._margin > 0 else None
         return EngineTraits(measure, limit, held)
 
@@ -181,6 +181,8 @@ class Watch:
         except ValueError:
             return {}
         engine.untold = 0
+        if answer.status_code in (401, 403):
+            logger.warning("%s says nothing of itself: give the router --api-key", engine.url)
         return cast("dict[str, Any]", told) if isinstance(told, dict) else {}
 
     def _measure(self, told: Mapping[str, Any]) -> Measure:
@@ -194,3 +196,9 @@ class Watch:
             reason = error if isinstance(error, UnknownShape) else "its config is not here"
             logger.info("Work is counted in tokens: %s", reason)
             return TokenCount()
+
+
+def _number(told: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """A positive one, if it is told."""
+    value = told.get(name)
+    return value if isinstance(value, int) and value > 0 else otherwise

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
+from urllib.parse import quote
 
 import aiohttp
 import anyio
@@ -46,6 +48,8 @@ _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 _END = 4096
 # Answers take as long as they take; the server's clients decide for how long.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+# However long an answer takes, a host that is gone without a word is found out in half a minute.
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Headers that aiohttp would add.
 _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -64,18 +68,27 @@ class EngineLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request as it is passed on."""
+    """A request as it is passed on.
+
+    Attributes:
+        path: by which it was routed. target: the path and the query as they were sent.
+    """
 
     method: str
     path: str
+    target: str
     headers: Mapping[str, str]
     body: bytes
 
     @classmethod
     def of(cls, request: Request, body: bytes) -> Self:
         """What a router was asked."""
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        return cls(request.method, path, passed_on(request.headers), body)
+        path: str = request.scope["path"]
+        # Not from the request's URL, of which the client's Host header is a part.
+        raw: bytes = request.scope.get("raw_path") or quote(path).encode()
+        if query := request.scope["query_string"]:
+            raw += b"?" + query
+        return cls(request.method, path, raw.decode("latin-1"), passed_on(request.headers), body)
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
@@ -89,11 +102,23 @@ def api_key(headers: Mapping[str, str]) -> dict[str, str]:
     return {"authorization": found["authorization"]} if "authorization" in found else {}
 
 
+def _probing(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
 @asynccontextmanager
 async def forwarding() -> AsyncGenerator[aiohttp.ClientSession]:
     """A client that passes requests on; httpx's work for each is most of what a router would do."""
     # SGLang closes connections that were idle for 5 s; a request on its way then would be lost.
-    connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS)
+    connections = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_probing
+    )
     async with aiohttp.ClientSession(
         connector=connections,
         timeout=_TIMEOUT,
@@ -117,7 +142,7 @@ async def forward(
     of a stream is read ahead of its client, and leaving it aborts the engine's request.
     Raises: EngineLost.
     """
-    url = URL(engine + call.path, encoded=True)
+    url = URL(engine + call.target, encoded=True)
     try:
         answer = await http.request(
             call.method, url, headers=call.headers, data=call.body or None, allow_redirects=False
@@ -172,12 +197,10 @@ class Tally:
         """What an answer says is not the router's business."""
 
     def computed(self, content: bytes | None = None) -> None:
-        found = _CACHED.search(content) if content else None
-        cached = int(found[1]) if found else None
         if self._place is not None:
-            self._place.computed(cached)
-        if cached is not None:
-            self._counters.cached(self._engine, cached)
+            self._place.computed()
+        if content and (found := _CACHED.search(content)):
+            self._counters.cached(self._engine, int(found[1]))
 
     def ended(self, ending: str) -> None:
         self._counters.ended(self._engine, ending)

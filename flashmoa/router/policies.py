@@ -51,8 +51,18 @@ class Policy(Protocol):
         """
         ...
 
-    def computed(self, request: str, cached: int | None = None) -> None:
-        """The request's prompt is computed; ``cached``: tokens of it that were not, if known."""
+    def admit(self, one: Waiting, engine: str, cached: int | None = None) -> None:
+        """A request that an engine, which has joined, gets without having been routed.
+
+        Args:
+            cached: tokens of its prompt that the engine has; ``None``: those that match.
+
+        Raises: ValueError for a request that has an engine.
+        """
+        ...
+
+    def computed(self, request: str) -> None:
+        """The request's prompt is computed."""
         ...
 
     def end(self, request: str) -> None:

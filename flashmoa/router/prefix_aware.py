@@ -29,8 +29,6 @@ class _Engine:
 class _Routed:
     engine: _Engine
     blocks: Blocks
-    # Whether its first block was committed when it was routed.
-    known: bool
     computed: bool = False
 
 
@@ -97,7 +95,8 @@ class PrefixAware:
                 return placed
             chosen = choose(self._seen(one), self._patience)
             if chosen is not None:
-                placed[one.request] = self._place(one, chosen)
+                placed[one.request] = chosen.engine
+                self.admit(one, chosen.engine)
         self._relieve([one for one in looked_at if one.request not in placed], placed)
         return placed
 
@@ -108,7 +107,8 @@ class PrefixAware:
                 return
             chosen = choose(self._seen(one), patience=1.0)
             if chosen is not None and chosen.load == 0:
-                placed[one.request] = self._place(one, chosen)
+                placed[one.request] = chosen.engine
+                self.admit(one, chosen.engine)
 
     def _seen(self, one: Waiting) -> list[Candidate]:
         seen: list[Candidate] = []
@@ -119,26 +119,22 @@ class PrefixAware:
             seen.append(Candidate(name, matched, cost, load, engine.saturated, running))
         return seen
 
-    def _place(self, one: Waiting, chosen: Candidate) -> str:
+    def admit(self, one: Waiting, engine: str, cached: int | None = None) -> None:
         if one.request in self._routed:
             raise ValueError(f"request {one.request!r} is routed already")
-        engine = self._engines[chosen.engine]
-        known = any(engine.table.holds(block) for block in one.blocks.hashes[:1])
-        engine.table.promise(one.blocks.hashes)
-        engine.load.add(one.request, chosen.matched, one.blocks.length)
-        engine.requests.add(one.request)
-        self._routed[one.request] = _Routed(engine, one.blocks, known)
-        return chosen.engine
+        taking = self._engines[engine]
+        start = self.matched(engine, one.blocks) if cached is None else cached
+        taking.table.promise(one.blocks.hashes)
+        taking.load.add(one.request, start, one.blocks.length)
+        taking.requests.add(one.request)
+        self._routed[one.request] = _Routed(taking, one.blocks)
 
-    def computed(self, request: str, cached: int | None = None) -> None:
+    def computed(self, request: str) -> None:
         routed = self._routed.get(request)
         if routed is None or routed.computed:
             return
         routed.computed = True
         routed.engine.load.end(request)
-        if routed.known and cached is not None and cached < routed.blocks.size:
-            # Not even its first block, which goes last: the engine was restarted or flushed.
-            routed.engine.table.clear()
         routed.engine.table.commit(routed.blocks.hashes)
         routed.engine.table.release(routed.blocks.hashes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, cast
 
 import httpx
@@ -32,17 +33,19 @@ class Prompts:
     blocks are those of the text: requests with the same beginning still meet.
 
     Args:
-        remembered: prompts, at most.
+        remembered: blocks of prompts, at most.
         tokenize: says whether to ask engines at all.
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, tokenize: Callable[[], bool], remembered: int = 4096
+        self, http: httpx.AsyncClient, tokenize: Callable[[], bool], remembered: int = 1 << 20
     ) -> None:
         self._http = http
         self._remembered = remembered
         self._tokenize = tokenize
-        self._known: OrderedDict[str, Blocks] = OrderedDict()
+        # By a digest: prompts are long.
+        self._known: OrderedDict[bytes, Blocks] = OrderedDict()
+        self._held = 0
         # Engines that have no such route.
         self._silent: set[str] = set()
 
@@ -54,16 +57,30 @@ class Prompts:
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
         asked = _question(body)
-        key = json.dumps([asked, salt])
-        if key not in self._known:
-            tokens = await self._tokens(asked, engine, headers)
-            if tokens is None:
-                return text_blocks(_text(asked), salt=salt)
-            self._known[key] = token_blocks(tokens, salt=salt)
-            while len(self._known) > self._remembered:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        key = blake2b(json.dumps([asked, salt]).encode(), digest_size=16).digest()
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        if (tokens := await self._tokens(asked, engine, headers)) is None:
+            return text_blocks(_text(asked), salt=salt)
+        return self._remember(key, token_blocks(tokens, salt=salt))
+
+    def at_once(self, body: Mapping[str, Any]) -> Blocks:
+        """The same without asking; of a prompt that would have to be tokenised, only its length."""
+        salt = _salt(body)
+        if (tokens := _token_ids(body)) is not None:
+            return token_blocks(tokens, salt=salt)
+        blocks = text_blocks(_text(_question(body)), salt=salt)
+        return Blocks((), blocks.length) if self._tokenize() else blocks
+
+    def _remember(self, key: bytes, blocks: Blocks) -> Blocks:
+        if key not in self._known:  # Somebody may have asked the same meanwhile.
+            self._known[key] = blocks
+            self._held += 1 + len(blocks.hashes)
+        while self._held > self._remembered:
+            _, forgotten = self._known.popitem(last=False)
+            self._held -= 1 + len(forgotten.hashes)
+        return blocks
 
     def forget(self, engine: str) -> None:
         """The engine is another one now, and may tokenise."""

@@ -140,6 +140,9 @@ class Subscriber:
                 self._blocks.removed(self._mirror.removed(values[0]))
         elif kind == "BlockStored" and _on_device(values, 5):
             pages, parent, tokens, size = values[:4]
+            if tokens and not isinstance(tokens[0], int):
+                # Pages for speculative decoding are of pairs: each token and the next one.
+                tokens = [first for first, _ in tokens]
             salt = str(values[6].get("cache_salt", "")) if len(values) > 6 else ""
             self._blocks.stored(self._mirror.stored(pages, parent, tokens, size, salt))
 

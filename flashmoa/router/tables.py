@@ -42,10 +42,6 @@ class BlockTable:
                 return place
         return len(hashes)
 
-    def holds(self, block: int) -> bool:
-        """Whether it is committed."""
-        return block in self._committed
-
     def promise(self, hashes: Iterable[int]) -> None:
         self._pending.update(hashes)
 

@@ -15,7 +15,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.baselines import RoundRobin
 
 from ..engine.support import settled, special_engine
-from .asking import generated, generation, metric
+from .asking import generated, generation, metric, raised
 from .conftest import options, routed
 
 pytestmark = pytest.mark.anyio
@@ -90,11 +90,37 @@ async def test_a_stream_and_its_request_stay_on_one_engine(
         async with routed(options(engine, downstream)) as other:
             answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
             assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
+            # Its engine has the prompt already; other requests learn that it has.
+            assert await metric(other, "flashmoa_router_prompt_tokens_total") > 0
+            assert await metric(other, "flashmoa_router_engine_blocks") > 0
+            assert await metric(other, "flashmoa_router_engine_load{") == 0
             gone = await other.delete(f"/prompt_streams/{streams[0].id}")
             assert gone.status_code == 200
             unknown = await other.get("/prompt_streams/nobody")
             assert unknown.status_code == 404
             assert unknown.json()["error"]["code"] == "unknown_stream"
+
+
+async def test_an_engine_that_decodes_has_room_for_others(
+    engine: LocalEngine, words: Words
+) -> None:
+    """Nothing is heard of a long answer that is not streamed, and its prompt is computed."""
+    full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
+    async with routed(options(engine, saturation_margin=0.01)) as router:
+        over: list[str] = []
+
+        async def ask(name: str, tokens: int) -> None:
+            await router.post("/generate", json=generation(words(300, 985), tokens, rid=name))
+            over.append(name)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "long", 4000)
+            await raised(router, full)
+            await ask("short", 2)
+            assert over == ["short"]
+            group.cancel_scope.cancel()
+    async with EngineClient(engine.url) as watching:
+        await settled(watching)
 
 
 async def test_who_leaves_is_aborted(

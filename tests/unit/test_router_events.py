@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import anyio
@@ -104,6 +105,16 @@ def test_a_gap_in_an_engine_s_events_empties_its_table() -> None:
     heard.receive(10, batch(STORED))
     heard.receive(11, b"\xc1")
     assert policy.cached_blocks("a") == 0
+
+
+def test_tokens_may_come_as_pairs() -> None:
+    """As an engine with speculative decoding tells them."""
+    policy, dispatcher = one_engine()
+    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    tokens = list(range(33))
+    kind, pages, parent, _, size, *more = STORED
+    heard.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
+    assert policy.matched("a", token_blocks(tokens)) == 32
 
 
 def test_a_block_is_there_as_long_as_one_rank_has_it() -> None:

@@ -214,17 +214,18 @@ def test_an_engine_that_left_is_forgotten() -> None:
     assert place(routing, "c", prompt) is None
 
 
-def test_a_prompt_of_which_nothing_was_cached_says_that_the_engine_was_restarted() -> None:
-    routing = policy(1, TokenCount(), None)
-    one, other = blocks([1] * 17), blocks([2] * 17)
-    for number, prompt in enumerate([one, other]):
-        place(routing, str(number), prompt)
-        # As expected of a new prompt.
-        routing.computed(str(number), cached=0)
-    assert routing.matched("e0", one) == 16
-    place(routing, "again", other)
-    routing.computed("again", cached=0)
-    assert (routing.matched("e0", one), routing.matched("e0", other)) == (0, 16)
+def test_a_prompt_that_an_engine_has_already_is_no_work() -> None:
+    routing = policy(2, TokenCount(), 40)
+    prompt = blocks([1] * 41)
+    routing.admit(Waiting("a", prompt), "e1", cached=prompt.length)
+    assert routing.load("e1") == 0 and routing.matched("e1", prompt) == 40
+    with pytest.raises(ValueError, match="routed already"):
+        routing.admit(Waiting("a", prompt), "e0")
+    routing.computed("a")
+    routing.end("a")
+    assert place(routing, "b", prompt) == "e1"
+    routing.admit(Waiting("c", blocks([2] * 41)), "e1")
+    assert routing.load("e1") == 42
 
 
 def test_a_failed_request_takes_its_promise_back_and_a_computed_one_keeps_it() -> None:

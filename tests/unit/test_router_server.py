@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from contextlib import AsyncExitStack
 
+import aiohttp
 import anyio
 import httpx
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from starlette.requests import Request
 
 from flashmoa import cli
-from flashmoa.router.blocks import text_blocks, token_blocks
+from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
 from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
 from flashmoa.router.engines import Engine, Watch
 from flashmoa.router.event_sources import EventSource
 from flashmoa.router.fleet import merged
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.forwarding import passed_on
+from flashmoa.router.forwarding import Call, forwarding, passed_on
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.progress import Progress
 from flashmoa.router.prompts import Prompts
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +85,7 @@ async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
         return httpx.Response(200, json={"tokens": [1] * 32})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        prompts = Prompts(http, lambda: True, remembered=1)
+        prompts = Prompts(http, lambda: True, remembered=3)
         for _ in range(2):
             assert await prompts.blocks({"text": "a b"}, "http://ours", {}) == PROMPT
         assert await prompts.blocks({"input_ids": [1] * 32}, "http://ours", {}) == PROMPT
@@ -150,6 +155,106 @@ async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
         silent = False
         await watch.look(engine)
     assert engine.is_up
+
+
+@pytest.mark.parametrize(
+    ("told", "saturation", "blocks"),
+    [
+        ({"dp_size": 2, "chunked_prefill_size": 100, "max_total_num_tokens": 1600}, 240, 200),
+        ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
+        ({}, 9830, 1 << 16),
+    ],
+)
+async def test_what_an_engine_says_of_a_rank_is_meant_for_all_of_them(
+    told: dict[str, int], saturation: int, blocks: int
+) -> None:
+    joined: list[EngineTraits] = []
+
+    class Joined(PrefixAware):
+        def join(self, engine: str, traits: EngineTraits) -> None:
+            joined.append(traits)
+            super().join(engine, traits)
+
+    answer = httpx.MockTransport(lambda _: httpx.Response(200, json=told))
+    async with httpx.AsyncClient(transport=answer) as http:
+        await Watch(http, Dispatcher(Joined())).look(Engine("http://engine"))
+    assert joined == [EngineTraits(TokenCount(), saturation, blocks)]
+
+
+async def test_an_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
+    policy = PrefixAware()
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", SMALL)
+    async with dispatcher.place(PROMPT):
+        assert policy.is_saturated("a")
+        with dispatcher.place_at("a", other := token_blocks([2] * 33)) as place:
+            assert place.engine == "a" and policy.load("a") == 32
+            place.computed()
+    assert policy.matched("a", other) == 32
+    with dispatcher.place_at("gone", PROMPT) as place:
+        place.computed()
+
+
+async def test_a_prompt_is_known_at_once_where_nobody_has_to_be_asked() -> None:
+    async with httpx.AsyncClient() as http:
+        text = {"text": "a" * 200}
+        assert Prompts(http, lambda: False).at_once(text) == text_blocks("a" * 200)
+        asking = Prompts(http, lambda: True)
+        assert asking.at_once(text) == Blocks((), 50)
+        assert asking.at_once({"input_ids": [1] * 32}) == PROMPT
+
+
+async def test_a_prompt_is_computed_once_a_later_snapshot_says_that_nobody_waits() -> None:
+    policy = PrefixAware()
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", EngineTraits(TokenCount()))
+    async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
+        progress = Progress(http, "http://a")
+        for number in range(3):
+            place = await stack.enter_async_context(dispatcher.place(token_blocks([number] * 32)))
+            stack.enter_context(progress.follow(place))
+        loads: list[int] = []
+        # Made before they came, the same once more, the next one; then with two, one, none waiting.
+        for waiting, made in ((0, 1.0), (0, 1.0), (0, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
+            progress.told(waiting, made)
+            loads.append(policy.load("a"))
+    assert loads == [96, 96, 96, 64, 32, 0]
+
+
+def test_what_was_asked_for_is_what_is_passed_on() -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/tokenize/a b",
+        "raw_path": b"/tokenize/a%20b",
+        "query_string": b"c=%2F",
+        "headers": [(b"host", b"x/flush_cache?")],
+    }
+    call = Call.of(Request(scope), b"")
+    assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b?c=%2F")
+    del scope["raw_path"]
+    assert Call.of(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
+
+
+async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        port = listener.extra(SocketAttribute.local_port)
+        timers: list[str] = []
+
+        async def silent(client: SocketStream) -> None:
+            async with client:
+                await client.receive()
+                known = await anyio.Path("/proc/net/tcp").read_text()
+                lines = [line.split() for line in known.splitlines()]
+                timers.extend(one[5][:2] for one in lines if one[2].endswith(f":{port:04X}"))
+
+        async with forwarding() as http, anyio.create_task_group() as group:
+            group.start_soon(listener.serve, silent)
+            with pytest.raises(aiohttp.ClientError):
+                await http.post(f"http://127.0.0.1:{port}/")
+            group.cancel_scope.cancel()
+    # The kernel's name for it (proc(5)).
+    assert timers == ["02"]
 
 
 def test_headers_that_concern_one_connection_stay_there() -> None:

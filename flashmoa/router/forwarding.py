@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -102,9 +102,9 @@ def api_key(headers: Mapping[str, str]) -> dict[str, str]:
     return {"authorization": found["authorization"]} if "authorization" in found else {}
 
 
-def _probing(address: aiohttp.AddrInfoType) -> socket.socket:
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
+def _probed(address: tuple[Any, ...]) -> socket.socket:
+    """For aiohttp; ``address``: as ``getaddrinfo`` says it."""
+    made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
         if (option := getattr(socket, name, None)) is not None:
@@ -117,7 +117,7 @@ async def forwarding() -> AsyncGenerator[aiohttp.ClientSession]:
     """A client that passes requests on; httpx's work for each is most of what a router would do."""
     # SGLang closes connections that were idle for 5 s; a request on its way then would be lost.
     connections = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_probing
+        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_probed
     )
     async with aiohttp.ClientSession(
         connector=connections,

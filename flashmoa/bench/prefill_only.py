@@ -3,12 +3,14 @@
 The paper's mix of datasets, with synthetic texts and so many times fewer requests, so many at a
 time. Stock SGLang generates one token for each, in order of arrival (fcfs) and by the longest
 cached prefix (lpm); FlashMoA scores two candidates. Then the same on two engines with the plugin:
-in turn, behind sglang-router if it is installed, and behind FlashMoA's router.
+in turn, behind sglang-router if it is installed, and behind FlashMoA's router, which hears the
+engines' KV events.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -34,6 +36,7 @@ from flashmoa.bench.prefill_tables import seconds_of, show, summarise
 from flashmoa.bench.report import Report, progress, terminal
 from flashmoa.bench.rounds import order
 from flashmoa.engine import EngineClient
+from flashmoa.engine.local import free_port
 
 FCFS, LPM, OURS, SECOND = "fcfs", "lpm", "flashmoa", "second"
 IN_TURN = "round_robin"
@@ -113,9 +116,15 @@ def _roles(options: argparse.Namespace) -> list[Role]:
         asked = options.forward if role.plugin else options.stock_forward or options.forward
         tokens = str(max(1, round(asked * options.lengths)))
         sizes = ("--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens)
-        return (*role.arguments, *sizes)
+        return (*role.arguments, *sizes, *(_events() if role.plugin else ()))
 
     return [replace(role, arguments=forwards(role)) for role in ROLES]
+
+
+def _events() -> tuple[str, str]:
+    """What has an engine tell routers of its cache."""
+    told = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}"}
+    return "--kv-events-config", json.dumps(told)
 
 
 def mixed(options: argparse.Namespace) -> list[Request]:

@@ -13,7 +13,7 @@ class Candidate:
     Attributes:
         matched: tokens of the request that it need not compute.
         cost: of the rest of the request there.
-        load: its outstanding work ``W``.
+        load: its outstanding work ``W``; ``promised``: of this, what computes the matched tokens.
         saturated: whether it has enough of it.
         running: requests it has; decides between engines that are alike otherwise.
     """
@@ -24,13 +24,20 @@ class Candidate:
     load: int
     saturated: bool
     running: int = 0
+    promised: int = 0
+
+    @property
+    def delay(self) -> int:
+        """What it has to do beforehand and nobody else would have to do for the request."""
+        return self.load - self.promised
 
 
 def choose(candidates: Iterable[Candidate], patience: float = 0.0) -> Candidate | None:
     """Of the engines that are not saturated the one with the longest match, else the least load.
 
     ``None``: the request waits, because all are saturated, or because one of them is worth it: the
-    work saved there, times ``patience``, is more than what it has to do beforehand.
+    work saved there, times ``patience``, is more than what it has to do beforehand, but for what
+    it computes of the request's own prefix.
 
     With ``patience`` 0 this is the paper's rule: a popular prefix spills as soon as its engine is
     saturated. Under a queue that scatters every prefix, as whichever engine has room first takes
@@ -42,7 +49,7 @@ def choose(candidates: Iterable[Candidate], patience: float = 0.0) -> Candidate 
     if best is None:
         return None
     for one in ordered[: ordered.index(best)]:
-        if patience and patience * (best.cost - one.cost) > one.load - best.load:
+        if patience and patience * (best.cost - one.cost) > one.delay - best.load:
             return None
     return best
 

@@ -89,35 +89,54 @@ class PrefixAware:
 
     def route(self, queue: Sequence[Waiting]) -> dict[str, str]:
         placed: dict[str, str] = {}
-        looked_at = queue[: self._window]
-        for one in looked_at:
-            if all(engine.saturated for engine in self._engines.values()):
-                return placed
-            chosen = choose(self._seen(one), self._patience)
-            if chosen is not None:
-                placed[one.request] = chosen.engine
-                self.admit(one, chosen.engine)
-        self._relieve([one for one in looked_at if one.request not in placed], placed)
+        held = self._fill(queue[: self._window], placed)
+        # A prefix that an idle engine takes draws others there.
+        while self._relieve(held, placed):
+            held = self._fill([one for one in held if one.request not in placed], placed)
         return placed
 
-    def _relieve(self, held: Sequence[Waiting], placed: dict[str, str]) -> None:
-        """An engine with nothing to do takes a request that would otherwise be done later."""
+    def _fill(self, queue: Sequence[Waiting], placed: dict[str, str]) -> list[Waiting]:
+        """Engines take requests until they are saturated; those that are left."""
+        held: list[Waiting] = []
+        for place, one in enumerate(queue):
+            if all(engine.saturated for engine in self._engines.values()):
+                return [*held, *queue[place:]]
+            if (chosen := choose(self._seen(one), self._patience)) is None:
+                held.append(one)
+            else:
+                placed[one.request] = chosen.engine
+                self.admit(one, chosen.engine)
+        return held
+
+    def _relieve(self, held: Sequence[Waiting], placed: dict[str, str]) -> bool:
+        """Whether an idle engine takes a request that would otherwise be done later."""
+        if all(engine.load.total for engine in self._engines.values()):
+            return False
         for one in held:
-            if all(engine.load.total for engine in self._engines.values()):
-                return
             chosen = choose(self._seen(one), patience=1.0)
             if chosen is not None and chosen.load == 0:
                 placed[one.request] = chosen.engine
                 self.admit(one, chosen.engine)
+                return True
+        return False
 
     def _seen(self, one: Waiting) -> list[Candidate]:
-        seen: list[Candidate] = []
-        for name, engine in self._engines.items():
-            matched = one.blocks.tokens(engine.table.match(one.blocks.hashes))
-            cost = engine.traits.measure.work(matched, one.blocks.length)
-            load, running = engine.load.total, len(engine.requests)
-            seen.append(Candidate(name, matched, cost, load, engine.saturated, running))
-        return seen
+        return [self._candidate(name, engine, one.blocks) for name, engine in self._engines.items()]
+
+    def _candidate(self, name: str, engine: _Engine, blocks: Blocks) -> Candidate:
+        table, work = engine.table, engine.traits.measure.work
+        found = table.match(blocks.hashes)
+        matched = blocks.tokens(found)
+        computed = blocks.tokens(found - table.promised(blocks.hashes[:found]))
+        return Candidate(
+            engine=name,
+            matched=matched,
+            cost=work(matched, blocks.length),
+            load=engine.load.total,
+            saturated=engine.saturated,
+            running=len(engine.requests),
+            promised=work(computed, matched),
+        )
 
     def admit(self, one: Waiting, engine: str, cached: int | None = None) -> None:
         if one.request in self._routed:

@@ -42,6 +42,15 @@ class BlockTable:
                 return place
         return len(hashes)
 
+    def promised(self, hashes: Sequence[int]) -> int:
+        """How many of these, of which the first ones may be committed, are only pending."""
+        count = 0
+        for block in reversed(hashes):
+            if block in self._committed:
+                break
+            count += 1
+        return count
+
     def promise(self, hashes: Iterable[int]) -> None:
         self._pending.update(hashes)
 

@@ -117,21 +117,43 @@ def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     # 16 of 17 tokens saved, twice, and 16 to be computed before: it waits.
     queue = [Waiting("sibling", blocks([*document, 1])), Waiting("stranger", blocks([2] * 4))]
     assert routing.route(queue) == {"stranger": "e1"}
-    # 4 of 8 tokens saved: it does not.
+    # 4 of 8 tokens saved, twice, and 8 more to be computed than elsewhere: it does not.
+    routing.computed("other")
     assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
     routing.stored("e0", blocks(document).hashes[:2])
     assert routing.load("e0") == 8
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
-def test_nobody_waits_for_one_engine_while_another_has_nothing_to_do() -> None:
+def test_an_idle_engine_takes_what_would_be_done_later() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(4)]
-    # The first one; the next one for the idle engine; the others wait, for either.
-    assert routing.route(queue) == {"0": "e0", "1": "e1"}
-    routing.computed("1")
-    assert routing.route(queue[2:]) == {"2": "e1", "3": "e1"}
+    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    routing.stored("e0", blocks(document).hashes)
+    routing.admit(Waiting("long", blocks([1] * 20)), "e0")
+    # 16 tokens to compute again, or 20 to be computed before: one does; others wait, for either.
+    assert routing.route(queue) == {"0": "e1"}
+    routing.computed("0")
+    assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
+
+
+def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
+    routing = policy(2, TokenCount(), 10, patience=9.0)
+    document = [7] * 16
+    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    # Though the other engine has nothing to do: it would take as long.
+    assert routing.route(queue) == {"0": "e0"}
+    routing.computed("0")
+    assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
+
+
+def test_what_an_idle_engine_takes_draws_others_there() -> None:
+    routing = policy(2, TokenCount(), 30, patience=9.0)
+    document = [7] * 16
+    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    routing.stored("e0", blocks(document).hashes)
+    routing.admit(Waiting("long", blocks([1] * 40)), "e0")
+    assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
 
 
 @settings(max_examples=60)

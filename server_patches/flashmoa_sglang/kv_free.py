@@ -18,7 +18,8 @@ KEEPS_NONE = "This engine keeps no KV (--flashmoa-kv-cache off)"
 _DEFAULT_NEW_TOKENS = 128
 _NEEDED = {
     "--disable-radix-cache": lambda given: given.disable_radix_cache,
-    "--chunked-prefill-size -1": lambda given: (given.chunked_prefill_size or -1) < 0,
+    # Where nothing is given, SGLang chooses a size.
+    "--chunked-prefill-size -1": lambda given: (given.chunked_prefill_size or 1) < 0,
     # It asks for eight tokens.
     "--skip-server-warmup": lambda given: given.skip_server_warmup,
 }
@@ -34,17 +35,20 @@ def is_on() -> bool:
     return Options.from_environment().kv_cache == "off"
 
 
-def refuse_unsupported(server_args: Any) -> None:
-    """Raises: SystemExit for a server that would read KV of an earlier forward."""
-    if missing := [flag for flag, is_given in _NEEDED.items() if not is_given(server_args)]:
+def refuse_unsupported(arguments: Any) -> None:
+    """Raises: SystemExit for a server that would read KV of an earlier forward.
+
+    Args: arguments: SGLang's, as it resolved them.
+    """
+    if missing := [flag for flag, is_given in _NEEDED.items() if not is_given(arguments)]:
         raise SystemExit(f"--flashmoa-kv-cache off needs {' '.join(missing)}.")
-    if wrong := [flag for flag, is_given in _EXCLUDED.items() if is_given(server_args)]:
+    if wrong := [flag for flag, is_given in _EXCLUDED.items() if is_given(arguments)]:
         raise SystemExit(f"--flashmoa-kv-cache off does not go with {', '.join(wrong)}.")
 
 
 def create_buffers(original: Callable[..., None], pool: Any) -> None:
     """Around ``MHATokenToKVPool._create_buffers``: those of one layer, for all of them."""
-    if not is_on():
+    if not is_on() or _has_scales(pool):
         original(pool)
         return
     layers, pool.layer_num = pool.layer_num, 1
@@ -64,15 +68,22 @@ def size(original: Callable[..., tuple[int, int]], pool: Any) -> tuple[int, int]
 
 
 def verify(scheduler: Any) -> None:
-    """Raises: SystemExit for a model whose layers do not each have KV of their own."""
+    """Raises: SystemExit for a scheduler that cuts prompts into chunks, for a pool that is not
+    plain, and for a model whose layers do not each have KV of their own."""
     if not is_on():
         return
-    from sglang.srt.layers.radix_attention import RadixAttention
-
+    if scheduler.chunked_prefill_size is not None:
+        raise SystemExit("--flashmoa-kv-cache off needs --chunked-prefill-size -1.")
     problem = "--flashmoa-kv-cache off does not work with this model; start without it: "
     pool = _pool(scheduler)
+    if _has_scales(pool):
+        raise SystemExit(
+            "--flashmoa-kv-cache off does not go with KV that has scales (--kv-cache-dtype)."
+        )
     if not getattr(pool, "flashmoa_one_layer", False):
         raise SystemExit(f"{problem}SGLang has its KV in a {type(pool).__name__}.")
+    from sglang.srt.layers.radix_attention import RadixAttention
+
     modules = scheduler.tp_worker.model_runner.model.modules()
     layers = [module.layer_id for module in modules if isinstance(module, RadixAttention)]
     if len(set(layers)) < len(layers):
@@ -112,6 +123,12 @@ def peak_memory(scheduler: Any) -> int:
     import torch
 
     return torch.cuda.max_memory_allocated()
+
+
+def _has_scales(pool: Any) -> bool:
+    """Whether SGLang quantises the pool: then there are scales, too, layer by layer."""
+    # 0.5.12 has a pool of another class for that.
+    return getattr(pool, "is_quantized_kv_cache", False)
 
 
 def _pool(scheduler: Any) -> Any:

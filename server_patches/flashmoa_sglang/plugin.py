@@ -52,8 +52,9 @@ class Hook:
 
 def attach_api(_result: None, manager: Any) -> None:
     """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
-    _refuse_unsupported(manager.server_args)
-    metrics.start(manager.server_args)
+    arguments = releases.resolved(manager.server_args)
+    _refuse_unsupported(arguments)
+    metrics.start(arguments)
     engine = Engine(manager)
     table = StreamTable(engine)
     manager.flashmoa_table = table
@@ -207,14 +208,14 @@ def _stop(problem: str) -> None:
     )
 
 
-def _refuse_unsupported(server_args: Any) -> None:
-    if (server_args.tokenizer_worker_num or 1) > 1:
+def _refuse_unsupported(arguments: Any) -> None:
+    if (arguments.tokenizer_worker_num or 1) > 1:
         raise SystemExit(
             "flashmoa-sglang needs one HTTP process: start without --tokenizer-worker-num."
         )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
         raise SystemExit("flashmoa-sglang does not work with SGLANG_RUST_SERVER; unset it.")
-    if problem := asyncep.problem(server_args, options.Options.from_environment()):
+    if problem := asyncep.problem(arguments, options.Options.from_environment()):
         raise SystemExit(problem)
     if kv_free.is_on():
-        kv_free.refuse_unsupported(server_args)
+        kv_free.refuse_unsupported(arguments)

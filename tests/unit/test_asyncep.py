@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from flashmoa_sglang.asyncep.experts import in_host_memory
+from flashmoa_sglang.asyncep.experts import Experts, in_host_memory
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
 from flashmoa_sglang.asyncep.packing import Packing
 from flashmoa_sglang.asyncep.rotation import Rotation
@@ -130,6 +132,78 @@ def test_a_forward_is_timed_where_that_was_asked_for(slots: int) -> None:
         if times is not None:
             assert times.tokens == 17
             assert times.window > 0 and times.transfer > 0
+
+
+class OneScale(Layer):
+    """Of a quantisation that has one scale for all experts, once the weights are loaded."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.input_scale = torch.nn.Parameter(torch.empty(EXPERTS), requires_grad=False)
+
+    def load(self) -> None:
+        super().load()
+        self.input_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+
+def test_what_is_of_no_single_expert_returns_to_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offloader = ExpertOffloader(OneScale, "compute", 2, in_host_memory)
+    layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
+    for layer, experts in zip(layers, offloader._experts, strict=True):
+        layer.load()
+        # Nothing can be computed there, but everybody has it.
+        experts.device = torch.device("meta")
+    bound: dict[str, str] = {}
+
+    def bind(_experts: Experts, tensors: dict[str, torch.Tensor]) -> None:
+        bound.update({name: tensor.device.type for name, tensor in tensors.items()})
+
+    monkeypatch.setattr(Experts, "bind", bind)
+    offloader.post_init()
+    expected = {"w13_weight": "cpu", "w13_scale": "cpu", "bias": "cpu", "input_scale": "meta"}
+    assert bound == expected
+
+
+class Heavy(Layer):
+    """With weights that are most of what it has."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.w2_weight = torch.nn.Parameter(torch.zeros(EXPERTS, 32, 32), requires_grad=False)
+
+
+def in_fewer_bits(layer: Any) -> None:
+    layer.w2_weight = torch.nn.Parameter(layer.w2_weight.to(torch.int8), requires_grad=False)
+
+
+def repacked(layer: Any) -> None:
+    four_bits = torch.zeros(EXPERTS, 16, 32, dtype=torch.uint8)
+    layer.w2_packed = torch.nn.Parameter(four_bits, requires_grad=False)
+    del layer.w2_weight
+
+
+def taken_away(layer: Any) -> None:
+    layer.quant_method = SimpleNamespace(w2_weight=layer.w2_weight.data)
+    del layer.w2_weight
+
+
+@pytest.mark.parametrize(
+    ("process", "refused"), [(in_fewer_bits, False), (repacked, False), (taken_away, True)]
+)
+def test_a_quantisation_that_takes_the_weights_out_of_the_layer_is_refused(
+    process: Callable[[Any], None], refused: bool
+) -> None:
+    offloader = ExpertOffloader(Heavy, "compute", 2, in_host_memory)
+    for layer in offloader.wrap_modules(Heavy(number) for number in range(3)):
+        process(layer)
+    if refused:
+        with pytest.raises(SystemExit, match="this model's quantisation"):
+            offloader.post_init()
+    else:
+        offloader.post_init()
+        assert offloader.memory().on_host > 0
 
 
 def test_a_model_without_experts_is_left_alone() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from flashmoa_sglang.http.calibration import measure
+from flashmoa_sglang.http.calibration import calibrate, measure
 from flashmoa_sglang.messages import ForwardTime
 
 pytestmark = pytest.mark.anyio
@@ -17,14 +17,24 @@ class Timed:
 
     largest_forward = 2048
     vocabulary = 100
+    role = "null"
 
-    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+    def __init__(
+        self, seconds: Callable[[int, int], float], *, steps_together: bool = False
+    ) -> None:
+        self.steps_together = steps_together
         # Of a forward's tokens, and how many there were of that length before.
         self._seconds = seconds
         self.asked: list[int] = []
 
     def others_active(self) -> bool:
         return False
+
+    async def most_tokens(self) -> int:
+        return self.largest_forward
+
+    def use_costs(self, costs: Any, waits_for: int | None) -> None:
+        self.costs, self.waits_for = costs, waits_for
 
     async def time_answer(self, tokens: int) -> float:
         return 0.01 + 0.002 * tokens
@@ -60,3 +70,13 @@ async def test_a_busy_machine_is_measured_when_it_is_less_so() -> None:
     # The first forwards of all take a second.
     found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
     assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
+
+
+@pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
+async def test_an_engine_says_what_prefills_wait_for_and_where_they_do_not(
+    monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
+) -> None:
+    monkeypatch.setenv("FLASHMOA_SATURATION", "500")
+    engine = Timed(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
+    await calibrate(engine)  # type: ignore[arg-type]
+    assert engine.waits_for == expected

@@ -33,6 +33,7 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
     [
         ({"disable_radix_cache": False}, "needs --disable-radix-cache."),
         ({"chunked_prefill_size": 2048}, "needs --chunked-prefill-size -1."),
+        ({"chunked_prefill_size": None}, "needs --chunked-prefill-size -1."),
         ({"skip_server_warmup": False}, "needs --skip-server-warmup."),
         ({"disaggregation_mode": "prefill"}, "does not go with --disaggregation-mode."),
         ({"speculative_algorithm": "EAGLE"}, "does not go with --speculative-algorithm."),
@@ -41,6 +42,50 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
 def test_one_that_would_does_not(given: dict[str, Any], told: str) -> None:
     with pytest.raises(SystemExit, match=told):
         kv_free.refuse_unsupported(SimpleNamespace(**FINE | given))
+
+
+class Pool:
+    """As much of SGLang's pool as having its buffers made takes."""
+
+    layer_num = 3
+    flashmoa_one_layer = False
+
+    def __init__(self, *, scales: bool) -> None:
+        self.is_quantized_kv_cache = scales
+        kv_free.create_buffers(Pool.make, self)
+
+    def make(self) -> None:
+        self.k_buffer = [object() for _ in range(self.layer_num)]
+        self.v_buffer = [object() for _ in range(self.layer_num)]
+
+
+def scheduler(*, chunk: int | None, scales: bool) -> SimpleNamespace:
+    pool = Pool(scales=scales)
+    return SimpleNamespace(
+        chunked_prefill_size=chunk,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunk", "scales", "told"),
+    [(4096, False, "needs --chunked-prefill-size -1"), (None, True, "has scales")],
+)
+def test_a_scheduler_that_would_read_kv_again_does_not_start(
+    chunk: int | None, scales: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=told):
+        kv_free.verify(scheduler(chunk=chunk, scales=scales))
+    monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")
+    kv_free.verify(scheduler(chunk=chunk, scales=scales))
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_one_layers_buffers_serve_all_where_nothing_belongs_to_them(scales: bool) -> None:
+    pool = Pool(scales=scales)
+    assert len(pool.k_buffer) == len(pool.v_buffer) == pool.layer_num
+    assert len(set(pool.k_buffer)) == (pool.layer_num if scales else 1)
+    assert pool.flashmoa_one_layer != scales
 
 
 @pytest.mark.parametrize("params", [{"max_new_tokens": 0}, [{"max_new_tokens": 1}] * 2])

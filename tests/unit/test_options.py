@@ -72,13 +72,29 @@ def test_a_replica_knows_its_place(parser: argparse.ArgumentParser) -> None:
     assert Options.from_environment().replica() == (1, 2)
 
 
+def graphs(decode: str, prefill: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
+    )
+
+
+def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
+    return {"device": "cuda", "cuda_graph_config": graphs(decode, prefill)}
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "expected"),
     [
-        (Options(), {}, None),
+        (Options(), on_gpu("full", "breakable"), None),
+        (Options(), {"speculative_algorithm": "EAGLE"}, None),
         (Options(asyncep="h2d"), {}, None),
-        (Options(asyncep="h2d"), {"device": "cuda"}, "needs --disable-cuda-graph"),
-        (Options(asyncep="h2d"), {"device": "cuda", "disable_cuda_graph": True}, None),
+        (Options(asyncep="h2d"), on_gpu("full", "breakable"), "needs --cuda-graph-backend-decode"),
+        (Options(asyncep="h2d"), on_gpu("disabled", "breakable"), "--cuda-graph-backend-prefill"),
+        (Options(asyncep="h2d"), on_gpu("full", "disabled"), "needs --cuda-graph-backend-decode"),
+        (Options(asyncep="h2d"), on_gpu("disabled", "disabled"), None),
+        (Options(asyncep="h2d"), {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        (Options(asyncep="h2d"), {"enable_eplb": True}, "does not go with --enable-eplb"),
+        (Options(asyncep="d2d"), {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
         (Options(asyncep="d2d"), {}, "must be RANK/SIZE"),
         (Options(asyncep="d2d", asyncep_replica="0/2"), {}, None),
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"device": "cuda"}, "--dwdp-size"),
@@ -89,7 +105,7 @@ def test_a_replica_knows_its_place(parser: argparse.ArgumentParser) -> None:
 def test_what_does_not_go_with_asyncep(
     options: Options, arguments: dict[str, Any], expected: str | None
 ) -> None:
-    usual = {"device": "cpu", "disable_cuda_graph": False, "speculative_algorithm": None}
-    usual |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}
+    usual: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
+    usual |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
     found = problem(SimpleNamespace(**usual | arguments), options)
     assert (expected in found) if expected and found else found == expected

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from flashmoa_sglang.releases import TESTED, module_for, v0_5_12, v0_5_18, v0_5_23
@@ -41,6 +42,56 @@ def test_modules_only_replace_what_there_is(module: object) -> None:
     }
     mends = {function.__name__ for _, function in module.MENDED}
     assert own - mends <= set(vars(v0_5_18))
+
+
+def graphs(decode: str, prefill: str) -> dict[str, Any]:
+    config = {"decode": decode, "prefill": prefill}
+    backends = {phase: SimpleNamespace(backend=backend) for phase, backend in config.items()}
+    return {"cuda_graph_config": SimpleNamespace(**backends)}
+
+
+@pytest.mark.parametrize(
+    ("release", "arguments", "off"),
+    [
+        (v0_5_18, graphs("disabled", "disabled"), True),
+        # As --disable-cuda-graph --cuda-graph-backend-prefill breakable leaves them.
+        (v0_5_18, graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
+        (v0_5_18, graphs("full", "disabled"), False),
+        (v0_5_12, {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
+        (v0_5_12, {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": False}, False),
+        (v0_5_12, graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
+    ],
+)
+def test_graphs_are_off_where_no_phase_has_any(
+    release: ModuleType, arguments: dict[str, Any], off: bool
+) -> None:
+    assert release.graphs_are_off(SimpleNamespace(**arguments)) == off
+
+
+ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "together"),
+    [
+        ({}, False),
+        ({"pp_size": 2}, True),
+        ({"enable_dp_attention": True}, True),
+        ({"moe_a2a_backend": "deepep"}, True),
+        ({"moe_dense_tp_size": 1}, True),
+    ],
+)
+def test_some_ranks_step_together(given: dict[str, Any], together: bool) -> None:
+    arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
+    assert v0_5_18.steps_together(arguments) == together
+
+
+def test_0_5_23_counts_ranks_of_attention_too() -> None:
+    assert v0_5_18.data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
+    assert v0_5_18.data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
+    for sizes in ((2, 1), (1, 2)):
+        arguments = SimpleNamespace(dp_size=sizes[0], attn_dp_size=sizes[1])
+        assert v0_5_23.data_parallel_ranks(arguments) == 2
 
 
 def manager_with(*rids: str) -> SimpleNamespace:

@@ -82,12 +82,22 @@ def test_what_prefills_wait_for(
     monkeypatch.setenv("FLASHMOA_SATURATION", pinned)
     monkeypatch.setenv("FLASHMOA_SATURATION_WAIT", wait)
     caplog.set_level("INFO")
-    assert _waits_for(Saturation(measured, LARGEST, 0.1, ()), LARGEST) == expected
+    found = _waits_for(Saturation(measured, LARGEST, 0.1, ()), LARGEST, together=False)
+    assert found == expected
     assert ("not held back" in caplog.text) == (expected is None and wait != "0")
 
 
 def test_engines_with_all_experts_on_the_device_do_not_wait() -> None:
-    assert _waits_for(None, LARGEST) is None
+    assert _waits_for(None, LARGEST, together=False) is None
+
+
+@pytest.mark.parametrize(("pinned", "told"), [("500", True), ("0", False)])
+def test_ranks_that_step_together_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pinned: str, told: bool
+) -> None:
+    monkeypatch.setenv("FLASHMOA_SATURATION", pinned)
+    assert _waits_for(None, LARGEST, together=True) is None
+    assert ("not held back" in caplog.text) == told
 
 
 ARRIVALS = st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=60)

@@ -13,11 +13,13 @@ from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
+from flashmoa_sglang import releases  # noqa: E402
 from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
 from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
 from flashmoa_sglang.http.errors import Draining  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
+from flashmoa_sglang.releases import v0_5_23  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -155,6 +157,18 @@ async def test_streams_take_the_data_parallel_ranks_in_turn() -> None:
     several = Engine(Manager(server_args=SimpleNamespace(dp_size=3)))
     assert [several.next_rank() for _ in range(5)] == [0, 1, 2, 0, 1]
     assert Engine(Manager()).next_rank() is None
+
+
+async def test_what_sglang_chose_counts_and_not_what_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(releases, "resolved", v0_5_23.resolved)
+    chosen = [("memory", {"chunked_prefill_size": 64}), ("backend", {"page_size": 16})]
+    given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384, "page_size": None}
+    arguments = SimpleNamespace(**given, _resolved_overrides=chosen)
+    engine = Engine(Manager(server_args=arguments))
+    assert engine.largest_forward == 64
+    assert engine.page_size == 16
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang import releases
 from flashmoa_sglang.asyncep.replicas import ONLY_CPUS
 from flashmoa_sglang.options import Options
 
@@ -63,40 +64,44 @@ def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
     return among_replicas
 
 
-def problem(server_args: Any, options: Options) -> str | None:
-    """Why ``--flashmoa-asyncep`` does not go with SGLang's own arguments."""
+def problem(arguments: Any, options: Options) -> str | None:
+    """Why ``--flashmoa-asyncep`` does not go with SGLang's own arguments, as it resolved them."""
     if options.asyncep == "off":
         return None
     for name in ("enable_memory_saver", "enable_eplb"):
-        if getattr(server_args, name, False):
+        if getattr(arguments, name, False):
             return (
                 f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}, which writes to "
                 "experts where the device has them; start without one of the two."
             )
-    if options.asyncep == "d2d":
-        return _problem_of_replicas(server_args, options)
-    if server_args.device == "cuda" and not server_args.disable_cuda_graph:
+    if arguments.speculative_algorithm:
         return (
-            "--flashmoa-asyncep needs --disable-cuda-graph: a graph would look for experts where "
+            "--flashmoa-asyncep does not go with --speculative-algorithm: a draft model would take "
+            "the place of the one whose experts are copied; start without one of the two."
+        )
+    if options.asyncep == "d2d":
+        return _problem_of_replicas(arguments, options)
+    if arguments.device == "cuda" and not releases.graphs_are_off(arguments):
+        return (
+            f"--flashmoa-asyncep needs {releases.NO_GRAPHS}: a graph would look for experts where "
             "they were when it was made."
         )
     return None
 
 
-def _problem_of_replicas(server_args: Any, options: Options) -> str | None:
+def _problem_of_replicas(arguments: Any, options: Options) -> str | None:
     mode = "--flashmoa-asyncep d2d"
-    # Some releases have not chosen a device yet; then the experts' own is looked at later.
-    if server_args.device not in (None, "cpu"):
+    if arguments.device != "cpu":
         return f"{mode}: {ONLY_CPUS}."
     try:
         options.replica()
     except ValueError as error:
         return f"{mode}: {error}"
-    sizes = (server_args.tp_size, server_args.pp_size, server_args.dp_size or 1)
-    if max(sizes) > 1 or server_args.speculative_algorithm:
+    sizes = (arguments.tp_size, arguments.pp_size, releases.data_parallel_ranks(arguments))
+    if max(sizes) > 1:
         return (
-            f"{mode} needs a server for each replica: start without --tp-size, --pp-size, "
-            "--dp-size and --speculative-algorithm."
+            f"{mode} needs a server for each replica: start without --tp-size, --pp-size and "
+            "--dp-size."
         )
     return None
 

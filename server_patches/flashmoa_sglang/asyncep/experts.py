@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from flashmoa_sglang.asyncep.packing import Packing
+
+# No quantisation needs less than one bit of sixteen.
+_LEAST_REPACKED = 16
 
 
 class Experts:
@@ -20,11 +24,36 @@ class Experts:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.device: torch.device = next(layer.parameters()).device
+        # Bytes of what is to be loaded, by name.
+        self._expected: dict[str, int] = {}
 
     def leave_device(self) -> None:
         """Before the weights are loaded: have them loaded into host memory."""
-        for parameter in self.layer.parameters(recurse=False):
+        for name, parameter in self.layer.named_parameters(recurse=False):
             parameter.data = parameter.data.to("cpu")
+            # Some have no size before they are loaded.
+            if not is_lazy(parameter):
+                self._expected[name] = parameter.nbytes
+
+    def are_gone(self) -> bool:
+        """Once the weights are loaded: whether most of them are not the layer's tensors any more.
+
+        A quantisation may have put them elsewhere, and nothing in their place. Repacked ones are
+        there, under their names or others, if only in a fraction of the bytes.
+        """
+        there = self.tensors()
+        gone = sum(size for name, size in self._expected.items() if name not in there)
+        new = sum(t.nbytes for name, t in there.items() if name not in self._expected)
+        return 2 * gone > sum(self._expected.values()) and _LEAST_REPACKED * new < gone
+
+    def return_rest(self) -> None:
+        """Once the weights are loaded: have on the device what is not of single experts.
+
+        It left with the rest, before a quantisation made one scale for all of several.
+        """
+        layer, of_experts = self.layer, self.tensors()
+        rest = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        self.bind({name: t.data.to(self.device) for name, t in rest if name not in of_experts})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, once the weights are loaded and processed."""

@@ -96,7 +96,7 @@ class ExpertOffloader:
             logger.warning("This model has too few layers of experts to keep them elsewhere.")
             return
         self._resident = sum(t.nbytes for t in first.tensors().values())
-        self._sources = self._keep(others)
+        self._sources = self._put_away(others)
         self._rotation = Rotation(len(others), self._count)
         size = max(source.packing.bytes for source in self._sources)
         device, count = first.device, len(self._rotation.slots)
@@ -108,6 +108,17 @@ class ExpertOffloader:
         for number, experts in enumerate(others):
             self._wrap(experts.layer, partial(self._bring, number), partial(self._leave, number))
         logger.info("Experts of %d layers come from elsewhere: %s", len(others), self.memory())
+
+    def _put_away(self, others: Sequence[Experts]) -> list[Source]:
+        """Have the experts of these layers where they are kept."""
+        if any(experts.are_gone() for experts in others):
+            raise SystemExit(
+                "--flashmoa-asyncep does not go with this model's quantisation: SGLang keeps the "
+                "weights of experts elsewhere than in their layers. Start without it."
+            )
+        for experts in others:
+            experts.return_rest()
+        return self._keep(others)
 
     def memory(self) -> ExpertMemory:
         """As it is now."""

@@ -85,7 +85,8 @@ async def calibrate(engine: Engine) -> None:
         logger.warning("The cost of a forward could not be measured: %s", error)
         return
     engine.saturation = saturation(layers, most)
-    engine.use_costs(costs, _waits_for(engine.saturation, most))
+    waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
+    engine.use_costs(costs, waits_for)
     logger.info(
         "A decode step takes %.1f ms, a prefill %s",
         1000 * costs.decode_step,
@@ -93,13 +94,20 @@ async def calibrate(engine: Engine) -> None:
     )
 
 
-def _waits_for(measured: Saturation | None, most: int) -> int | None:
+def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:
     """Tokens of a forward for which prefills are to wait; said in the log.
 
-    ``None`` where nobody asked for it, or no forward of this engine has so many.
+    ``None`` where nobody asked for it, where ranks step ``together``, or where no forward of this
+    engine has so many.
     """
     options = Options.from_environment()
     if not options.saturation_wait or not (options.saturation or measured is not None):
+        return None
+    if together:
+        logger.warning(
+            "Prefills are not held back: ranks with other requests would wait, too (--pp-size, "
+            "data-parallel attention, --moe-a2a-backend, --moe-dense-tp-size)."
+        )
         return None
     tokens = options.saturation or (measured.tokens if measured is not None else None)
     if tokens is None:

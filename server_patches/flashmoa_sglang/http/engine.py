@@ -8,6 +8,7 @@ import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import kv_free, releases
@@ -90,6 +91,11 @@ class Engine:
         releases.handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
         releases.handle(tokenizer_manager._result_dispatcher, Happened, _count)
 
+    @cached_property
+    def _arguments(self) -> Any:
+        """SGLang's, as it resolved them."""
+        return releases.resolved(self._manager.server_args)
+
     @property
     def context_length(self) -> int:
         return self._manager.model_config.context_len
@@ -109,22 +115,27 @@ class Engine:
 
     @property
     def page_size(self) -> int:
-        return self._manager.server_args.page_size or 1
+        return self._arguments.page_size or 1
 
     @property
     def largest_forward(self) -> int:
         """Prompt tokens that surely go in one forward, beside what others may have cached."""
-        arguments = self._manager.server_args
+        arguments = self._arguments
         chunk = arguments.chunked_prefill_size or 0
         longest = self._manager.max_req_input_len or self.context_length
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     async def most_tokens(self) -> int:
         """Tokens of a forward of as many prompts as it takes."""
-        arguments = self._manager.server_args
+        arguments = self._arguments
         chunk = arguments.chunked_prefill_size or 0
         bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in await self.kv())]
         return min(bound for bound in bounds if bound and bound > 0)
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether schedulers let prefills wait for nothing, as other ranks would wait, too."""
+        return releases.steps_together(self._arguments)
 
     @property
     def draining(self) -> bool:
@@ -137,14 +148,14 @@ class Engine:
     @property
     def role(self) -> str:
         """What it is in a PD pair: ``prefill``, ``decode``, or ``null`` where there is none."""
-        return self._manager.server_args.disaggregation_mode
+        return self._arguments.disaggregation_mode
 
     def next_rank(self) -> int | None:
         """A data-parallel rank for a new stream, in turn; ``None`` where there is one only.
 
         SGLang sends each request to any rank, and KV is not shared between them.
         """
-        size = self._manager.server_args.dp_size or 1
+        size = releases.data_parallel_ranks(self._arguments)
         return next(self._ranks) % size if size > 1 else None
 
     def in_flight(self) -> dict[str, int]:
@@ -293,7 +304,7 @@ class Engine:
             return
         reports, complete = waiting
         reports.append(report)
-        if len(reports) >= (self._manager.server_args.dp_size or 1):
+        if len(reports) >= releases.data_parallel_ranks(self._arguments):
             complete.set()
 
 

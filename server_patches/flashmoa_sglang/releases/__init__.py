@@ -72,6 +72,12 @@ def _chosen(name: str) -> Any:
 # Starting SGLang.
 prepare_import = _chosen("prepare_import")
 server_arguments = _chosen("server_arguments")
+# SGLang's arguments.
+resolved = _chosen("resolved")
+NO_GRAPHS = _chosen("NO_GRAPHS")
+graphs_are_off = _chosen("graphs_are_off")
+data_parallel_ranks = _chosen("data_parallel_ranks")
+steps_together = _chosen("steps_together")
 # Hooks.
 STREAM_OUTPUT = _chosen("STREAM_OUTPUT")
 CREATE_OFFLOADER = _chosen("CREATE_OFFLOADER")

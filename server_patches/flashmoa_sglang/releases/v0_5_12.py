@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from flashmoa_sglang.releases import v0_5_18
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -21,6 +23,8 @@ _HOST_COPIES = "sgl_kernel.kvcacheio"
 
 # The scheduler itself is what streams its output.
 STREAM_OUTPUT = f"{_MANAGERS}.scheduler.Scheduler.stream_output"
+
+NO_GRAPHS = "--disable-cuda-graph --disable-piecewise-cuda-graph"
 
 
 def prepare_import() -> None:
@@ -58,6 +62,14 @@ def server_arguments(argv: list[str]) -> list[str]:
     if given or not current_platform.is_out_of_tree():
         return argv
     return [*argv, "--device", current_platform.device_type]
+
+
+def graphs_are_off(arguments: Any) -> bool:
+    # Releases behind it, which are served from here, may have the newer arguments.
+    if hasattr(arguments, "cuda_graph_config"):
+        return v0_5_18.graphs_are_off(arguments)
+    # The first one is for decode only.
+    return arguments.disable_cuda_graph and arguments.disable_piecewise_cuda_graph
 
 
 async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: Any) -> Any:

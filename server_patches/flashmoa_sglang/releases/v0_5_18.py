@@ -23,6 +23,9 @@ STREAM_OUTPUT = (
 # What a model runner makes its offloader with, as it sees it.
 CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
 
+# What turns all CUDA graphs off.
+NO_GRAPHS = "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+
 
 def prepare_import() -> None:
     """What must happen in each process before SGLang is imported: nothing."""
@@ -31,6 +34,40 @@ def prepare_import() -> None:
 def server_arguments(argv: list[str]) -> list[str]:
     """The user's arguments and what this release cannot find out by itself."""
     return argv
+
+
+def resolved(server_args: Any) -> Any:
+    """SGLang's arguments, once they are read, with what it has chosen where none was given."""
+    return server_args
+
+
+def graphs_are_off(arguments: Any) -> bool:
+    """Whether SGLang replays no forward from a CUDA graph, by its resolved arguments.
+
+    The older ``--disable-cuda-graph`` leaves a phase its graphs where another argument asks for
+    them.
+    """
+    config = arguments.cuda_graph_config
+    return config.decode.backend == config.prefill.backend == "disabled"
+
+
+def data_parallel_ranks(arguments: Any) -> int:
+    """How many schedulers, each with KV of its own, requests are divided among."""
+    return arguments.dp_size or 1
+
+
+def steps_together(arguments: Any) -> bool:
+    """Whether ranks that have not the same requests must be in the same forward.
+
+    With pipeline stages, and where SGLang has ranks agree on each batch (``require_mlp_sync``,
+    which only a scheduler knows for certain): at least wherever it has.
+    """
+    return (
+        arguments.pp_size > 1
+        or arguments.enable_dp_attention
+        or arguments.moe_a2a_backend != "none"
+        or arguments.moe_dense_tp_size is not None
+    )
 
 
 def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> None:

@@ -18,6 +18,29 @@ CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader"
 MENDED: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
 
+def resolved(server_args: Any) -> Any:
+    # They stay as they were given; what is chosen is declared beside them.
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def data_parallel_ranks(arguments: Any) -> int:
+    # Whole replicas, or divided attention, which has a number of its own.
+    return arguments.dp_size * arguments.attn_dp_size
+
+
+def steps_together(arguments: Any) -> bool:
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+
+    return (
+        arguments.pp_size > 1
+        or attn_dp_enabled_of(arguments)
+        or arguments.moe_a2a_backend != "none"
+        or arguments.moe_dense_tp_size is not None
+    )
+
+
 def publish(scheduler: Any, req: Any) -> None:
     # The prefix is a length here; the slots are in the request's row.
     prefix = req.prefix_len

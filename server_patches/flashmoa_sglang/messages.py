@@ -99,7 +99,8 @@ class KvReport:
 
     ``pinned_streams`` and ``gave_way`` count streams. Since the start: ``gave_way``,
     ``duplicates_avoided``, and ``rode_along``, what streams prefilled beside decode steps of
-    others.
+    others. ``shares``: whether requests that come at once compute a common prefix once;
+    ``None`` where no KV of prompts is kept, and they never do.
     """
 
     query: int
@@ -117,3 +118,4 @@ class KvReport:
     # In bytes: of the pool, and the most that the scheduler's process has had on its device.
     kv_bytes: int | None = None
     peak_bytes: int | None = None
+    shares: bool | None = None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, kv, prefilled, settled, special_engine
+from .support import GREEDY, generate, kv, measured, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -118,3 +120,45 @@ async def test_streams_pause_for_what_they_took(
                     break
             await client.delete_stream(stream.id)
     assert filled == 3
+
+
+async def test_a_structured_answer_does_not_wait_for_streams(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """Its grammar is compiled while a stream pauses beside others' decode steps."""
+    arguments = ["--flashmoa-stream-share", "0.005", "--constrained-json-disable-any-whitespace"]
+    # Nothing rides along with who asks for these.
+    long: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
+    long["sampling_params"] = {**GREEDY, "max_new_tokens": 3000}
+    structured = {"temperature": 0, "max_new_tokens": 8, "json_schema": '{"type": "boolean"}'}
+    async with (
+        special_engine(engines, model, *arguments) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
+        anyio.create_task_group() as group,
+    ):
+        await measured(engine)
+        group.start_soon(partial(http.post, "/generate", json=long))
+        while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+            await anyio.sleep(0.01)
+        stream = await client.open_stream(text=words(800, 91))
+        before = await prefilled(client, stream.id, 790)
+        await client.append(stream.id, 0, text=words(200, 92)[3:], end=True)
+        await increment_sent(http, stream.id)
+        async with client.generate(text=words(20, 93), sampling=structured) as answer:
+            said = "".join([delta.text async for delta in answer])
+        after = await client.stream_state(stream.id)
+        assert said in ("true", "false")
+        assert after.prefilled_tokens == before.prefilled_tokens
+        await client.delete_stream(stream.id)
+        group.cancel_scope.cancel()
+
+
+async def increment_sent(http: httpx.AsyncClient, stream_id: str) -> None:
+    """Wait until an increment of a stream is on its way to the scheduler."""
+    with anyio.fail_after(30):
+        while True:
+            state = (await http.get(f"/prompt_streams/{stream_id}")).json()
+            if state["prefilling"]:
+                return
+            await anyio.sleep(0.01)

@@ -10,10 +10,10 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, settled, special_engine
+from .support import GREEDY, generate, kv, measured, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -121,4 +121,94 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
         assert state.total == 9600
         for number, prompt in prompts.items():
             assert answers[number] == (await generate(client, prompt + " of", 8))[0]
+        await settled(client)
+
+
+# Short answers are expected, as after many of them; and no chunk is larger than what is free.
+EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
+
+
+async def written(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
+    """An answer of just so many tokens, which SGLang does not know to be so long."""
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    sampling: dict[str, Any] = {"temperature": 0, "stream_interval": 1, **lengths}
+    usage: PromptUsage | None = None
+    async with client.generate(text=text, sampling=sampling) as deltas:
+        async for delta in deltas:
+            begun.set()
+            usage = delta.usage or usage
+    assert usage is not None
+    return usage
+
+
+def retractions(engine: LocalEngine) -> list[str]:
+    lines = engine.log.read_text().splitlines()
+    return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
+
+
+async def test_streams_fill_beside_answers_that_may_become_long(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """Were all that answers may become kept free, there would be no room; what is there gives way
+    once they do become long, and none of them is retracted for it."""
+    args = [*EXPECTED_SHORT, "--chunked-prefill-size", "1024"]
+    done: list[int] = []
+
+    async def chat(number: int, begun: anyio.Event) -> None:
+        usage = await written(client, words(20, 500 + number), 850, begun)
+        done.append(usage.completion_tokens)
+
+    async with (
+        special_engine(engines, model, *args, pool=4000) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+    ):
+        await measured(engine)
+        async with anyio.create_task_group() as group:
+            for number in range(4):
+                begun = anyio.Event()
+                group.start_soon(chat, number, begun)
+                await begun.wait()
+            stream = await client.open_stream(text=words(800, 510))
+            await prefilled(client, stream.id, 790)
+            await generate(client, words(20, 511), 8)
+            state = await kv(client)
+            assert not done
+            assert (state.pinned_streams, state.gave_way) == (1, 0)
+        assert done == [850] * 4
+        assert (await kv(client)).gave_way == 1
+        assert not retractions(engine)
+        await client.delete_stream(stream.id)
+        await settled(client)
+
+
+async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """Its KV cannot give way before all of it is computed, which is sooner where room is short."""
+    args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
+    # Nothing rides along with who asks for these: a chunk now and then, and 13 of them.
+    asked: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
+    asked["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
+    told: list[dict[str, Any]] = []
+
+    async def chat() -> None:
+        told.append((await http.post("/generate", json=asked)).json()["meta_info"])
+
+    async with (
+        special_engine(engines, model, *args, pool=1000) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
+    ):
+        await measured(engine)
+        async with anyio.create_task_group() as group:
+            group.start_soon(chat)
+            while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+                await anyio.sleep(0.01)
+            stream = await client.open_stream(text=words(400, 521))
+            await prefilled(client, stream.id, 390)
+            assert not told
+        assert told[0]["completion_tokens"] == 930
+        assert (await kv(client)).gave_way == 1
+        assert not retractions(engine)
+        await client.delete_stream(stream.id)
         await settled(client)

@@ -89,9 +89,12 @@ new_batch = _chosen("new_batch")
 no_batch = _chosen("no_batch")
 running_after = _chosen("running_after")
 publish = _chosen("publish")
+look_after_host_cache = _chosen("look_after_host_cache")
+release_prefetch = _chosen("release_prefetch")
 dp_rank = _chosen("dp_rank")
 pipeline_stages = _chosen("pipeline_stages")
 # Requests in the scheduler.
+kept_free = _chosen("kept_free")
 shares_within_forward = _chosen("shares_within_forward")
 from_host = _chosen("from_host")
 namespace = _chosen("namespace")
@@ -172,6 +175,7 @@ def keep_kv(req: Any) -> None:
 
 def let_go(scheduler: Any, req: Any) -> None:
     """Give back what a request has beside its place in the queue, which it has left unserved."""
+    release_prefetch(scheduler, req)
     if role(scheduler) == "prefill":
         from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
 

@@ -138,12 +138,21 @@ def running_after(scheduler: Any, _result: Any) -> Any:
     return scheduler.running_batch
 
 
+def look_after_host_cache(scheduler: Any) -> None:
+    if scheduler.enable_hierarchical_cache:
+        scheduler.tree_cache.check_hicache_events()
+
+
 def dp_rank(scheduler: Any) -> int:
     return scheduler.dp_rank or 0
 
 
 def pipeline_stages(scheduler: Any) -> int:
     return scheduler.pp_size
+
+
+def kept_free(scheduler: Any, _req: Any) -> float:
+    return scheduler.new_token_ratio
 
 
 def from_host(req: Any) -> bool:

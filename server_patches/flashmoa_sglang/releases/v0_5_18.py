@@ -130,12 +130,34 @@ def publish(scheduler: Any, req: Any) -> None:
     req.prefix_indices = prefix
 
 
+def look_after_host_cache(scheduler: Any) -> None:
+    """What becomes of copies to and from host memory, as before each prefill batch."""
+    from sglang.srt.runtime_context import get_memory
+
+    if scheduler.enable_hierarchical_cache or get_memory().enable_flexkv:
+        scheduler.tree_cache.check_hicache_events()
+
+
+def release_prefetch(scheduler: Any, req: Any) -> None:
+    """Stop bringing KV back from storage for a request that will not run."""
+    if scheduler.enable_hicache_storage:
+        scheduler.tree_cache.release_aborted_request(req.rid)
+
+
 def dp_rank(scheduler: Any) -> int:
     return scheduler.ps.dp_rank or 0
 
 
 def pipeline_stages(scheduler: Any) -> int:
     return scheduler.ps.pp_size
+
+
+def kept_free(scheduler: Any, _req: Any) -> float:
+    """The part of what a running request may still write that no other one is given room of.
+
+    SGLang's estimate of how early answers end; it follows from steps and retractions alone.
+    """
+    return scheduler.new_token_ratio_tracker.current
 
 
 # Backends that write the keys and values of a whole batch before they read any of them.

@@ -48,6 +48,15 @@ def publish(scheduler: Any, req: Any) -> None:
     req.prefix_len = prefix
 
 
+def look_after_host_cache(_scheduler: Any) -> None:
+    """It does so before it looks for a batch."""
+
+
+def release_prefetch(scheduler: Any, req: Any) -> None:
+    # With whatever else the cache keeps for it.
+    scheduler._release_aborted_request(req)
+
+
 def dp_rank(_scheduler: Any) -> int:
     from sglang.srt.runtime_context import get_parallel
 
@@ -58,6 +67,11 @@ def pipeline_stages(_scheduler: Any) -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().pp_size
+
+
+def kept_free(scheduler: Any, req: Any) -> float:
+    # An answer of a fixed length does not end early.
+    return 1.0 if req.sampling_params.ignore_eos else scheduler.new_token_ratio_tracker.current
 
 
 def shares_within_forward(_scheduler: Any) -> bool:

@@ -26,7 +26,19 @@ from flashmoa_sglang.scheduler.pins import StreamPins
 from flashmoa_sglang.scheduler.scheduling import chunk_tokens, pause_steps, ride_tokens
 from flashmoa_sglang.scheduler.sharing import QueuedTokens, SharedBatch
 from flashmoa_sglang.scheduler.timer import ForwardTimer
-from flashmoa_sglang.scheduler.waiting import gathers, is_increment, one_at_a_time, prepare
+from flashmoa_sglang.scheduler.waiting import (
+    gathers,
+    is_increment,
+    left_of_chunked,
+    look_in,
+    one_at_a_time,
+    prepare,
+)
+
+# How soon memory is short, in tokens of each decoding request: more than a step, and a speculative
+# one is of several.
+_SOON = 64
+_UNBOUNDED = 1 << 30
 
 
 class Side:
@@ -64,9 +76,18 @@ class Side:
         self._told = now
         releases.to_tokenizer(scheduler, releases.wrapped(news))
 
+    def shares(self, scheduler: Any) -> bool | None:
+        """Whether equal tokens can be shared before they are computed.
+
+        ``None``: nor afterwards, since no KV of prompts is kept.
+        """
+        if scheduler.disable_radix_cache:
+            return None
+        return self.options.intra_turn != "off" and releases.can_pin(scheduler)
+
     def shared_batch(self, scheduler: Any) -> SharedBatch | None:
         """A new one, where equal tokens can be shared at all."""
-        if self.options.intra_turn == "off" or not releases.can_pin(scheduler):
+        if not self.shares(scheduler):
             return None
         # A prefill engine of a PD pair sends cached KV on before the forward that computes this.
         within = (
@@ -115,6 +136,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         experts=asyncep.memory(),
         kv_bytes=kv_free.bytes_of(scheduler),
         peak_bytes=kv_free.peak_memory(scheduler),
+        shares=side.shares(scheduler),
     )
     releases.to_tokenizer(scheduler, releases.wrapped(report))
 
@@ -130,12 +152,12 @@ def next_prefill_batch(
     held = prepare(scheduler, running)
     try:
         if gathers(scheduler, running):
-            return releases.no_batch(running)
+            return _nobody(scheduler, running)
         if not _only_streams_want(scheduler):
             return _build(original, scheduler, *args, **kwargs)
         with _in_the_gaps(scheduler, running) as may_go:
             if not may_go:
-                return releases.no_batch(running)
+                return _nobody(scheduler, running)
             full = running.batch_is_full
             result = _build(original, scheduler, *args, **kwargs)
             # That an increment found no room says nothing about requests.
@@ -145,6 +167,11 @@ def next_prefill_batch(
         side.batch = None
         scheduler.waiting_queue = held + scheduler.waiting_queue
         side.tell(scheduler)
+
+
+def _nobody(scheduler: Any, running: Any) -> Any:
+    look_in(scheduler)
+    return releases.no_batch(running)
 
 
 def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,13 +209,16 @@ def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
     whether they may go in this step.
     """
     side: Side = scheduler.flashmoa
-    share, page = side.options.stream_share, scheduler.page_size
-    chunk, decoding = chunk_tokens(side.costs, page), releases.decoding(running)
-    ride = ride_tokens(side.costs, decoding, share, page)
+    page, decoding = scheduler.page_size, releases.decoding(running)
+    chunk = min(chunk_tokens(side.costs, page), scheduler.chunked_prefill_size or _UNBOUNDED)
+    ride = ride_tokens(side.costs, decoding, side.options.stream_share, page)
     if not decoding:
         side.pause = 0
         alone = len(scheduler.waiting_queue) <= 1
         with releases.chunking(scheduler, 4 * chunk if alone else chunk):
+            yield True
+    elif left := _last_chance(scheduler, decoding):
+        with one_at_a_time(scheduler), _by_themselves(scheduler, left, decoding):
             yield True
     elif releases.free_tokens(scheduler.tree_cache) < chunk + decoding * page:
         yield False
@@ -200,12 +230,34 @@ def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
     elif side.pause > 0:
         yield False
     else:
-        before = side.work
-        with releases.chunking(scheduler, chunk):
+        with _by_themselves(scheduler, chunk, decoding):
             yield True
-        # Paid for what was computed, not for what could have been.
-        if side.work > before:
-            side.pause = pause_steps(side.costs, int(side.work - before), decoding, share)
+
+
+@contextmanager
+def _by_themselves(scheduler: Any, tokens: int, decoding: int) -> Iterator[None]:
+    """A forward for streams alone, and how long they pause then."""
+    side: Side = scheduler.flashmoa
+    before = side.work
+    with releases.chunking(scheduler, tokens):
+        yield
+    # Paid for what was computed, not for what could have been.
+    if side.work > before:
+        computed, share = int(side.work - before), side.options.stream_share
+        side.pause = pause_steps(side.costs, computed, decoding, share)
+
+
+def _last_chance(scheduler: Any, decoding: int) -> int:
+    """Tokens left of an increment that is being cut, if there will soon be no room for them.
+
+    Its KV cannot give way to decodes before it is whole. 0: there is time, or no such increment.
+    """
+    tree, page = scheduler.tree_cache, scheduler.page_size
+    left, step = left_of_chunked(scheduler), decoding * page
+    if not left or releases.free_tokens(tree) >= left + max(2 * step, decoding * _SOON):
+        return 0
+    scheduler.flashmoa.pins.make_room(left + step)
+    return left if releases.free_tokens(tree) >= left + step else 0
 
 
 def _settle(scheduler: Any, batch: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 from flashmoa_sglang import releases
@@ -66,6 +67,18 @@ def gathers(scheduler: Any, running: Any) -> bool:
     return True
 
 
+def look_in(scheduler: Any) -> None:
+    """What SGLang does before each prefill batch, for a step in which none is built.
+
+    Requests whose grammar is compiled by now join the queue: nobody else puts them there.
+    """
+    grammars = scheduler.grammar_manager
+    if grammars.has_waiting_grammars():
+        for req in grammars.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
+    releases.look_after_host_cache(scheduler)
+
+
 @contextmanager
 def one_at_a_time(scheduler: Any) -> Iterator[None]:
     """Only the first waiting request may join, and only if none is chunked already.
@@ -120,11 +133,11 @@ def _make_room(scheduler: Any, running: Any) -> None:
     """Streams give way before any request waits for memory, and take only what is left."""
     tree, side = scheduler.tree_cache, scheduler.flashmoa
     queue = scheduler.waiting_queue
-    reserved = sum(_output_left(req) for req in running.reqs)
-    real = [_need(side, tree, req) for req in queue if not is_increment(req)]
-    if real and side.pins.make_room(max(real) + reserved):
+    promised = _promised(scheduler, running)
+    real = [_need(scheduler, req) for req in queue if not is_increment(req)]
+    if real and side.pins.make_room(max(real) + promised):
         running.batch_is_full = False
-    room = releases.free_tokens(tree) - reserved - sum(real)
+    room = releases.free_tokens(tree) - promised - sum(real)
     streams = {mark.stream for req in queue if (mark := mark_of(req))}
     if running.reqs or len(side.pins.streams | streams) > 1:
         room -= int(scheduler.max_total_num_tokens * _HEADROOM)
@@ -141,18 +154,40 @@ def _make_room(scheduler: Any, running: Any) -> None:
         _drop(scheduler, refused, NO_ROOM)
 
 
-def _need(side: Any, tree: Any, req: Any) -> int:
-    """KV slots a request takes from what is free or evictable, in tokens."""
-    mark = mark_of(req)
-    if mark is not None and mark.stream in side.pins:
-        return releases.uncached(tree, req) + _output_left(req)
+def _promised(scheduler: Any, running: Any) -> int:
+    """KV slots that SGLang gives to nobody else: for answers that are being written, as long as
+    it expects them to become, and for what is left of a prompt that is cut into chunks."""
+    answers = sum(_output_left(req) * releases.kept_free(scheduler, req) for req in running.reqs)
+    chunked = scheduler.chunked_req
+    rest = left_of_chunked(scheduler) + (_output_left(chunked) if chunked is not None else 0)
+    # With SGLang's own mixed chunk each of them has a token in the batch, too.
+    return ceil(answers) + rest + len(running.reqs)
+
+
+def left_of_chunked(scheduler: Any) -> int:
+    """Tokens of a prompt that is cut into chunks which are still to be computed; in whole pages."""
+    req, page = scheduler.chunked_req, scheduler.page_size
+    if req is None:
+        return 0
+    left = len(req.origin_input_ids) + len(req.output_ids) - releases.computed_until(req)
+    return (left // page + 2) * page
+
+
+def _need(scheduler: Any, req: Any) -> int:
+    """KV slots a request takes from what is free or evictable, in tokens.
+
+    SGLang asks for more than it takes: a page, and something left.
+    """
+    mark, more = mark_of(req), _output_left(req) + scheduler.page_size + 1
+    if mark is not None and mark.stream in scheduler.flashmoa.pins:
+        return releases.uncached(scheduler.tree_cache, req) + more
     # Its cached prefix may be evictable now, and is not any more once it runs.
-    return len(req.origin_input_ids) + _output_left(req)
+    return len(req.origin_input_ids) + len(req.output_ids) + more
 
 
 def _output_left(req: Any) -> int:
-    limit = min(req.sampling_params.max_new_tokens or 0, _RESERVED_OUTPUT)
-    return max(0, limit - len(req.output_ids))
+    left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
+    return min(max(0, left), _RESERVED_OUTPUT)
 
 
 def order_queue(_result: None, policy: Any, queue: list[Any], *_args: Any, **_kwargs: Any) -> None:

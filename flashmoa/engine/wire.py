@@ -35,6 +35,8 @@ class KvState(_Answer):
     requests and by prompt streams. ``rode_along``: stream tokens prefilled beside decode steps.
     ``experts``: with ``--flashmoa-asyncep``. In bytes: ``kv_bytes`` of the pool; ``peak_bytes``,
     the most that the rank's process has had on its GPU, or in memory where there is none.
+    ``shares``: whether requests that come at once compute a common prefix once; ``None`` where
+    they never do, since no KV of prompts is kept, and of an engine that does not say.
     """
 
     dp_rank: int
@@ -49,6 +51,7 @@ class KvState(_Answer):
     experts: ExpertMemory | None = None
     kv_bytes: int | None = None
     peak_bytes: int | None = None
+    shares: bool | None = None
 
 
 class Costs(_Answer):

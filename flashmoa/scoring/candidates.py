@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.engine import FlashMoAError, PluginMissing, RequestRefused
 
 # A text that goes on where the context ends, or the tokens themselves.
 Candidate = str | Sequence[int]
@@ -17,6 +17,8 @@ _TAILS = (16, 256)
 # Of those, how many must be.
 _SURE = 4
 _REMEMBERED = 4096
+# What SGLang answers for tokens that its tokenizer does not know: one or the other.
+_NOT_SHOWN = (400, 500)
 
 
 class CandidateRefused(FlashMoAError, ValueError):
@@ -44,6 +46,34 @@ class Border:
     def __init__(self, engine: Tokenizer) -> None:
         self._engine = engine
         self._known: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
+        # Every token up to this one is there.
+        self._largest = -1
+
+    async def check(self, tokens: Sequence[int]) -> None:
+        """Ask for what only an engine with the plugin refuses, and others do not survive.
+
+        Raises: ValueError for tokens that the engine does not have, EngineError.
+        """
+        least, largest = min(tokens, default=0), max(tokens, default=-1)
+        if least < 0:
+            raise ValueError(f"there is no token {least}; ids are not below 0")
+        if largest <= self._largest:
+            return
+        # An engine without a tokenizer shows no token at all.
+        if not await self._shows(largest) and await self._shows(0):
+            raise ValueError(f"the engine has no token {largest}; give ids of its own tokenizer")
+        self._largest = max(self._largest, largest)
+
+    async def _shows(self, token: int) -> bool:
+        try:
+            # Twice: some tokenizers show a space at the beginning of a text as nothing.
+            return bool(await self._engine.detokenize([token, token]))
+        except PluginMissing:
+            return False
+        except RequestRefused as problem:
+            if problem.status not in _NOT_SHOWN:
+                raise
+            return False
 
     async def tokens(
         self, context: Sequence[int], candidates: Sequence[Candidate]

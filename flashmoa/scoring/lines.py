@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa.scoring.answers import Scores, Selection
 from flashmoa.scoring.contexts import Context
@@ -14,6 +14,10 @@ from flashmoa.scoring.scorer import Scorer
 
 # Digits of what is written; what the order of requests changes in the last ones is not a result.
 _DIGITS = 6
+# More than any vocabulary has, and what every tokenizer can be asked about.
+_TOKENS = 1 << 31
+
+Tokens = list[Annotated[int, Field(ge=0, lt=_TOKENS)]]
 
 
 class BadLine(ValueError):
@@ -30,10 +34,10 @@ class Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str | int | None = None
-    context: str | list[int] | None = None
+    context: str | Tokens | None = None
     messages: list[dict[str, Any]] | None = None
-    candidates: list[str | list[int]] | None = None
-    labels: list[str] | dict[str, str | list[int]] | None = None
+    candidates: list[str | Tokens] | None = None
+    labels: list[str] | dict[str, str | Tokens] | None = None
     options: list[str] | None = None
     multiple: bool = False
     length_normalised: bool = False

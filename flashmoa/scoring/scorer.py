@@ -29,7 +29,7 @@ class Scorer:
 
     Every answer comes from prefills; no token is decoded. Requests of one call share their
     prefix: with the plugin they go out at once and the engine computes it once (the intra-turn
-    cache); without it, the others wait for the first.
+    cache); without it, or where it does not share, the others wait for the first.
 
     Args:
         template_args: of the model's chat template, for contexts that are messages; a model that
@@ -156,6 +156,8 @@ class Scorer:
             raise ValueError("give at least one candidate")
         async with self._limit:
             prompt = await self._prompt(context)
+            given = prompt if kind_of(context) == "tokens" else []
+            await self._border.check([*given, *_ids(candidates)])
             tokens = await self._border.tokens(prompt, candidates)
         if len({tuple(its) for its in tokens}) < len(tokens):
             raise CandidateRefused("two candidates are the same tokens; give each once")
@@ -228,16 +230,27 @@ class Scorer:
     async def _engine_shares(self) -> bool:
         async with self._asking:
             if self._shares is None:
-                self._shares = await self._has_plugin()
+                problem = await self._why_not()
+                self._shares = problem is None
+                if problem is not None:
+                    said = "%s. Of requests with one prefix, others wait for the first."
+                    logger.warning(said, problem)
         return self._shares
 
-    async def _has_plugin(self) -> bool:
+    async def _why_not(self) -> str | None:
+        """Why siblings had better wait; ``None`` where they need not, or where it is in vain."""
         try:
-            await self._engine.info()
+            ranks = (await self._engine.info()).kv
         except PluginMissing as problem:
-            logger.warning("%s. Of requests with one prefix, others wait for the first.", problem)
-            return False
-        return True
+            return str(problem)
+        if any(rank.shares is False for rank in ranks):
+            return f"{self._engine.url} does not share prefixes before they are computed"
+        return None
+
+
+def _ids(candidates: Sequence[Candidate]) -> list[int]:
+    """The tokens among candidates."""
+    return [token for one in candidates if not isinstance(one, str) for token in one]
 
 
 def _names(candidates: Sequence[Candidate]) -> list[str]:

@@ -132,3 +132,29 @@ async def test_without_an_engine_it_says_so_and_keeps_what_there_is(
     assert await to_thread.run_sync(main, missing) == 1
     assert "none.jsonl" in capfd.readouterr().err
     assert not out.exists()
+
+
+NOT_THERE: list[dict[str, Any]] = [
+    {"context": [-1, 5], "candidates": [" yes"]},
+    {"context": [5, 2_000_000], "candidates": [" yes"]},
+    {"context": [5, 2_000_000], "candidates": [[7]]},
+    {"context": "One", "candidates": [[2_000_000], " two"]},
+    {"context": "One", "candidates": [[7, 2_000_000], " two"]},
+    {"context": "One", "labels": {"yes": [7, -1]}},
+    {"context": "One", "labels": {"yes": [7, 2_000_000]}},
+    {"context": "One", "labels": {"yes": [2_000_000], "no": " two"}},
+]
+
+
+async def test_a_token_that_there_is_not_is_the_lines_fault(
+    engine: LocalEngine, plain_engine: LocalEngine, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "input.jsonl", tmp_path / "out.jsonl"
+    good = {"context": "One", "candidates": [" two", " trek"]}
+    source.write_text("\n".join(map(json.dumps, [*NOT_THERE, good])))
+    for each in (engine, plain_engine):
+        assert await score(each, source, out, "--overwrite") == 3
+        assert [one["line"] for one in read(out)] == [len(NOT_THERE) + 1]
+        told = read(tmp_path / "out.errors.jsonl")
+        assert [one["line"] for one in told] == list(range(1, len(NOT_THERE) + 1))
+        assert each.is_running()

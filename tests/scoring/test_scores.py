@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,11 +14,12 @@ import pytest
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, EngineUnreachable, MalformedRequest
+from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
 from flashmoa.scoring.distribution import mass, shares
 
-from ..engine.support import generate, kv, settled
+from ..engine.support import generate, kv, measured, settled, special_engine
 from .conftest import Logprobs
 
 pytestmark = pytest.mark.anyio
@@ -155,6 +158,31 @@ async def test_a_plain_engine_scores_alike_and_what_it_lacks_is_said_once(
     assert found.usage.computed_tokens < 2 * 600
 
 
+async def test_an_engine_that_does_not_share_gets_one_first(
+    engines: LocalEngines,
+    model: Path,
+    words: Callable[[int, int], str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Siblings that are queued behind another request would all be computed in one forward."""
+    context, options = words(600, 39), ["lakes", "hills", "temples", "food"]
+    async with (
+        special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
+        EngineClient(engine.url, timeout=60) as client,
+        anyio.create_task_group() as group,
+    ):
+        await measured(engine)
+        assert [rank.shares for rank in (await client.info()).kv] == [False]
+        group.start_soon(partial(client.prefill_only, text=words(6000, 40)))
+        while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+            await anyio.sleep(0.01)
+        with caplog.at_level(logging.WARNING):
+            found = await Scorer(client).select(context, options)
+    assert found.usage.computed_tokens is not None
+    assert found.usage.computed_tokens < 2 * 600
+    assert any("does not share prefixes" in one for one in caplog.messages)
+
+
 async def test_scores_beside_a_request_that_decodes_are_the_same(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
@@ -221,6 +249,8 @@ async def test_what_the_engine_refuses_is_raised_as_it_is(
     with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):
         await scorer.score(words(13000, 37), [" the", " a lake and"])
     with pytest.raises(MalformedRequest, match="token_ids_logprob must be in"):
+        await client.next_logprobs([5], [999_999])
+    with pytest.raises(ValueError, match="no token 999999"):
         await scorer.score("The", [[999_999]])
     async with EngineClient("http://127.0.0.1:9") as nobody:
         with pytest.raises(EngineUnreachable):

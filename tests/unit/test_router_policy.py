@@ -98,8 +98,11 @@ def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
         room = {name for name in names if not routing.is_saturated(name)}
         for one in queue if room else ():
             matched = {name: routing.matched(name, one.blocks) for name in names}
+            # Nothing is computed yet: what matches is being computed there, or would be here.
             done = {
-                name: routing.load(name) + measure.work(matched[name], one.blocks.length)
+                name: routing.load(name)
+                - measure.work(0, matched[name])
+                + measure.work(matched[name], one.blocks.length)
                 for name in names
             }
             # An engine is idle beside it only where that would have it done later.

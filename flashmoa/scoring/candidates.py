@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from flashmoa.engine import FlashMoAError, PluginMissing, RequestRefused
+from flashmoa.engine import FlashMoAError, RequestRefused
 
 # A text that goes on where the context ends, or the tokens themselves.
 Candidate = str | Sequence[int]
@@ -17,8 +17,8 @@ _TAILS = (16, 256)
 # Of those, how many must be.
 _SURE = 4
 _REMEMBERED = 4096
-# What SGLang answers for tokens that its tokenizer does not know: one or the other.
-_NOT_SHOWN = (400, 500)
+# What SGLang answers for tokens that its tokenizer cannot show.
+_SERVER_ERROR = 500
 
 
 class CandidateRefused(FlashMoAError, ValueError):
@@ -46,34 +46,6 @@ class Border:
     def __init__(self, engine: Tokenizer) -> None:
         self._engine = engine
         self._known: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
-        # Every token up to this one is there.
-        self._largest = -1
-
-    async def check(self, tokens: Sequence[int]) -> None:
-        """Ask for what only an engine with the plugin refuses, and others do not survive.
-
-        Raises: ValueError for tokens that the engine does not have, EngineError.
-        """
-        least, largest = min(tokens, default=0), max(tokens, default=-1)
-        if least < 0:
-            raise ValueError(f"there is no token {least}; ids are not below 0")
-        if largest <= self._largest:
-            return
-        # An engine without a tokenizer shows no token at all.
-        if not await self._shows(largest) and await self._shows(0):
-            raise ValueError(f"the engine has no token {largest}; give ids of its own tokenizer")
-        self._largest = max(self._largest, largest)
-
-    async def _shows(self, token: int) -> bool:
-        try:
-            # Twice: some tokenizers show a space at the beginning of a text as nothing.
-            return bool(await self._engine.detokenize([token, token]))
-        except PluginMissing:
-            return False
-        except RequestRefused as problem:
-            if problem.status not in _NOT_SHOWN:
-                raise
-            return False
 
     async def tokens(
         self, context: Sequence[int], candidates: Sequence[Candidate]
@@ -94,10 +66,21 @@ class Border:
                 raise CandidateRefused(f"the candidate {one!r} has no tokens; leave it out")
         return tokens
 
+    async def text(self, tokens: Sequence[int]) -> str:
+        """Raises: CandidateRefused for tokens that have none, EngineError."""
+        try:
+            return await self._engine.detokenize(tokens)
+        except RequestRefused as problem:
+            if problem.status != _SERVER_ERROR:
+                raise
+            raise CandidateRefused(
+                f"the engine has no text for some of these tokens: {problem}"
+            ) from problem
+
     async def _ask(self, context: Sequence[int], texts: Sequence[str]) -> list[list[int]]:
         for length in (*_TAILS, len(context)):
             tail = list(context[-length:])
-            shown = await self._engine.detokenize(tail)
+            shown = await self.text(tail)
             before, *after = await self._engine.tokenize(
                 [shown, *(shown + text for text in texts)], add_special_tokens=False
             )
@@ -118,7 +101,7 @@ class Border:
             return list(whole[len(before) :])
         pairs = enumerate(zip(before, whole, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), len(whole))
-        joined = await self._engine.detokenize(whole[same:])
+        joined = await self.text(whole[same:])
         raise CandidateRefused(
             f"the candidate {text!r} is tokenised together with the context's end, as {joined!r}, "
             "so that it cannot follow it. Move white space from the context's end to the "

@@ -100,7 +100,7 @@ class Scorer:
         prompt, tokens = await self._prepared(context, list(named.values()))
         for label, its in zip(named, tokens, strict=True):
             if len(its) > 1:
-                pieces = [await self._engine.detokenize([token]) for token in its]
+                pieces = [await self._border.text([token]) for token in its]
                 raise CandidateRefused(
                     f"the label {label!r} is {len(its)} tokens after this context, {pieces}; name "
                     f"it by one token, as in {{{label!r}: {pieces[0]!r}}}, or use score()"
@@ -156,8 +156,6 @@ class Scorer:
             raise ValueError("give at least one candidate")
         async with self._limit:
             prompt = await self._prompt(context)
-            given = prompt if kind_of(context) == "tokens" else []
-            await self._border.check([*given, *_ids(candidates)])
             tokens = await self._border.tokens(prompt, candidates)
         if len({tuple(its) for its in tokens}) < len(tokens):
             raise CandidateRefused("two candidates are the same tokens; give each once")
@@ -246,11 +244,6 @@ class Scorer:
         if any(rank.shares is False for rank in ranks):
             return f"{self._engine.url} does not share prefixes before they are computed"
         return None
-
-
-def _ids(candidates: Sequence[Candidate]) -> list[int]:
-    """The tokens among candidates."""
-    return [token for one in candidates if not isinstance(one, str) for token in one]
 
 
 def _names(candidates: Sequence[Candidate]) -> list[str]:

@@ -22,12 +22,10 @@ from flashmoa.engine import (
     KvState,
     NextLogprobs,
     PromptUsage,
-    RequestRefused,
 )
 from flashmoa.engine.logprobs import Generated
 from flashmoa.scoring import PrefillUsage, Scorer, Scores
 from flashmoa.scoring.bulk import batches
-from flashmoa.scoring.candidates import Border
 from flashmoa.scoring.contexts import asked, kind_of, lettered
 from flashmoa.scoring.distribution import letters, mass, shares
 from flashmoa.scoring.lines import BadLine, Line, record
@@ -199,52 +197,6 @@ async def test_siblings_wait_where_an_engine_says_that_it_does_not_share(
     await Scorer(engine).score([1, 2], [[3, 4], [5, 6], [7, 8]])
     assert engine.told[:3] == ["comes", "is answered" if waits else "comes", "comes"]
     assert any("others wait for the first" in one for one in caplog.messages) == waits
-
-
-class Vocabulary:
-    """An engine's tokenizer of 100 tokens, and what it does for others."""
-
-    def __init__(self, says: str | int, size: int = 100) -> None:
-        self._says = says
-        self._size = size
-        self.asked = 0
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        self.asked += 1
-        if max(token_ids) < self._size:
-            return "x" * len(token_ids)
-        if isinstance(self._says, int):
-            raise RequestRefused("piece id is out of range", self._says, "error")
-        return self._says
-
-
-@pytest.mark.parametrize("says", ["", 400, 500])
-@pytest.mark.anyio
-async def test_tokens_that_there_are_not_are_asked_for_before_the_engine_has_to(
-    says: str | int,
-) -> None:
-    engine: Any = Vocabulary(says)
-    border = Border(engine)
-    for _ in range(3):
-        await border.check([5, 99, 7])
-    await border.check([])
-    assert engine.asked == 1
-    for wrong in ([3, 100], [2**40], [-1, 5]):
-        with pytest.raises(ValueError, match=f"no token {max(wrong) if wrong[0] > 0 else -1};"):
-            await border.check(wrong)
-    with pytest.raises(ValueError, match="no token 100;"):
-        await Scorer(engine).score([5], [[7], [100, 8]])
-    with pytest.raises(ValueError, match="no token 100;"):
-        await Scorer(engine).classify([5, 100], {"x": [7]})
-
-
-@pytest.mark.anyio
-async def test_an_engine_without_a_tokenizer_is_believed_to_have_them() -> None:
-    none: Any = Vocabulary(400, size=0)
-    await Border(none).check([7, 100])
-    busy: Any = Vocabulary(503, size=0)
-    with pytest.raises(RequestRefused, match="out of range"):
-        await Border(busy).check([7, 100])
 
 
 @pytest.mark.anyio

@@ -158,6 +158,8 @@ def _arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[s
     more: list[str] = arguments.plugin_arguments if role.plugin else []
     return [
         *("--max-total-tokens", str(tokens)),
+        # On a CPU nothing overlaps: each token would only be told a step late.
+        "--disable-overlap-schedule",
         *arguments.engine_arguments,
         *more,
         *role.arguments,

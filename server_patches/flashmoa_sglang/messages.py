@@ -13,7 +13,7 @@ from typing import Any
 from flashmoa_sglang.saturation import LayerTimes
 
 CUSTOM_PARAMS_KEY = "flashmoa"
-# Why a scheduler sends an increment back: the stream may try again later.
+# Why a scheduler sends an increment back; :class:`RoomAgain` says when its stream may try again.
 NO_ROOM = "no room in the KV pool"
 
 
@@ -47,6 +47,12 @@ def mark_of(req: Any) -> RequestMark | None:
         return RequestMark(**fields) if isinstance(fields, dict) else None
     except TypeError:  # Not ours.
         return None
+
+
+def is_increment(req: Any) -> bool:
+    """Whether a scheduler's request prefills a prompt stream: nobody waits for its answer."""
+    mark = mark_of(req)
+    return mark is not None and mark.stream is not None and not mark.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,13 @@ class Happened:
 
     duplicates_avoided: int
     gave_way: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomAgain:
+    """From a scheduler: the KV pool has room for what these streams were refused."""
+
+    streams: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

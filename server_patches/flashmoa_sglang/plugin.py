@@ -25,7 +25,7 @@ from flashmoa_sglang.http import finals, metrics, rendering, usage, weights
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
-from flashmoa_sglang.scheduler import answers, batches, waiting
+from flashmoa_sglang.scheduler import answers, batches, side, waiting
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -112,7 +112,7 @@ async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw
 
 
 SCHEDULER_HOOKS = [
-    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", batches.attach),
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", side.attach),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
     Hook(f"{_SCHEDULER}.flush_cache", "around", batches.flush_cache),
     Hook(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 from flashmoa_sglang.tiny_model import SHAPES
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
@@ -62,6 +63,30 @@ async def generate(
             usage = delta.usage or usage
     assert usage is not None
     return "".join(parts), usage
+
+
+class Opened:
+    """The ids of prompt streams that an httpx client opens; an engine lists none."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def note(self, response: httpx.Response) -> None:
+        """A response hook of a synchronous client."""
+        if self._opens(response):
+            response.read()
+            self.ids.append(response.json()["id"])
+
+    async def anote(self, response: httpx.Response) -> None:
+        """A response hook of an asynchronous client."""
+        if self._opens(response):
+            await response.aread()
+            self.ids.append(response.json()["id"])
+
+    def _opens(self, response: httpx.Response) -> bool:
+        request = response.request
+        is_open = request.method == "POST" and request.url.path == "/prompt_streams"
+        return is_open and response.is_success
 
 
 async def kv(client: EngineClient) -> KvState:

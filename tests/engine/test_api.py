@@ -21,7 +21,7 @@ from flashmoa.engine import (
 from flashmoa.engine.local import LocalEngine
 
 from ..conftest import POOL
-from .support import generate, prefilled, settled
+from .support import Opened, generate, prefilled, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -213,7 +213,9 @@ async def test_no_body_breaks_the_engine(
     """Every odd body gets a 4xx with a code and a sentence, or is taken; none a 500."""
     stream = await client.open_stream(text="one two")
     route = f"/prompt_streams/{stream.id}/append" if path == "append" else path
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+    opened = Opened()
+    hooks = {"response": [opened.anote]}
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60, event_hooks=hooks) as http:
         raw = [json.dumps(body).encode() for body in BODIES] + RAW
         for content in raw:
             answer = await http.post(route, content=content)
@@ -222,9 +224,8 @@ async def test_no_body_breaks_the_engine(
                 error = answer.json()["error"]
                 assert error["code"]
                 assert len(error["message"]) > 10, content[:80]
-        listed = (await http.get("/prompt_streams")).json()["prompt_streams"]
-    for state in listed:
-        await client.delete_stream(state["id"])
+    for stream_id in [stream.id, *opened.ids]:
+        await client.delete_stream(stream_id)
     await settled(client)
     text, _ = await generate(client, "The engine still works", 2)
     assert text

@@ -129,6 +129,7 @@ async def test_the_boards_metrics_are_there(
         ("GET", "/prompt_streams"),
         ("GET", "/prompt_streams/x"),
         ("POST", "/prompt_streams/x/append"),
+        ("POST", "/prompt_streams/x/keep_alive"),
         ("DELETE", "/prompt_streams/x"),
     ],
 )
@@ -142,8 +143,8 @@ async def test_the_servers_api_key_guards_the_routes(
         right = {"Authorization": f"Bearer {KEY}"}
         answer = await http.request(method, path, headers=right, json={"text": "x"})
         assert answer.status_code not in (401, 403), path
-        for stream in (await http.get("/prompt_streams", headers=right)).json()["prompt_streams"]:
-            await http.delete(f"/prompt_streams/{stream['id']}", headers=right)
+        if (method, path) == ("POST", "/prompt_streams"):
+            await http.delete(f"{path}/{answer.json()['id']}", headers=right)
 
 
 async def test_health_and_metrics_need_no_key(guarded: LocalEngine) -> None:

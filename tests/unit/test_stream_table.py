@@ -58,6 +58,8 @@ class SlowEngine:
 
     def release(self, stream: str) -> None: ...
 
+    def when_room(self, _told: object) -> None: ...
+
 
 def opened(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
     stream = PromptStream(ttl_seconds=ttl, buffer=None)
@@ -151,12 +153,6 @@ class Manager(SimpleNamespace):
             server_args=SimpleNamespace(dp_size=1),
         )
         self.__dict__.update(fields)
-
-
-async def test_streams_take_the_data_parallel_ranks_in_turn() -> None:
-    several = Engine(Manager(server_args=SimpleNamespace(dp_size=3)))
-    assert [several.next_rank() for _ in range(5)] == [0, 1, 2, 0, 1]
-    assert Engine(Manager()).next_rank() is None
 
 
 async def test_what_sglang_chose_counts_and_not_what_was_given(

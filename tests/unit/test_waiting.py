@@ -10,9 +10,10 @@ from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import Pin, let_go, v0_5_12, v0_5_18, v0_5_23
-from flashmoa_sglang.scheduler import waiting
-from flashmoa_sglang.scheduler.batches import Side, next_prefill_batch
+from flashmoa_sglang.scheduler import room, waiting
+from flashmoa_sglang.scheduler.batches import admit, next_prefill_batch
 from flashmoa_sglang.scheduler.pins import StreamPins
+from flashmoa_sglang.scheduler.side import Side
 
 RELEASES = [v0_5_12, v0_5_18, v0_5_23]
 
@@ -49,6 +50,7 @@ class Grammars:
 
 
 def request(tokens: int, output: int, written: int = 0, stream: str | None = None) -> Any:
+    """A waiting request; with a ``stream``, an increment of it."""
     mark = RequestMark(stream).to_custom_params() if stream is not None else None
     sampling = SimpleNamespace(max_new_tokens=output, custom_params=mark, ignore_eos=False)
     return SimpleNamespace(
@@ -87,6 +89,7 @@ class Engine:
             batch=None,
             work=0.0,
             pause=0,
+            refused={},
             tell=lambda _: None,
         )
 
@@ -98,9 +101,13 @@ class Engine:
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why, for each request that is."""
     reasons: list[str] = []
-    monkeypatch.setattr(
-        waiting, "_drop", lambda _engine, which, why: reasons.extend([why] * len(which))
-    )
+
+    def drop(engine: Any, which: set[int], why: str) -> None:
+        reasons.extend([why] * len(which))
+        queue = enumerate(engine.waiting_queue)
+        engine.waiting_queue = [req for position, req in queue if position not in which]
+
+    monkeypatch.setattr(waiting, "_drop", drop)
     return reasons
 
 
@@ -139,16 +146,122 @@ def test_pins_stay_while_nothing_is_short() -> None:
     assert len(engine.flashmoa.pins) == 1
 
 
-@pytest.mark.parametrize(("free", "pins"), [(1507, 0), (1508, 1)])
-def test_a_request_never_waits_for_room_that_pins_hold(free: int, pins: int) -> None:
-    """SGLang asks for more than 500 + 500 tokens and a page, beside half of what others may write;
-    one of them is in the batch, too, in a mixed one."""
-    engine = Engine(free, 0.5, [request(500, 1010, 0)])
-    engine.flashmoa.pins.replace("a", Pin(None, None))
-    engine.waiting_queue = [request(500, 500)]
+class Adder:
+    """As SGLang's ``PrefillAdder``: each request takes its tokens of what is free."""
+
+    def __init__(self, tree: Tree, side: Any) -> None:
+        self.tree_cache = tree
+        self.tree_cache.flashmoa = side  # type: ignore[attr-defined]
+        self.can_run_list: list[Any] = []
+        self.taken = 0
+
+    @property
+    def left(self) -> int:
+        return self.tree_cache.available_size() - self.taken
+
+    def budget_state(self) -> str:
+        return "continue" if self.left > 0 else "no token"
+
+    def add(self, req: Any) -> str:
+        tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        if tokens > self.left:
+            return "no token"
+        self.taken += tokens
+        self.can_run_list.append(req)
+        return self.budget_state()
+
+
+@pytest.fixture
+def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
+    """1,000 tokens are free, and eight streams hold 1,000 each."""
+    monkeypatch.setattr("flashmoa_sglang.releases.is_without_room", lambda said: said == "no token")
+    monkeypatch.setattr("flashmoa_sglang.releases.go_on", lambda: "continue")
+    tree = Tree(1000)
+    pins = StreamPins(tree)
+    for stream in "abcdefgh":
+        pins.replace(stream, Pin(None, None))
+    return Adder(tree, SimpleNamespace(pins=pins, batch=None))
+
+
+def test_requests_that_arrive_together_find_the_room_that_streams_hold(adder: Adder) -> None:
+    waiting_requests = [request(150, 850) for _ in range(6)]
+    for req in waiting_requests:
+        assert admit(Adder.add, adder, req) == "continue"
+    assert adder.can_run_list == waiting_requests
+    # What the sixth left free was nobody's, and one stream more gave way for whoever comes next.
+    assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
+
+
+def test_no_more_streams_give_way_than_requests_need(adder: Adder) -> None:
+    assert admit(Adder.add, adder, request(500, 499)) == "continue"
+    assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
+
+
+def test_an_increment_without_room_makes_no_stream_give_way_and_keeps_nobody_waiting(
+    adder: Adder,
+) -> None:
+    assert admit(Adder.add, adder, request(1500, 0, stream="z")) == "continue"
+    assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
+    assert adder.can_run_list == []
+
+
+def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:
+    assert admit(Adder.add, adder, request(9500, 0)) == "no token"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The streams of each message that there is room again."""
+    streams: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        "flashmoa_sglang.releases.to_tokenizer", lambda _, news: streams.append(news.streams)
+    )
+    monkeypatch.setattr("flashmoa_sglang.releases.wrapped", lambda news: news)
+    return streams
+
+
+def test_streams_without_room_are_told_once_when_there_is_some(
+    dropped: list[str], told: list[tuple[str, ...]]
+) -> None:
+    engine = Engine(500, 0.1, [], total=16_000)
+    engine.waiting_queue = [request(400, 0, stream="a"), request(900, 0, stream="b")]
     waiting.prepare(engine, engine.running)
-    assert len(engine.flashmoa.pins) == pins
-    assert engine.running.batch_is_full == bool(pins)
+    # The sixteenth of the pool that they leave alone is more than what is free.
+    assert len(dropped) == 2
+    for free in (600, 1399, 1400, 1400, 2299, 2300, 9000):
+        engine.tree_cache.free = free
+        room.offer(engine, engine.running)
+    assert told == [("a",), ("b",)]
+
+
+def test_a_stream_that_has_ended_is_told_nothing(told: list[tuple[str, ...]]) -> None:
+    engine = Engine(9000, 0.1, [])
+    side: Any = SimpleNamespace(refused={"a": 100}, pins=engine.flashmoa.pins)
+    Side.end(side, "a")
+    engine.flashmoa.refused = side.refused
+    room.offer(engine, engine.running)
+    assert told == []
+
+
+def test_who_is_held_back_keeps_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(50_000, 0.1, [])
+    everybody = [request(10 + n, 5) for n in range(5)]
+    engine.waiting_queue = list(everybody)
+
+    def prepare(scheduler: Any, _running: Any) -> list[Any]:
+        scheduler.waiting_queue = everybody[:1] + everybody[2:4]
+        return [everybody[1], everybody[4]]
+
+    def build(scheduler: Any, **_: Any) -> Any:
+        scheduler.waiting_queue = [scheduler.waiting_queue[2], newcomer]
+        return None, scheduler.running
+
+    newcomer = request(3, 3)
+    monkeypatch.setattr("flashmoa_sglang.scheduler.batches.prepare", prepare)
+    monkeypatch.setattr("flashmoa_sglang.releases.new_batch", lambda _: None)
+    engine.flashmoa.shared_batch = lambda _: None
+    next_prefill_batch(build, engine)
+    assert engine.waiting_queue == [everybody[1], everybody[3], everybody[4], newcomer]
 
 
 def test_what_is_left_of_a_prompt_in_chunks_is_nobody_elses(dropped: list[str]) -> None:
@@ -236,5 +349,6 @@ def test_the_share_kept_free_is_sglangs(release: Any) -> None:
 )
 def test_whether_prefixes_are_shared_is_said(given: dict[str, Any], shares: bool | None) -> None:
     scheduler: dict[str, Any] = {"disable_radix_cache": False, **given}
-    side: Any = SimpleNamespace(options=Options(intra_turn=scheduler.pop("intra_turn", "auto")))
+    options = Options(intra_turn=scheduler.pop("intra_turn", "auto"))
+    side: Any = SimpleNamespace(options=options, publishes_early=True)
     assert Side.shares(side, SimpleNamespace(**scheduler)) is shares

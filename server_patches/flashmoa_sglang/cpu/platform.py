@@ -15,6 +15,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
 from flashmoa_sglang import releases
+from flashmoa_sglang.cpu.unpinned import Unpinned, as_it_is
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -50,9 +51,9 @@ class TorchCpuPlatform(releases.cpu_platform()):
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_KV_TOKENS
         server_args.sampling_backend = "pytorch"
-        # A CPU forward does not run beside the scheduler: overlapping would only report each
-        # batch's results after the next batch has run.
-        server_args.disable_overlap_schedule = True
+        if server_args.disaggregation_mode == "prefill":
+            # There the overlap schedule records CUDA events.
+            server_args.disable_overlap_schedule = True
         # An idle scheduler otherwise spins a whole core.
         server_args.sleep_on_idle = True
 
@@ -73,6 +74,12 @@ class TorchCpuPlatform(releases.cpu_platform()):
         """Runs once in each worker, before SGLang looks its attention backend up."""
         super().init_backend()
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.lora import layers
+        from sglang.srt.lora.backend import torch_backend
+
+        # SGLang's LoRA asks for pinned memory on any device, which torch refuses on a CPU.
+        layers.torch = torch_backend.torch = Unpinned("torch")
+        torch.Tensor.pin_memory = as_it_is
 
         @register_attention_backend(ATTENTION_BACKEND)
         def create(runner: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,7 +19,7 @@ from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.checks import check_ids
-from flashmoa_sglang.http.engine import Engine, Superseded, Terms
+from flashmoa_sglang.http.engine import Engine, Superseded
 from flashmoa_sglang.http.errors import (
     ApiError,
     DecodesOnly,
@@ -62,9 +62,10 @@ class Api:
             ("POST", "/prefill_only", self.prefill_only),
             ("POST", "/render", self.render),
             ("POST", "/prompt_streams", self.open),
-            ("GET", "/prompt_streams", self.list),
+            ("GET", "/prompt_streams", self.count),
             ("GET", "/prompt_streams/{stream_id}", self.state),
             ("POST", "/prompt_streams/{stream_id}/append", self.append),
+            ("POST", "/prompt_streams/{stream_id}/keep_alive", self.keep_alive),
             ("DELETE", "/prompt_streams/{stream_id}", self.delete),
         ]
         for method, path, handler in routes:
@@ -111,7 +112,7 @@ class Api:
         try:
             done = await self._engine.prefill(
                 ids,
-                terms=Terms(prompt.priority, prompt.cache_salt),
+                terms=prompt.terms(),
                 http_request=request,
             )
         except Superseded as error:
@@ -134,16 +135,17 @@ class Api:
         body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
         limits = self._table.limits
-        stream = PromptStream(
-            ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
-            buffer=None,
-            terms=Terms(body.priority, body.cache_salt, self._engine.next_rank()),
-        )
+        buffer: TokenBuffer | None = None
         piece: str | list[int]
         if kind == "input_ids":
             piece = self._checked_ids(body.input_ids or [])
         else:
-            stream.buffer, piece = self._buffer(body)
+            buffer, piece = self._buffer(body)
+        stream = PromptStream(
+            ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
+            buffer=buffer,
+            terms=replace(body.terms(), dp_rank=self._table.rank_for(piece)),
+        )
         self._table.add(stream, piece)
         self._table.open(stream)
         return stream.state()
@@ -162,8 +164,14 @@ class Api:
         self._table.append(stream, body.seq, piece, body.end)
         return stream.state()
 
-    async def list(self, _request: Request) -> dict[str, Any]:
-        return {"prompt_streams": [stream.state() for stream in self._table.all()]}
+    async def keep_alive(self, request: Request) -> dict[str, Any]:
+        stream = self._table.get(request.path_params["stream_id"])
+        self._table.keep_alive(stream)
+        return stream.state()
+
+    async def count(self, _request: Request) -> dict[str, Any]:
+        # Not which: whoever knows a stream's id may use it.
+        return {"open": len(self._table)}
 
     async def state(self, request: Request) -> dict[str, Any]:
         return self._table.get(request.path_params["stream_id"]).state()

@@ -8,6 +8,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
+from flashmoa_sglang.http.engine import Terms
 from flashmoa_sglang.http.errors import Malformed
 
 T = TypeVar("T", bound=BaseModel)
@@ -16,6 +17,8 @@ _NOT_CHAT = {
     "input_ids",
     "add_special_tokens",
     "cache_salt",
+    "extra_key",
+    "lora_path",
     "priority",
     "ttl_seconds",
 }
@@ -56,7 +59,20 @@ class Prompt(_Piece):
     continue_final_message: bool | None = None
     model: StrictStr | None = None
     cache_salt: StrictStr | None = None
+    extra_key: StrictStr | None = None
+    lora_path: StrictStr | None = None
     priority: StrictInt | None = None
+
+    def terms(self) -> Terms:
+        """The adapter is that of ``model``, "base:adapter" as in SGLang's chats, before that of
+        ``lora_path``."""
+        adapter = (self.model or "").partition(":")[2].strip()
+        return Terms(
+            self.priority,
+            self.cache_salt or None,
+            self.extra_key or None,
+            adapter or self.lora_path or None,
+        )
 
     def chat(self) -> dict[str, Any]:
         fields = self.model_dump(exclude_none=True)

@@ -25,10 +25,11 @@ from flashmoa_sglang.messages import (
     MeasuredCosts,
     ReleaseStream,
     RequestMark,
+    RoomAgain,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from flashmoa_sglang.saturation import Saturation
 
@@ -49,12 +50,20 @@ class NoRoom(Exception):
 class Terms:
     """What SGLang is told of a prefill beside its tokens.
 
-    ``dp_rank``: with several data-parallel ranks, the one that has the KV so far.
+    ``cache_salt``, ``extra_key`` and ``lora_path`` (an adapter's name) are the namespace of its
+    KV: only requests with the same ones find it. ``dp_rank``: with several data-parallel ranks,
+    the one that has the KV so far.
     """
 
     priority: int | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
+    lora_path: str | None = None
     dp_rank: int | None = None
+
+    def namespace(self) -> dict[str, Any]:
+        """As fields of a ``GenerateReqInput``."""
+        return releases.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,6 @@ class Engine:
         self.tokenizer = canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
         self._queries = itertools.count()
-        self._ranks = itertools.count()
         self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
         self._forwards: dict[str, ForwardTime] = {}
         self.keeps_kv = not kv_free.is_on()
@@ -150,13 +158,15 @@ class Engine:
         """What it is in a PD pair: ``prefill``, ``decode``, or ``null`` where there is none."""
         return self._arguments.disaggregation_mode
 
-    def next_rank(self) -> int | None:
-        """A data-parallel rank for a new stream, in turn; ``None`` where there is one only.
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Schedulers with KV of their own; SGLang sends each request to any of them."""
+        return releases.data_parallel_ranks(self._arguments)
 
-        SGLang sends each request to any rank, and KV is not shared between them.
-        """
-        size = releases.data_parallel_ranks(self._arguments)
-        return next(self._ranks) % size if size > 1 else None
+    def when_room(self, told: Callable[[tuple[str, ...]], None]) -> None:
+        """Have ``told`` the streams that may ask again, after they were refused for room."""
+        handler = lambda news: told(news.streams)  # noqa: E731
+        releases.handle(self._manager._result_dispatcher, RoomAgain, handler)
 
     def in_flight(self) -> dict[str, int]:
         """What this process is busy with; the same again and again where nothing leaks."""
@@ -189,7 +199,7 @@ class Engine:
             rid=rid or new_rid(),
             priority=terms.priority,
             routed_dp_rank=terms.dp_rank,
-            **releases.salted(terms.cache_salt),
+            **terms.namespace(),
             # Increments would count every prompt token many times over.
             log_metrics=stream is None,
         )
@@ -304,7 +314,7 @@ class Engine:
             return
         reports, complete = waiting
         reports.append(report)
-        if len(reports) >= releases.data_parallel_ranks(self._arguments):
+        if len(reports) >= self.data_parallel_ranks:
             complete.set()
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import kv_free
-from flashmoa_sglang.http import checks, hints, metrics, sampling
+from flashmoa_sglang.http import checks, hints, marks, metrics
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class Final:
 
     ``status`` after :meth:`use`: ``hit`` (the stream was a true prefix), ``mispredicted``
     (used up to where they part), or why there was no stream: ``used``, ``deleted``,
-    ``expired``, ``unknown``.
+    ``expired``, ``unknown``, and ``other_namespace`` (another cache salt, extra key or adapter
+    than the stream was opened with, whose KV the request cannot read).
     """
 
     def __init__(self, table: StreamTable, stream_id: str) -> None:
@@ -58,6 +59,10 @@ class Final:
         if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
             raise ValueError(f"{hints.STREAM} goes with one prompt; send a batch without it.")
         stream = self._claim()
+        if stream is not None and not _shares_kv(obj, stream):
+            self._table.close(stream, "used")
+            self._stream = stream = None
+            self.status = "other_namespace"
         if stream is None:
             _put_expectation(obj, expected_output)
             return
@@ -69,7 +74,7 @@ class Final:
         late = max(0, len(obj.input_ids or ()) - stream.prefilled)
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
-        sampling.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
+        marks.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
 
     def _claim(self) -> PromptStream | None:
         if self._stream is not None and self._stream.claimed:
@@ -127,6 +132,13 @@ class Final:
             self._table.close(self._stream, "used")
 
 
+def _shares_kv(obj: Any, stream: PromptStream) -> bool:
+    """Whether a request's KV is in the namespace of its stream's."""
+    return all(
+        (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
+    )
+
+
 _current: ContextVar[Final | None] = ContextVar("flashmoa_final", default=None)
 
 
@@ -156,7 +168,8 @@ def generate_request(
     Raises:
         ValueError: a hint is malformed, or the plugin's own mark is forged.
     """
-    checks.check(obj, manager.model_config.vocab_size, manager.tokenizer)
+    checks.check(obj, manager.model_config.vocab_size)
+    marks.refuse_forged(obj)
     if not hasattr(obj, "stream"):  # An embedding.
         return original(manager, obj, http_request)
     kv_free.check(obj)
@@ -193,5 +206,5 @@ async def _generate(
 
 
 def _put_expectation(obj: Any, expected_output: int | None) -> None:
-    if expected_output is not None and sampling.decodes(obj):
-        sampling.put_mark(obj, RequestMark(expected_output=expected_output))
+    if expected_output is not None and marks.decodes(obj):
+        marks.put_mark(obj, RequestMark(expected_output=expected_output))

@@ -51,7 +51,8 @@ class _Meters:
             self.count(name, 0)
 
     def count(self, name: str, amount: int, **more: str) -> None:
-        self._counters[name].labels(**self._labels, **more).inc(amount)
+        # A counter refuses what is negative, and the exception would end the server.
+        self._counters[name].labels(**self._labels, **more).inc(max(amount, 0))
 
     def set_open(self, streams: int) -> None:
         self._open.labels(**self._labels).set(streams)

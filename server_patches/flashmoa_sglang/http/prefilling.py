@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a stream that the engine could not serve waits before it asks again.
-_STALL_SECONDS = 0.2
+# How long a stream waits before it asks an engine again that takes no requests.
+_STALL_SECONDS = 1.0
 # Tokens that make an increment worth it: for a lone stream, and at most.
 _LEAST, _MOST_WORTH = 8, 32
 
@@ -70,6 +70,7 @@ class Prefiller:
         return Policy(least, chunk_tokens(self._engine.costs, page), page)
 
     async def _increment(self, stream: PromptStream, target: int) -> None:
+        offers = stream.offers
         try:
             done = await self._engine.prefill(
                 stream.certain()[:target],
@@ -80,7 +81,10 @@ class Prefiller:
             self._account(stream, done)
         except Superseded:
             return
-        except (NoRoom, EngineBusy):
+        except NoRoom:
+            # The answer to this may have been quicker than the refusal itself.
+            stream.waits_for_room = stream.offers == offers
+        except EngineBusy:
             stream.stalled_until = time.monotonic() + _STALL_SECONDS
         except Exception as error:
             # The stream stays valid: its request computes what is missing.

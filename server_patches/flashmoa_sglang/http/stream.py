@@ -52,8 +52,11 @@ class PromptStream:
     deadline: float = 0.0
     # What its client was last told of how long to gather text.
     pace_seconds: float = 0.0
-    # The KV pool is short of room: not before this time.
+    # The engine takes no requests: not before this time.
     stalled_until: float = 0.0
+    # The KV pool is short of room; the scheduler says when there is some, and how often it has.
+    waits_for_room: bool = False
+    offers: int = 0
 
     def certain(self) -> array[int] | list[int]:
         """The tokens that no later append can change."""
@@ -65,12 +68,17 @@ class PromptStream:
             self.ids = array("q", self.buffer.all_tokens())
         return self.ids
 
+    def beginning(self) -> str | array[int]:
+        """What it has been given so far: text, or token ids."""
+        return self.ids if self.buffer is None else self.buffer.text
+
     def certain_tokens(self) -> int:
         return len(self.certain())
 
     def may_grow(self) -> bool:
         """Whether prefilling further is of use and possible."""
-        return not self.claimed and self.closed is None and self.failure is None
+        over = self.claimed or self.closed is not None or self.failure is not None
+        return not (over or self.waits_for_room)
 
     def state(self) -> dict[str, Any]:
         """What ``GET /prompt_streams/{id}`` answers."""
@@ -84,6 +92,7 @@ class PromptStream:
             "next_seq": self.next_seq,
             "ended": self.ended_at is not None,
             "prefilling": self.rid is not None,
+            "waits_for_room": self.waits_for_room,
             "in_use": self.claimed,
             "ttl_seconds": self.ttl_seconds,
             "pace_seconds": self.pace_seconds,

@@ -26,9 +26,12 @@ from flashmoa_sglang.http.errors import (
 from flashmoa_sglang.http.keeper import Keeper
 from flashmoa_sglang.http.pace import Pace
 from flashmoa_sglang.http.prefilling import Prefiller
+from flashmoa_sglang.http.ranks import choose_rank
 from flashmoa_sglang.http.stream import Ending, PromptStream
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from flashmoa_sglang.http.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ class Limits:
 
     streams: int = 256
     ttl_seconds: float = 3600.0
-    default_ttl_seconds: float = 120.0
+    default_ttl_seconds: float = 30.0
     # A prompt of more characters than this per token of context cannot be text.
     characters_per_token: int = 64
     remembered: int = 4096
@@ -60,12 +63,10 @@ class StreamTable:
         self._pace = Pace()
         self._prefiller = Prefiller(engine, self._open.values())
         self._keeper = Keeper(lambda: bool(self._open), self._fail)
+        engine.when_room(self._offer_room)
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def all(self) -> list[PromptStream]:
-        return list(self._open.values())
 
     def get(self, stream_id: str) -> PromptStream:
         """Raises: UnknownStream, StreamGone."""
@@ -183,6 +184,27 @@ class StreamTable:
         self._engine.release(stream.id)
         self._prefiller.look()
 
+    def keep_alive(self, stream: PromptStream) -> None:
+        """Its client is still there, and has nothing to append."""
+        self._touch(stream)
+
+    def rank_for(self, beginning: str | Sequence[int]) -> int | None:
+        """The data-parallel rank for a stream that begins so; ``None`` where there is one only.
+
+        Where the stream's siblings are, so that what they share is computed once.
+        """
+        ranks = self._engine.data_parallel_ranks
+        if ranks == 1:
+            return None
+        streams = [(s.terms.dp_rank or 0, s.beginning()) for s in self._open.values()]
+        return choose_rank(ranks, streams, beginning)
+
+    def _offer_room(self, streams: Iterable[str]) -> None:
+        for stream in (self._open[id_] for id_ in streams if id_ in self._open):
+            stream.offers += 1
+            stream.waits_for_room = False
+        self._prefiller.look()
+
     def _set_pace(self, stream: PromptStream) -> None:
         busy = self._engine.others_active()
         stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open), busy)
@@ -193,7 +215,7 @@ class StreamTable:
 
     def _fail(self, error: Exception) -> None:
         """A mistake of ours must not leave streams that nobody serves and nobody ends."""
-        for stream in self.all():
+        for stream in list(self._open.values()):
             stream.failure = stream.failure or f"{type(error).__name__}: {error}"
 
     async def _watch_lifetimes(self) -> None:
@@ -203,7 +225,7 @@ class StreamTable:
             await asyncio.sleep(_LIFETIME_CHECK)
 
     def _expire(self, now: float) -> None:
-        for stream in self.all():
+        for stream in list(self._open.values()):
             if self._engine.draining and not stream.claimed:
                 self.close(stream, "drained")
                 continue

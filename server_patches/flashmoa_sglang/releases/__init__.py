@@ -111,8 +111,7 @@ tokenizer_channel = _chosen("tokenizer_channel")
 to_scheduler = _chosen("to_scheduler")
 wrapped = _chosen("wrapped")
 # Requests and prompts in the HTTP process.
-salted = _chosen("salted")
-sampling_types = _chosen("sampling_types")
+namespace_fields = _chosen("namespace_fields")
 render_before_encoding = _chosen("render_before_encoding")
 # The CPU platform.
 cpu_platform = _chosen("cpu_platform")
@@ -130,6 +129,15 @@ def pin(scheduler: Any, req: Any) -> Pin:
     """Lock the nodes that hold a published request's KV against eviction."""
     lock = scheduler.tree_cache.inc_lock_ref(req.last_node)
     return Pin(req.last_node, lock.to_dec_params())
+
+
+def pin_cached(tree_cache: Any, req: Any) -> Pin:
+    """Lock the nodes that hold the prompt of a request which is through against eviction."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    key = radix_key(req, len(req.origin_input_ids))
+    node = tree_cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    return Pin(node, tree_cache.inc_lock_ref(node).to_dec_params())
 
 
 def unpin(tree_cache: Any, pinned: Pin) -> None:
@@ -264,6 +272,13 @@ def go_on() -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.CONTINUE
+
+
+def is_without_room(result: Any) -> bool:
+    """Whether ``PrefillAdder.add_one_req`` says that the KV pool is short."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return result == AddReqResult.NO_TOKEN
 
 
 def to_tokenizer(scheduler: Any, message: Any, req: Any = None) -> None:

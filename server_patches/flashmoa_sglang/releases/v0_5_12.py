@@ -7,8 +7,9 @@ import sys
 from contextlib import aclosing
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.cpu.unpinned import Unpinned
 from flashmoa_sglang.releases import v0_5_18
 
 if TYPE_CHECKING:
@@ -226,18 +227,12 @@ def wrapped(message: Any) -> Any:
     return message
 
 
-def salted(cache_salt: str | None) -> dict[str, Any]:
+def namespace_fields(
+    cache_salt: str | None, extra_key: str | None, lora_path: str | None
+) -> dict[str, Any]:
     # What chat makes of its own ``cache_salt``; ``/generate`` takes an ``extra_key`` only.
-    return {"extra_key": cache_salt}
-
-
-def sampling_types() -> dict[str, Any]:
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    # An ordinary class here, which keeps some of them under other names.
-    types = get_type_hints(SamplingParams.__init__)
-    del types["return"]
-    return types
+    key = (cache_salt or "") + (extra_key or "")
+    return {"extra_key": key or None, "lora_path": lora_path}
 
 
 def render_before_encoding(tokenizer: Any) -> None:
@@ -290,23 +285,9 @@ def cpu_platform() -> type:
             # A request with a grammar would end the scheduler.
             XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
             # So would one for the log-probabilities of its prompt: it asks for pinned memory.
-            logits_processor.torch = _Unpinned("torch")
+            logits_processor.torch = Unpinned("torch")
 
     return CpuPlatform
-
-
-class _Unpinned(ModuleType):
-    """``torch`` without pinned memory, of which a CPU has none."""
-
-    def __getattr__(self, name: str) -> Any:
-        import torch
-
-        return getattr(torch, name)
-
-    def tensor(self, data: Any, *, pin_memory: bool = False, **options: Any) -> Any:
-        import torch
-
-        return torch.tensor(data, **options)
 
 
 def _mask_on_cpu(logits: Any, vocab_mask: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -255,16 +255,11 @@ def wrapped(message: Any) -> Any:
     return wrap_as_pickle(message)
 
 
-def salted(cache_salt: str | None) -> dict[str, Any]:
-    """The fields of a ``GenerateReqInput`` that keep its KV apart from other salts'."""
-    return {"cache_salt": cache_salt}
-
-
-def sampling_types() -> dict[str, Any]:
-    """The sampling parameters that a request may have, and their types."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    return get_type_hints(SamplingParams)
+def namespace_fields(
+    cache_salt: str | None, extra_key: str | None, lora_path: str | None
+) -> dict[str, Any]:
+    """The fields of a ``GenerateReqInput`` that keep its KV apart from others'."""
+    return {"cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path}
 
 
 def render_before_encoding(_tokenizer: Any) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flashmoa_sglang.messages import mark_of
+from flashmoa_sglang import releases
+from flashmoa_sglang.messages import is_increment, mark_of
 
 
 def _is_ours(side: Any, req: Any) -> bool:
     mark = mark_of(req)
     if mark is None or mark.final or req.return_logprob:
         return False
-    # A prefill engine of a PD pair samples a token, whatever it is asked for.
-    return req.is_prefill_only or side.role == "prefill"
+    # Not SGLang's ``is_prefill_only``, which is never so with speculative decoding. A prefill
+    # engine of a PD pair samples a token, whatever it is asked for.
+    return not req.sampling_params.max_new_tokens or side.role == "prefill"
 
 
 def stream_output(
@@ -34,6 +36,9 @@ def stream_output(
         original(streamer, reqs, return_logprob, skip_req)
         return
     side.timer.stop(ours)
+    if not side.publishes_early:
+        for req in filter(is_increment, ours):
+            side.pins.replace(mark_of(req).stream, releases.pin_cached(streamer.tree_cache, req))
     rest = [req for req in reqs if req not in ours]
     if rest:
         original(streamer, rest, return_logprob, skip_req)

@@ -1,4 +1,4 @@
-"""The scheduler side: one hook around prefill batching, and what it needs.
+"""The scheduler side: hooks around prefill batching.
 
 Time is never looked at here: tensor-parallel ranks run this independently and must decide
 alike, so everything follows from the queue, the batch and the radix tree.
@@ -8,32 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import asyncep, kv_free, releases
-from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.messages import (
-    Happened,
-    KvQuery,
-    KvReport,
-    MeasuredCosts,
-    ReleaseStream,
-    mark_of,
-)
-from flashmoa_sglang.options import Options
-from flashmoa_sglang.scheduler.gathering import Gathering
-from flashmoa_sglang.scheduler.pins import StreamPins
+from flashmoa_sglang import releases
+from flashmoa_sglang.messages import is_increment, mark_of
+from flashmoa_sglang.scheduler import room
 from flashmoa_sglang.scheduler.scheduling import chunk_tokens, pause_steps, ride_tokens
-from flashmoa_sglang.scheduler.sharing import QueuedTokens, SharedBatch
-from flashmoa_sglang.scheduler.timer import ForwardTimer
-from flashmoa_sglang.scheduler.waiting import (
-    gathers,
-    is_increment,
-    left_of_chunked,
-    look_in,
-    one_at_a_time,
-    prepare,
-)
+from flashmoa_sglang.scheduler.waiting import gathers, look_in, one_at_a_time, prepare
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.scheduler.side import Side
 
 # How soon memory is short, in tokens of each decoding request: more than a step, and a speculative
 # one is of several.
@@ -41,114 +25,16 @@ _SOON = 64
 _UNBOUNDED = 1 << 30
 
 
-class Side:
-    """What the plugin keeps beside one SGLang scheduler.
-
-    ``batch``: the prefill batch that is being put together. ``work``: what the engine has
-    done so far, in prefill tokens. ``pause``: decode steps until prompt streams may go on.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self.options = Options.from_environment()
-        self.pins = StreamPins(scheduler.tree_cache)
-        self.direct = releases.tokenizer_channel(scheduler)
-        self.role = releases.role(scheduler)
-        self.costs = UNMEASURED
-        self.batch: SharedBatch | None = None
-        self.gathering: Gathering | None = None
-        self.queued = QueuedTokens(scheduler.page_size)
-        self.timer = ForwardTimer(scheduler)
-        self.work = 0.0
-        self.pause = 0
-        self.avoided = 0
-        self.rode_along = 0
-        self._told = Happened(0, 0)
-
-    def tell(self, scheduler: Any) -> None:
-        """Let the HTTP process know what it shows on ``/metrics``."""
-        now = Happened(self.avoided, self.pins.gave_way)
-        if now == self._told:
-            return
-        news = Happened(
-            now.duplicates_avoided - self._told.duplicates_avoided,
-            now.gave_way - self._told.gave_way,
-        )
-        self._told = now
-        releases.to_tokenizer(scheduler, releases.wrapped(news))
-
-    def shares(self, scheduler: Any) -> bool | None:
-        """Whether equal tokens can be shared before they are computed.
-
-        ``None``: nor afterwards, since no KV of prompts is kept.
-        """
-        if scheduler.disable_radix_cache:
-            return None
-        return self.options.intra_turn != "off" and releases.can_pin(scheduler)
-
-    def shared_batch(self, scheduler: Any) -> SharedBatch | None:
-        """A new one, where equal tokens can be shared at all."""
-        if not self.shares(scheduler):
-            return None
-        # A prefill engine of a PD pair sends cached KV on before the forward that computes this.
-        within = (
-            self.options.intra_turn == "auto"
-            and self.role != "prefill"
-            and releases.shares_within_forward(scheduler)
-        )
-        return SharedBatch(scheduler.page_size, within_forward=within)
-
-
-def attach(_result: None, scheduler: Any) -> None:
-    """After ``Scheduler.init_request_dispatcher``: listen for the plugin's messages."""
-    kv_free.verify(scheduler)
-    side = Side(scheduler)
-    scheduler.flashmoa = side
-    # Batches, policies and output streamers know the tree, not the scheduler.
-    scheduler.tree_cache.flashmoa = side
-    dispatcher = scheduler._request_dispatcher
-    releases.handle(dispatcher, ReleaseStream, lambda message: side.pins.release(message.stream))
-    releases.handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
-    releases.handle(dispatcher, MeasuredCosts, lambda message: _use_costs(scheduler, message))
-
-
-def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
-    side: Side = scheduler.flashmoa
-    side.costs = Costs(message.points, message.decode_step)
-    # Ranks that step together must not be kept from it, one by one.
-    together = scheduler.require_mlp_sync or releases.pipeline_stages(scheduler) > 1
-    if message.waits_for is not None and not together:
-        side.gathering = Gathering(message.waits_for, side.options.saturation_wait)
-
-
-def _report_kv(scheduler: Any, message: KvQuery) -> None:
-    tree, side = scheduler.tree_cache, scheduler.flashmoa
-    report = KvReport(
-        query=message.query,
-        dp_rank=releases.dp_rank(scheduler),
-        total=scheduler.max_total_num_tokens,
-        free=tree.token_to_kv_pool_allocator.available_size(),
-        evictable=tree.evictable_size(),
-        protected=tree.protected_size(),
-        pinned_streams=len(side.pins),
-        gave_way=side.pins.gave_way,
-        duplicates_avoided=side.avoided,
-        rode_along=side.rode_along,
-        experts=asyncep.memory(),
-        kv_bytes=kv_free.bytes_of(scheduler),
-        peak_bytes=kv_free.peak_memory(scheduler),
-        shares=side.shares(scheduler),
-    )
-    releases.to_tokenizer(scheduler, releases.wrapped(report))
-
-
 def next_prefill_batch(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Around ``Scheduler._get_new_batch_prefill_raw``: hold, call, share, publish, pin."""
     running = releases.running_batch(scheduler, kwargs)
-    if not scheduler.waiting_queue and scheduler.chunked_req is None:
-        return original(scheduler, *args, **kwargs)
     side: Side = scheduler.flashmoa
+    room.offer(scheduler, running)
+    if not _anybody_waits(scheduler):
+        return original(scheduler, *args, **kwargs)
+    turns = {id(req): turn for turn, req in enumerate(scheduler.waiting_queue)}
     held = prepare(scheduler, running)
     try:
         if gathers(scheduler, running):
@@ -165,8 +51,22 @@ def next_prefill_batch(
             return result
     finally:
         side.batch = None
-        scheduler.waiting_queue = held + scheduler.waiting_queue
+        if held:
+            # Whoever joined the queue meanwhile comes last.
+            everybody = held + scheduler.waiting_queue
+            scheduler.waiting_queue = sorted(
+                everybody, key=lambda req: turns.get(id(req), len(turns))
+            )
         side.tell(scheduler)
+
+
+def _anybody_waits(scheduler: Any) -> bool:
+    """Whether a prefill may be built: also of a request whose grammar is compiled by now."""
+    return bool(
+        scheduler.waiting_queue
+        or scheduler.chunked_req is not None
+        or scheduler.grammar_manager.has_waiting_grammars()
+    )
 
 
 def _nobody(scheduler: Any, running: Any) -> Any:
@@ -185,18 +85,36 @@ def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
 
 
 def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PrefillAdder.add_one_req``: share what the batch computes already."""
+    """Around ``PrefillAdder.add_one_req``: share what the batch computes already, and have
+    streams give way to a request that finds no room.
+
+    Here SGLang knows what each request takes beside those that joined the batch before it, so
+    that any number of them find the room that streams hold.
+    """
     side: Side | None = getattr(adder.tree_cache, "flashmoa", None)
-    if side is None or side.batch is None:
+    if side is None:
         return original(adder, req, *args, **kwargs)
-    return side.batch.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
+
+    def ask() -> Any:
+        if side.batch is None:
+            return original(adder, req, *args, **kwargs)
+        return side.batch.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
+
+    result = ask()
+    if is_increment(req):
+        # That it finds no room says nothing about the requests behind it.
+        return releases.go_on() if releases.is_without_room(result) else result
+    while releases.is_without_room(result) and side.pins.give_way():
+        joined = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+        result = adder.budget_state() if joined else ask()
+    return result
 
 
 def _only_streams_want(scheduler: Any) -> bool:
-    chunked = scheduler.chunked_req
-    return (chunked is None or is_increment(chunked)) and all(
-        map(is_increment, scheduler.waiting_queue)
-    )
+    chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
+    if chunked is None and not queue:
+        return False
+    return (chunked is None or is_increment(chunked)) and all(map(is_increment, queue))
 
 
 @contextmanager
@@ -253,7 +171,7 @@ def _last_chance(scheduler: Any, decoding: int) -> int:
     Its KV cannot give way to decodes before it is whole. 0: there is time, or no such increment.
     """
     tree, page = scheduler.tree_cache, scheduler.page_size
-    left, step = left_of_chunked(scheduler), decoding * page
+    left, step = room.left_of_chunked(scheduler), decoding * page
     if not left or releases.free_tokens(tree) >= left + max(2 * step, decoding * _SOON):
         return 0
     scheduler.flashmoa.pins.make_room(left + step)
@@ -284,6 +202,8 @@ def _publishes(scheduler: Any, req: Any) -> bool:
     An increment's, for its stream. Under the overlap schedule anybody's: SGLang would put it
     into the tree a step late.
     """
+    if not scheduler.flashmoa.publishes_early:
+        return False
     if req is scheduler.chunked_req or req.finished() or req.to_finish is not None:
         return False
     if is_increment(req):

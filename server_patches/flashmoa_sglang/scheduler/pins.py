@@ -55,15 +55,20 @@ class StreamPins:
         if old is not None:
             releases.unpin(self._tree_cache, old)
 
-    def make_room(self, tokens: int) -> bool:
-        """Give up pins until ``tokens`` could be allocated; whether any had to go."""
-        before = self.gave_way
-        while self._pins and releases.free_tokens(self._tree_cache) < tokens:
-            stream, old = self._pins.popitem(last=False)
-            releases.unpin(self._tree_cache, old)
-            self.gave_way += 1
-            logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)
-        return self.gave_way > before
+    def give_way(self) -> bool:
+        """Give up the pin that was extended least recently; ``False`` if there is none."""
+        if not self._pins:
+            return False
+        stream, old = self._pins.popitem(last=False)
+        releases.unpin(self._tree_cache, old)
+        self.gave_way += 1
+        logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)
+        return True
+
+    def make_room(self, tokens: int) -> None:
+        """Give up pins until ``tokens`` could be allocated, or none is left."""
+        while releases.free_tokens(self._tree_cache) < tokens and self.give_way():
+            pass
 
     def forget(self) -> None:
         """The tree was reset, and the locked nodes with it."""

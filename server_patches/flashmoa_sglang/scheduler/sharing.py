@@ -71,7 +71,9 @@ class SharedBatch:
         self._starts[req] = place.start
         if place.end > place.start:
             self._followers[req] = place
-        self.avoided += place.end - getattr(req, "flashmoa_waited_at", place.start)
+        # The prefix may have been evicted while the request waited.
+        waited_at = getattr(req, "flashmoa_waited_at", place.start)
+        self.avoided += place.end - min(waited_at, place.start)
         return result
 
     def _may_wait(self, req: Any, start: int) -> bool:

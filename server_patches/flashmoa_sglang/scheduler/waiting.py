@@ -5,36 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import ceil
 from typing import Any
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.messages import NO_ROOM, mark_of
+from flashmoa_sglang.messages import NO_ROOM, is_increment, mark_of
+from flashmoa_sglang.scheduler import room
 from flashmoa_sglang.scheduler.gathering import IDLE_SLEEP, IDLE_STEP
 from flashmoa_sglang.scheduler.scheduling import Job, Waiting, held_back, shortest_first, superseded
 
-# SGLang reserves at most this many output tokens when it admits a request.
-_RESERVED_OUTPUT = 4096
-# Of the KV pool, what increments leave free for requests that are still to come, unless one
-# stream is all there is.
-_HEADROOM = 1 / 16
 # Matching a prompt with the radix tree takes time; further down the queue a guess will do.
 _MATCHED_JOBS = 128
 
 
 def prepare(scheduler: Any, running: Any) -> list[Any]:
-    """Drop, make room and hold; the requests that sit this step out."""
+    """Drop increments that are pointless or have no room, and hold requests back.
+
+    Returns: the requests that sit this step out, which are not in the queue meanwhile.
+    """
     queue = scheduler.waiting_queue
     marked = [(mark, req) for req in queue if (mark := mark_of(req))]
+    if not marked:
+        return []
     for req in (req for mark, req in marked if not mark.final):
         releases.keep_kv(req)
-    streams = bool(marked)
-    if streams:
-        _drop(scheduler, superseded(_view(queue)), "a longer request of its stream is queued")
-    if scheduler.flashmoa.pins or streams:
-        _make_room(scheduler, running)
-    if not streams:
-        return []
+    _drop(scheduler, superseded(_view(queue)), "a longer request of its stream is queued")
+    _drop(scheduler, room.refused(scheduler, running), NO_ROOM)
     queue = scheduler.waiting_queue
     positions = held_back(_view(queue))
     held = [queue[position] for position in positions]
@@ -112,6 +107,8 @@ def _waiting(req: Any) -> Waiting:
 
 
 def _drop(scheduler: Any, positions: set[int], reason: str) -> None:
+    if not positions:
+        return
     from sglang.srt.managers.io_struct import AbortReq
 
     queue = scheduler.waiting_queue
@@ -122,72 +119,6 @@ def _drop(scheduler: Any, positions: set[int], reason: str) -> None:
     scheduler.waiting_queue = [
         req for position, req in enumerate(queue) if position not in positions
     ]
-
-
-def is_increment(req: Any) -> bool:
-    mark = mark_of(req)
-    return mark is not None and mark.stream is not None and not mark.final
-
-
-def _make_room(scheduler: Any, running: Any) -> None:
-    """Streams give way before any request waits for memory, and take only what is left."""
-    tree, side = scheduler.tree_cache, scheduler.flashmoa
-    queue = scheduler.waiting_queue
-    promised = _promised(scheduler, running)
-    real = [_need(scheduler, req) for req in queue if not is_increment(req)]
-    if real and side.pins.make_room(max(real) + promised):
-        running.batch_is_full = False
-    room = releases.free_tokens(tree) - promised - sum(real)
-    streams = {mark.stream for req in queue if (mark := mark_of(req))}
-    if running.reqs or len(side.pins.streams | streams) > 1:
-        room -= int(scheduler.max_total_num_tokens * _HEADROOM)
-    refused = set[int]()
-    for position, req in enumerate(queue):
-        if is_increment(req):
-            # Once is enough: it changes little while the request waits.
-            if not hasattr(req, "flashmoa_uncached"):
-                req.flashmoa_uncached = releases.uncached(tree, req)
-            room -= req.flashmoa_uncached
-            if room < 0:
-                refused.add(position)
-    if refused:
-        _drop(scheduler, refused, NO_ROOM)
-
-
-def _promised(scheduler: Any, running: Any) -> int:
-    """KV slots that SGLang gives to nobody else: for answers that are being written, as long as
-    it expects them to become, and for what is left of a prompt that is cut into chunks."""
-    answers = sum(_output_left(req) * releases.kept_free(scheduler, req) for req in running.reqs)
-    chunked = scheduler.chunked_req
-    rest = left_of_chunked(scheduler) + (_output_left(chunked) if chunked is not None else 0)
-    # With SGLang's own mixed chunk each of them has a token in the batch, too.
-    return ceil(answers) + rest + len(running.reqs)
-
-
-def left_of_chunked(scheduler: Any) -> int:
-    """Tokens of a prompt that is cut into chunks which are still to be computed; in whole pages."""
-    req, page = scheduler.chunked_req, scheduler.page_size
-    if req is None:
-        return 0
-    left = len(req.origin_input_ids) + len(req.output_ids) - releases.computed_until(req)
-    return (left // page + 2) * page
-
-
-def _need(scheduler: Any, req: Any) -> int:
-    """KV slots a request takes from what is free or evictable, in tokens.
-
-    SGLang asks for more than it takes: a page, and something left.
-    """
-    mark, more = mark_of(req), _output_left(req) + scheduler.page_size + 1
-    if mark is not None and mark.stream in scheduler.flashmoa.pins:
-        return releases.uncached(scheduler.tree_cache, req) + more
-    # Its cached prefix may be evictable now, and is not any more once it runs.
-    return len(req.origin_input_ids) + len(req.output_ids) + more
-
-
-def _output_left(req: Any) -> int:
-    left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
-    return min(max(0, left), _RESERVED_OUTPUT)
 
 
 def order_queue(_result: None, policy: Any, queue: list[Any], *_args: Any, **_kwargs: Any) -> None:

@@ -1,0 +1,56 @@
+"""Which data-parallel rank computes a new prompt stream: a pure decision.
+
+KV is not shared between ranks, so streams that begin alike (the agents of a team, the proposers of
+a mixture) belong to one rank, unless it has far more streams than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# Characters or tokens in common that make two streams siblings.
+_WORTH = 64
+# How many more streams than the least loaded rank the siblings' rank may have.
+_UNEVEN = 16
+
+Prompt = str | Sequence[int]
+
+
+def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Prompt) -> int:
+    """The rank for a stream that begins so.
+
+    Args:
+        ranks: how many there are.
+        streams: the rank and the prompt of each open stream.
+    """
+    loads = [0] * ranks
+    shared = [0] * ranks
+    for rank, prompt in streams:
+        loads[rank] += 1
+        shared[rank] = max(shared[rank], _common(prompt, beginning))
+    best = max(range(ranks), key=lambda rank: (shared[rank], -loads[rank]))
+    if shared[best] >= _WORTH and loads[best] - min(loads) < _UNEVEN:
+        return best
+    return loads.index(min(loads))
+
+
+def _common(first: Prompt, second: Prompt) -> int:
+    """The length of the common prefix, if it is of ``_WORTH`` at least; else 0."""
+    if isinstance(first, str) != isinstance(second, str) or not _same(first, second, _WORTH):
+        return 0
+    low, high = _WORTH, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _same(first, second, middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _same(first: Prompt, second: Prompt, length: int) -> bool:
+    if min(len(first), len(second)) < length:
+        return False
+    if isinstance(first, str):
+        return first[:length] == second[:length]
+    return list(first[:length]) == list(second[:length])

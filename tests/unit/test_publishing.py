@@ -1,0 +1,119 @@
+"""When the KV of a request is there for others: before its forward, or with its result."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_sglang.messages import RequestMark
+from flashmoa_sglang.releases import Pin
+from flashmoa_sglang.scheduler import answers
+from flashmoa_sglang.scheduler.batches import _settle
+from flashmoa_sglang.scheduler.sharing import SharedBatch, _Follower
+from flashmoa_sglang.scheduler.side import Side
+from flashmoa_sglang.scheduler.timer import ForwardTimer
+
+# Before anything imports SGLang.
+torchvision_ops.allow_mismatched_build()
+
+
+def scheduler(role: str, overlap: bool) -> Any:
+    return SimpleNamespace(
+        tree_cache=SimpleNamespace(),
+        server_args=SimpleNamespace(disaggregation_mode=role),
+        enable_overlap=overlap,
+        disable_radix_cache=False,
+        page_size=1,
+        chunked_req=None,
+    )
+
+
+def increment(stream: str = "s") -> Any:
+    mark = RequestMark(stream).to_custom_params()
+    return SimpleNamespace(
+        rid="r",
+        sampling_params=SimpleNamespace(custom_params=mark, max_new_tokens=0),
+        finished=lambda: False,
+        to_finish=None,
+        output_ids=[],
+        return_logprob=False,
+        is_prefill_only=False,
+    )
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    requests: list[Any] = []
+    monkeypatch.setattr("flashmoa_sglang.releases.tokenizer_channel", lambda _: None)
+    monkeypatch.setattr("flashmoa_sglang.releases.publish", lambda _, req: requests.append(req))
+    monkeypatch.setattr("flashmoa_sglang.releases.pin", lambda *_: Pin("early", None))
+    monkeypatch.setattr("flashmoa_sglang.releases.pin_cached", lambda *_: Pin("late", None))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("role", "overlap", "early"),
+    [
+        ("null", False, True),
+        ("null", True, True),
+        ("decode", True, True),
+        ("prefill", False, True),
+        ("prefill", True, False),
+    ],
+)
+def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_is_computed(
+    role: str, overlap: bool, early: bool, published: list[Any]
+) -> None:
+    """Cached KV is sent on there while the forward before may still be writing it."""
+    engine = scheduler(role, overlap)
+    engine.flashmoa = side = Side(engine)
+    req = increment()
+    _settle(engine, SimpleNamespace(reqs=[req], extend_num_tokens=5))
+    assert published == ([req] if early else [])
+    assert ("s" in side.pins) is early
+    assert side.shares(engine) is early
+    # Its result is there.
+    streamer = SimpleNamespace(
+        tree_cache=SimpleNamespace(flashmoa=side), send_to_detokenizer="usual"
+    )
+    answers.stream_output(lambda *_: None, streamer, [req], False)
+    assert "s" in side.pins
+    assert side.pins._pins["s"].node == ("early" if early else "late")
+
+
+def test_a_timed_forward_is_timed_with_speculative_decoding(
+    published: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where SGLang counts no request as prefill-only."""
+    told: list[Any] = []
+    monkeypatch.setattr("flashmoa_sglang.releases.wrapped", lambda message: message)
+    monkeypatch.setattr("flashmoa_sglang.releases.to_tokenizer", lambda _, news: told.append(news))
+    engine = scheduler("null", True)
+    side: Any = SimpleNamespace(
+        timer=ForwardTimer(engine), role="null", direct="direct", publishes_early=True
+    )
+    req = increment()
+    req.sampling_params.custom_params = RequestMark(timed=True).to_custom_params()
+    side.timer.start([req], 4)
+    sent: list[Any] = []
+    streamer = SimpleNamespace(
+        tree_cache=SimpleNamespace(flashmoa=side), send_to_detokenizer="usual"
+    )
+    answers.stream_output(
+        lambda one, *_: sent.append(one.send_to_detokenizer), streamer, [req], False
+    )
+    assert [news.rid for news in told] == ["r"]
+    assert sent == ["direct"]
+
+
+def test_prefixes_evicted_while_a_request_waited_are_not_counted_as_saved() -> None:
+    class Request:
+        flashmoa_waited_at = 500
+
+    req = Request()
+    adder = SimpleNamespace(can_run_list=[req])
+    batch = SharedBatch(1, within_forward=True)
+    batch._take(lambda: None, adder, req, _Follower(100, 100, None))
+    assert batch.avoided == 0

@@ -21,6 +21,25 @@ if TYPE_CHECKING:
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader
     from flashmoa_sglang.saturation import LayerTimes
 
+_WRITES = "it writes to experts where the device has them"
+_MERGE = (
+    "layers with adapters compute past the place where they wait for copied experts (adapters "
+    "merged into the model's weights are fine)"
+)
+# SGLang's arguments and why not; older releases lack some of them.
+_EXCLUDED = {
+    "enable_memory_saver": _WRITES,
+    "enable_eplb": _WRITES,
+    "enable_elastic_expert_backup": _WRITES,
+    "speculative_algorithm": "a draft model would take the place of the one with the experts",
+    "enable_lora": _MERGE,
+    "lora_paths": _MERGE,
+    "kt_weight_path": "it keeps experts in host memory, too, and computes some of them there",
+    "enable_two_batch_overlap": "it computes each layer twice, so that every second copy is late",
+    "enable_pdmux": "two streams would compute with one slot, and copies wait for one of them",
+    "dwdp_size": "both say where a layer finds its experts, and the layer has only one place",
+}
+
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the making of SGLang's offloader: ours, where ``--flashmoa-asyncep`` asks for it.
@@ -68,17 +87,12 @@ def problem(arguments: Any, options: Options) -> str | None:
     """Why ``--flashmoa-asyncep`` does not go with SGLang's own arguments, as it resolved them."""
     if options.asyncep == "off":
         return None
-    for name in ("enable_memory_saver", "enable_eplb"):
-        if getattr(arguments, name, False):
+    for name, why in _EXCLUDED.items():
+        if _is_given(getattr(arguments, name, None)):
             return (
-                f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}, which writes to "
-                "experts where the device has them; start without one of the two."
+                f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}: {why}; start "
+                "without one of the two."
             )
-    if arguments.speculative_algorithm:
-        return (
-            "--flashmoa-asyncep does not go with --speculative-algorithm: a draft model would take "
-            "the place of the one whose experts are copied; start without one of the two."
-        )
     if options.asyncep == "d2d":
         return _problem_of_replicas(arguments, options)
     if arguments.device == "cuda" and not releases.graphs_are_off(arguments):
@@ -87,6 +101,11 @@ def problem(arguments: Any, options: Options) -> str | None:
             "they were when it was made."
         )
     return None
+
+
+def _is_given(value: Any) -> bool:
+    """A size of one is a default."""
+    return value > 1 if type(value) is int else bool(value)
 
 
 def _problem_of_replicas(arguments: Any, options: Options) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import uuid
@@ -104,6 +105,42 @@ async def refuses_new_weights(client: EngineClient, model: Path) -> None:
         reply = await client._http.post(f"/update_weights_from_{source}", json=body)
         assert reply.status_code == 400, reply.text
         assert "Restart the engine" in reply.json()["message"]
+
+
+@pytest.fixture
+def granite(experts_model: Path, tmp_path: Path) -> Path:
+    """A model whose layers SGLang makes without ``make_layers``; no weights."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "num_experts_per_tok", "max_position_embeddings")
+    config = json.loads((experts_model / "config.json").read_text())
+    told = {name: config[name] for name in names} | {"dtype": "float32"}
+    told |= {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+    told |= {"num_local_experts": EXPERTS.experts, "intermediate_size": EXPERTS.intermediate}
+    for one in ("embedding", "residual", "attention"):
+        told[f"{one}_multiplier"] = 1.0
+    path = tmp_path / "granite"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(told))
+    return path
+
+
+async def test_a_model_whose_experts_would_all_stay_on_the_device_is_refused_at_start(
+    engines: LocalEngines, model: Path, granite: Path
+) -> None:
+    without = ["--load-format", "dummy", "--skip-tokenizer-init"]
+    expected: list[tuple[Path, list[str], str]] = [
+        (granite, without, "SGLang makes experts of GraniteMoeMoE without make_layers"),
+        (model, [], "it has 0 layers of experts"),
+    ]
+    for path, flags, because in expected:
+        flags = ["--flashmoa-asyncep", "h2d", "--max-total-tokens", "12000", *flags]
+        engine = await engines.start(path, core=0, arguments=flags, wait=False)
+        try:
+            with pytest.raises(EngineError, match="ended at start"):
+                await engine.wait_until_ready()
+            assert because in engine.log.read_text()
+        finally:
+            await engine.stop()
 
 
 class Replicas:

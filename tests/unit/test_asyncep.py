@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,8 +206,53 @@ def test_a_quantisation_that_takes_the_weights_out_of_the_layer_is_refused(
         assert offloader.memory().on_host > 0
 
 
-def test_a_model_without_experts_is_left_alone() -> None:
-    offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory)
-    assert len(offloader.wrap_modules(iter([torch.nn.Linear(2, 2)]))) == 1
+@pytest.fixture
+def offloader() -> Iterator[ExpertOffloader]:
+    made = ExpertOffloader(Layer, "compute", 2, in_host_memory)
+    yield made
+    made._making.end()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_model_whose_experts_would_all_stay_is_refused(
+    offloader: ExpertOffloader, count: int
+) -> None:
+    kinds = [lambda: torch.nn.Linear(2, 2), lambda: torch.nn.Sequential(Layer(0))]
+    made = offloader.wrap_modules(make() for make in kinds[: count + 1])
+    assert len(made) == count + 1
+    with pytest.raises(SystemExit, match=f"it has {count} layers of experts"):
+        offloader.post_init()
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
+    offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory, whole=False)
+    offloader.wrap_modules(iter([torch.nn.Linear(2, 2)]))
     offloader.post_init()
     assert offloader.memory().layers == 0
+
+
+def test_a_layer_that_the_offloader_is_not_handed_is_refused_at_once(
+    offloader: ExpertOffloader,
+) -> None:
+    offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
+    with pytest.raises(SystemExit, match=r"makes experts of Sequential without make_layers"):
+        torch.nn.Sequential().add_module("experts", Layer(2))
+    # Nobody watches any more, so that a process which goes on is left alone.
+    torch.nn.Sequential().add_module("experts", Layer(2))
+
+
+def test_a_model_that_computes_with_the_tensors_itself_is_refused(
+    offloader: ExpertOffloader,
+) -> None:
+    themselves = type("InklingMoE", (torch.nn.Sequential,), {})
+    themselves.__module__ = "sglang.srt.models.inkling_common.moe"
+    with pytest.raises(SystemExit, match="InklingMoE computes with the tensors of 0 itself"):
+        offloader.wrap_modules(themselves(Layer(number)) for number in range(2))
+
+
+def test_once_the_weights_are_loaded_layers_may_be_made_as_one_likes(
+    offloader: ExpertOffloader,
+) -> None:
+    offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
+    offloader.post_init()
+    torch.nn.Sequential().add_module("experts", Layer(2))

@@ -99,6 +99,8 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(asyncep="h2d"), {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         (Options(asyncep="h2d"), {"enable_pdmux": True}, "does not go with --enable-pdmux"),
         (Options(asyncep="h2d"), {"kt_weight_path": "w"}, "does not go with --kt-weight-path"),
+        (Options(asyncep="h2d"), {"moe_a2a_backend": "megamoe"}, "--moe-a2a-backend megamoe"),
+        (Options(asyncep="h2d"), {"moe_a2a_backend": "deepep"}, None),
         (Options(asyncep="h2d"), {"dwdp_size": 2}, "does not go with --dwdp-size"),
         (Options(asyncep="h2d"), {"dwdp_size": 1, "enable_lora": False, "lora_paths": []}, None),
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"enable_lora": True}, "--enable-lora"),
@@ -116,5 +118,6 @@ def test_what_does_not_go_with_asyncep(
 ) -> None:
     usual: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
     usual |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    usual |= {"moe_a2a_backend": "none"}
     found = problem(SimpleNamespace(**usual | arguments), options)
     assert (expected in found) if expected and found else found == expected

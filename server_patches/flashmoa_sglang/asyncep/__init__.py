@@ -39,6 +39,8 @@ _EXCLUDED = {
     "enable_pdmux": "two streams would compute with one slot, and copies wait for one of them",
     "dwdp_size": "both say where a layer finds its experts, and the layer has only one place",
 }
+# Values of --moe-a2a-backend with which FusedMoE.run_moe_core is not called.
+_OF_THEIR_OWN = ("megamoe", "ascend_fuseep")
 
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,6 +51,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     usual, options = original(*args, **kwargs), Options.from_environment()
     if options.asyncep == "off":
         return usual
+    from sglang.srt.distributed import get_pp_group
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.utils.offloader import NoopOffloader
 
@@ -56,7 +59,13 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     if not isinstance(usual, NoopOffloader):
         raise SystemExit("--flashmoa-asyncep and SGLang's own offloading exclude each other.")
-    return ExpertOffloader(FusedMoE, "run_moe_core", options.asyncep_slots, _keep(options))
+    return ExpertOffloader(
+        FusedMoE,
+        "run_moe_core",
+        options.asyncep_slots,
+        _keep(options),
+        whole=get_pp_group().world_size == 1,
+    )
 
 
 def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
@@ -93,6 +102,11 @@ def problem(arguments: Any, options: Options) -> str | None:
                 f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}: {why}; start "
                 "without one of the two."
             )
+    if arguments.moe_a2a_backend in _OF_THEIR_OWN:
+        return (
+            f"--flashmoa-asyncep does not go with --moe-a2a-backend {arguments.moe_a2a_backend}, "
+            "which computes with the experts' tensors itself; choose another one."
+        )
     if options.asyncep == "d2d":
         return _problem_of_replicas(arguments, options)
     if arguments.device == "cuda" and not releases.graphs_are_off(arguments):

@@ -12,6 +12,7 @@ import torch
 
 from flashmoa_sglang.asyncep.copying import Copying, copying_for
 from flashmoa_sglang.asyncep.experts import Experts, Source
+from flashmoa_sglang.asyncep.making import Making
 from flashmoa_sglang.asyncep.rotation import Rotation
 from flashmoa_sglang.asyncep.timing import ForwardClock
 from flashmoa_sglang.saturation import LayerTimes
@@ -50,6 +51,7 @@ class ExpertOffloader:
         computing: the name of its method that computes with them.
         slots: on the device; two let one layer compute while the next one's experts come.
         keep: puts the loaded experts of all layers but the first where they are kept.
+        whole: this process has the whole model, and not a stage of a pipeline.
     """
 
     forbid_copy_engine_usage = False
@@ -60,11 +62,15 @@ class ExpertOffloader:
         computing: str,
         slots: int,
         keep: Callable[[Sequence[Experts]], list[Source]],
+        *,
+        whole: bool = True,
     ) -> None:
         self._moe_layer = moe_layer
         self._computing = computing
         self._count = slots
         self._keep = keep
+        self._whole = whole
+        self._making = Making(moe_layer)
         self._experts: list[Experts] = []
         self._sources: list[Source] = []
         self._resident = 0
@@ -79,21 +85,29 @@ class ExpertOffloader:
         """As SGLang makes a model's layers: have each one's experts in host memory before the next
         one is made, so that the device never holds more than those of one layer."""
         layers: list[Any] = []
-        for module in all_modules_generator:
-            for part in module.modules():
-                if isinstance(part, self._moe_layer):
-                    self._experts.append(Experts(part))
-                    # The first layer stays, so that a forward begins without waiting.
-                    if len(self._experts) > 1:
-                        self._experts[-1].leave_device()
-            layers.append(module)
+        with self._making.handed_over():
+            for module in all_modules_generator:
+                self._take(module)
+                layers.append(module)
         return layers
 
+    def _take(self, module: Any) -> None:
+        for part in module.modules():
+            if isinstance(part, self._moe_layer):
+                self._experts.append(Experts(part))
+                # The first layer stays, so that a forward begins without waiting.
+                if len(self._experts) > 1:
+                    self._experts[-1].leave_device()
+
     def post_init(self) -> None:
-        """The weights are loaded: make the slots, and fill them."""
+        """The weights are loaded: make the slots, and fill them.
+
+        Raises: SystemExit for a model whose experts would all stay on the device.
+        """
+        self._making.end()
         first, *others = self._experts or [None]
         if first is None or not others:
-            logger.warning("This model has too few layers of experts to keep them elsewhere.")
+            self._refuse_too_few()
             return
         self._resident = sum(t.nbytes for t in first.tensors().values())
         self._sources = self._put_away(others)
@@ -108,6 +122,14 @@ class ExpertOffloader:
         for number, experts in enumerate(others):
             self._wrap(experts.layer, partial(self._bring, number), partial(self._leave, number))
         logger.info("Experts of %d layers come from elsewhere: %s", len(others), self.memory())
+
+    def _refuse_too_few(self) -> None:
+        if self._whole:
+            raise SystemExit(
+                f"--flashmoa-asyncep does not go with this model: it has {len(self._experts)} "
+                "layers of experts, of which the first stays on the device. Start without it."
+            )
+        logger.warning("This stage of the pipeline keeps its experts on the device.")
 
     def _put_away(self, others: Sequence[Experts]) -> list[Source]:
         """Have the experts of these layers where they are kept."""

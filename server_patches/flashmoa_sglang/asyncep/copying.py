@@ -56,13 +56,18 @@ class PlainCopying:
 
 
 class StreamCopying:
-    """On a CUDA stream of its own, from pinned memory."""
+    """On a CUDA stream of its own, from pinned memory.
+
+    Made once the slots are: what has had their memory before is done before the first copies.
+    """
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(slots)]
         self._used = [torch.cuda.Event() for _ in range(slots)]
+        for slot in range(slots):
+            self.used(slot)
 
     def fetch(self, slot: int, memory: torch.Tensor, source: Source) -> None:
         self._stream.wait_event(self._used[slot])

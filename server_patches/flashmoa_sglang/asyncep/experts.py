@@ -9,9 +9,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from flashmoa_sglang.asyncep.packing import Packing
+from flashmoa_sglang.asyncep.pinned import pinned
 
 # No quantisation needs less than one bit of sixteen.
 _LEAST_REPACKED = 16
+# Bytes of one copy: other copies to the device wait for the end of one, and not for a whole layer.
+_PIECE = 64 << 20
 
 
 class Experts:
@@ -116,15 +119,18 @@ class HostExperts:
         self.experts = experts
         tensors = experts.tensors()
         self.packing = Packing.of(tensors)
-        pinned = experts.device.type == "cuda"
-        self._memory = torch.empty(self.packing.bytes, dtype=torch.uint8, pin_memory=pinned)
+        size = self.packing.bytes
+        on_gpu = experts.device.type == "cuda"
+        self._memory = pinned(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
         self.packing.fill(self._memory, tensors)
         self.kept = Kept(on_host=self.packing.bytes)
         # The layer's own tensors are not needed any more.
         experts.bind(self.packing.views(self._memory))
 
     def fill(self, memory: torch.Tensor) -> None:
-        memory[: self.packing.bytes].copy_(self._memory, non_blocking=True)
+        pieces = memory[: self.packing.bytes].split(_PIECE)
+        for piece, kept in zip(pieces, self._memory.split(_PIECE), strict=True):
+            piece.copy_(kept, non_blocking=True)
 
 
 def in_host_memory(layers: Sequence[Experts]) -> list[Source]:

@@ -19,6 +19,8 @@ from flashmoa_sglang.saturation import LayerTimes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Of sgl_kernel's copy_to_gpu_no_ce.
+_WITHOUT_COPY = (64, 72)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,6 @@ class ExpertOffloader:
         keep: puts the loaded experts of all layers but the first where they are kept.
         whole: this process has the whole model, and not a stage of a pipeline.
     """
-
-    forbid_copy_engine_usage = False
 
     def __init__(
         self,
@@ -140,7 +140,13 @@ class ExpertOffloader:
             )
         for experts in others:
             experts.return_rest()
-        return self._keep(others)
+        try:
+            return self._keep(others)
+        except ValueError as error:
+            raise SystemExit(
+                f"--flashmoa-asyncep does not go with this model's quantisation: {error}. Start "
+                "without it."
+            ) from error
 
     def memory(self) -> ExpertMemory:
         """As it is now."""
@@ -164,6 +170,16 @@ class ExpertOffloader:
         """Of the last forward that was timed, once; waits for its copies."""
         timed, self._timed = self._timed, None
         return timed.times() if timed is not None else None
+
+    @property
+    def forbid_copy_engine_usage(self) -> bool:
+        """Whether SGLang is to send numbers for each expert to the device without a copy.
+
+        Then they do not wait behind experts on their way from host memory. Its kernel for that
+        takes a few numbers of experts only (in every release 64 and 72) and raises for others.
+        """
+        count = self._experts[0].layer.num_local_experts if self._experts else 0
+        return any(source.kept.on_host for source in self._sources) and count in _WITHOUT_COPY
 
     def _wrap(self, layer: Any, bring: Callable[[], T], leave: Callable[[T], None]) -> None:
         compute: Callable[..., Any] = getattr(layer, self._computing)

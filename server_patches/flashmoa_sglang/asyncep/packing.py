@@ -13,22 +13,25 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies: from byte ``offset`` on, its dimensions in memory ``order``."""
+    """Where a tensor lies: from byte ``offset`` on, with the ``strides`` that kernels expect."""
 
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    order: tuple[int, ...]
+    strides: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        """From its first element to its last, with what lies between them."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return self.dtype.itemsize * (last + 1)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor in a piece of memory (uint8)."""
         flat = memory[self.offset : self.offset + self.bytes].view(self.dtype)
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.view([self.shape[dimension] for dimension in self.order]).permute(inverse)
+        return flat.as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,12 @@ class Packing:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Packing:
-        """Raises: ValueError for a tensor that has gaps in memory, or one element twice."""
+        """Raises: ValueError for a tensor of which two elements are one in memory."""
         places: dict[str, Place] = {}
         end = 0
         for name, tensor in tensors.items():
-            places[name] = Place(end, tensor.dtype, tuple(tensor.shape), _order(name, tensor))
+            _check(name, tensor)
+            places[name] = Place(end, tensor.dtype, tuple(tensor.shape), tensor.stride())
             end += -(-places[name].bytes // _ALIGNMENT) * _ALIGNMENT
         return cls(places, end)
 
@@ -58,9 +62,12 @@ class Packing:
             view.copy_(tensors[name])
 
 
-def _order(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions from the one with the largest stride on."""
-    order = sorted(range(tensor.dim()), key=lambda at: (-tensor.stride(at), -tensor.shape[at]))
-    if not tensor.permute(order).is_contiguous():
-        raise ValueError(f"{name} is not dense in memory: {tensor.shape}, {tensor.stride()}")
-    return tuple(order)
+def _check(name: str, tensor: torch.Tensor) -> None:
+    """Raises: ValueError where two elements may be one in memory."""
+    last = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= last:
+            raise ValueError(
+                f"{name} has elements twice in memory: {tuple(tensor.shape)}, {tensor.stride()}"
+            )
+        last += (size - 1) * step

@@ -1,0 +1,160 @@
+"""What is asked of a GPU, of one that only keeps account: the order of copies, pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flashmoa_sglang.asyncep import experts as experts_module
+from flashmoa_sglang.asyncep.copying import StreamCopying
+from flashmoa_sglang.asyncep.experts import Experts, HostExperts, in_host_memory
+from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+from flashmoa_sglang.asyncep.pinned import pinned
+
+
+class Stream:
+    """``done`` is all that must have happened before what comes next on this stream."""
+
+    def __init__(self, _device: Any = None) -> None:
+        self.done: set[str] = set()
+
+    def wait_event(self, event: Event) -> None:
+        self.done |= event.after
+
+    def do(self, what: str) -> None:
+        self.done = self.done | {what}
+
+
+class Event:
+    """Waiting for one that was never recorded is waiting for nothing, as it is in CUDA."""
+
+    def __init__(self) -> None:
+        self.after: set[str] = set()
+
+    def record(self, stream: Stream) -> None:
+        self.after = set(stream.done)
+
+
+class Gpu:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.main = self.current = Stream()
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "current_stream": lambda _device: self.current,
+            "stream": self._on,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Generator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def copying(self, what: str) -> Any:
+        """A source whose copy says what has been done before it."""
+        return SimpleNamespace(fill=lambda memory: self._fill(what, memory))
+
+    def _fill(self, what: str, memory: list[set[str]]) -> None:
+        memory.append(self.current.done)
+        self.current.do(what)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def test_a_first_copy_waits_for_what_had_the_slots_memory_before(gpu: Gpu) -> None:
+    gpu.main.do("weights repacked")
+    before: list[Any] = []
+    StreamCopying(torch.device("cuda"), 2).fetch(1, before, gpu.copying("layer 1"))  # pyright: ignore
+    assert before == [{"weights repacked"}]
+
+
+def test_a_copy_waits_for_its_slot_alone_and_the_computation_for_the_copy(gpu: Gpu) -> None:
+    copies = StreamCopying(torch.device("cuda"), 2)
+    before: Any = []
+    gpu.main.do("layer 0 computed in slot 0")
+    copies.used(0)
+    gpu.main.do("layer 1 computed in slot 1")
+    copies.fetch(0, before, gpu.copying("layer 2 copied"))
+    # Beside what the other slot computes with.
+    assert before == [{"layer 0 computed in slot 0"}]
+    assert "layer 2 copied" not in gpu.main.done
+    copies.wait(0)
+    assert "layer 2 copied" in gpu.main.done
+
+
+def cudart(code: int, told: list[tuple[int, int]]) -> Callable[[], Any]:
+    def register(address: int, size: int, flags: int) -> int:
+        assert flags == 0
+        told.append((address, size))
+        return code
+
+    made = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString=lambda _code: "no memory")
+    return lambda: made
+
+
+def test_as_many_bytes_are_pinned_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "cudart", cudart(0, told))
+    memory = pinned(5 * 4096 + 3)
+    assert told == [(memory.data_ptr(), 5 * 4096 + 3)]
+    # Pages of its own, so that no other memory is pinned with it.
+    assert memory.nbytes == 5 * 4096 + 3 and memory.data_ptr() % 4096 == 0
+    memory.fill_(7)
+    assert int(memory.sum(dtype=torch.int64)) == 7 * memory.nbytes
+
+
+def test_memory_that_cannot_be_pinned_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", cudart(2, []))
+    with pytest.raises(SystemExit, match=r"does not pin 4096 bytes .*no memory.*ulimit"):
+        pinned(4096)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_local_experts = count
+        self.weight = torch.nn.Parameter(
+            torch.arange(float(count * 5)).view(count, 5), requires_grad=False
+        )
+
+    def compute(self) -> float:
+        return self.weight.sum().item()
+
+
+def test_experts_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "_PIECE", 64)
+    copied: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append(to.nbytes)
+        return copy(to, source, non_blocking=non_blocking)
+
+    layer = Layer(8)
+    expected = layer.weight.clone()
+    source = HostExperts(Experts(layer))
+    slot = torch.zeros(source.packing.bytes + 100, dtype=torch.uint8)
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    source.fill(slot)
+    assert max(copied) == 64 and sum(copied) == source.packing.bytes
+    assert torch.equal(source.packing.views(slot)["weight"], expected)
+
+
+@pytest.mark.parametrize(("count", "forbidden"), [(64, True), (72, True), (16, False)])
+def test_the_copy_engine_is_left_to_experts_where_sglang_can_do_without(
+    count: int, forbidden: bool
+) -> None:
+    offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory)
+    offloader.wrap_modules(torch.nn.Sequential(Layer(count)) for _ in range(3))
+    assert not offloader.forbid_copy_engine_usage
+    offloader.post_init()
+    assert offloader.forbid_copy_engine_usage == forbidden

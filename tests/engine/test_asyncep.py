@@ -129,7 +129,7 @@ async def test_a_model_whose_experts_would_all_stay_on_the_device_is_refused_at_
 ) -> None:
     without = ["--load-format", "dummy", "--skip-tokenizer-init"]
     expected: list[tuple[Path, list[str], str]] = [
-        (granite, without, "SGLang makes experts of GraniteMoeMoE without make_layers"),
+        (granite, without, "SGLang hands experts of GraniteMoeMoE to no offloader"),
         (model, [], "it has 0 layers of experts"),
     ]
     for path, flags, because in expected:

@@ -254,7 +254,7 @@ def test_a_layer_that_the_offloader_is_not_handed_is_refused_at_once(
     offloader: ExpertOffloader,
 ) -> None:
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
-    with pytest.raises(SystemExit, match=r"makes experts of Sequential without make_layers"):
+    with pytest.raises(SystemExit, match=r"hands experts of Sequential to no offloader"):
         torch.nn.Sequential().add_module("experts", Layer(2))
     # Nobody watches any more, so that a process which goes on is left alone.
     torch.nn.Sequential().add_module("experts", Layer(2))

@@ -92,6 +92,11 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(asyncep="h2d"), on_gpu("disabled", "breakable"), "--cuda-graph-backend-prefill"),
         (Options(asyncep="h2d"), on_gpu("full", "disabled"), "needs --cuda-graph-backend-decode"),
         (Options(asyncep="h2d"), on_gpu("disabled", "disabled"), None),
+        (
+            Options(asyncep="h2d"),
+            on_gpu("disabled", "disabled") | {"mem_fraction_static": -0.372},
+            "give --mem-fraction-static yourself",
+        ),
         (Options(asyncep="h2d"), {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         (Options(asyncep="h2d"), {"enable_eplb": True}, "does not go with --enable-eplb"),
         (Options(asyncep="h2d"), {"enable_lora": True}, "merged into the model's weights"),
@@ -118,6 +123,6 @@ def test_what_does_not_go_with_asyncep(
 ) -> None:
     usual: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
     usual |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
-    usual |= {"moe_a2a_backend": "none"}
+    usual |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
     found = problem(SimpleNamespace(**usual | arguments), options)
     assert (expected in found) if expected and found else found == expected

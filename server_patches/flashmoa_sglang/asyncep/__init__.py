@@ -114,6 +114,13 @@ def problem(arguments: Any, options: Options) -> str | None:
             f"--flashmoa-asyncep needs {releases.NO_GRAPHS}: a graph would look for experts where "
             "they were when it was made."
         )
+    if arguments.device == "cuda" and arguments.mem_fraction_static <= 0:
+        return (
+            "--flashmoa-asyncep: by SGLang's estimate of 1.5 MiB for each token of a forward, "
+            "nothing of the device is left for weights and KV (--mem-fraction-static "
+            f"{arguments.mem_fraction_static}); give --mem-fraction-static yourself, 0.75 for "
+            "example, or shorter forwards (--chunked-prefill-size, --max-prefill-tokens)."
+        )
     return None
 
 

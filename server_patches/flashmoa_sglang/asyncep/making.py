@@ -16,7 +16,7 @@ _COMPUTE_THEMSELVES = "sglang.srt.models.inkling"
 class Making:
     """Ends the start at the first layer of experts that would silently stay on the device.
 
-    SGLang hands an offloader only the layers that a model makes with ``make_layers``.
+    SGLang hands an offloader only the layers that a model makes with ``make_layers`` and the like.
 
     Args: moe_layer: the class of layers with experts.
     """
@@ -47,7 +47,7 @@ class Making:
         if owner.__module__.startswith(_COMPUTE_THEMSELVES):
             why = f"{owner.__name__} computes with the tensors of {name} itself"
         elif not self._handed_over:
-            why = f"SGLang makes {name} of {owner.__name__} without make_layers"
+            why = f"SGLang hands {name} of {owner.__name__} to no offloader"
         else:
             return
         self.end()

@@ -1,0 +1,204 @@
+"""What SGLang would do with a GPU's memory, by SGLang's own arithmetic; no GPU is needed.
+
+A program of its own, because SGLang's arguments leave traces in the process that reads them. Reads
+requests as JSON, one a line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
+``config.json``), ``total`` MiB of memory as nvidia-smi shows it, and ``taken`` bytes that are in
+use when the server starts. Answers each with a line: a ``Budget``, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+os.environ["SGLANG_PLUGINS"] = "none"
+
+from flashmoa_sglang.cpu import torchvision_ops
+
+torchvision_ops.allow_mismatched_build()
+
+import torch  # noqa: E402
+from flashmoa_sglang import asyncep, kv_free  # noqa: E402
+from flashmoa_sglang.options import Options, add_arguments  # noqa: E402
+from sglang.srt import server_args as sglang_arguments  # noqa: E402
+from sglang.srt.mem_cache import kv_cache_configurator  # noqa: E402
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator  # noqa: E402
+from sglang.srt.model_executor import pool_configurator  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+_GIB = 1 << 30
+
+
+@dataclass
+class Budget:
+    """Attributes:
+    problem: why the plugin, or SGLang, refuses to start; ``None``: it does not.
+    fraction: of the memory that was free, for weights and KV (``--mem-fraction-static``).
+    weights: bytes on the device. kv: bytes of the pool. tokens: in the pool.
+    left: bytes that are neither, for forwards.
+    forward: tokens of the largest forward.
+    """
+
+    problem: str | None
+    fraction: float
+    weights: int
+    kv: int = 0
+    tokens: int = 0
+    left: int = 0
+    forward: int = 0
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(asdict(budget(**request))), flush=True)
+
+
+def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
+    with _options(argv) as (rest, options):
+        rest += ["--model-path", model, "--device", "cuda", "--skip-tokenizer-init"]
+        with mock.patch.object(
+            sglang_arguments, "get_device_memory_capacity", lambda _device: float(total)
+        ):
+            arguments = sglang_arguments.prepare_server_args(rest)
+        config = arguments.get_model_config()
+        weights = _on_device(config.hf_config, options)
+        fraction = arguments.mem_fraction_static
+        if found := _refused(arguments, options):
+            return Budget(found, fraction, weights)
+        free = (total << 20) - taken
+        try:
+            pool = _pool(arguments, config, free, free - weights)
+        except ValueError as error:
+            return Budget(str(error), fraction, weights)
+        cell = _cell_bytes(arguments, config)
+    chunk, most = arguments.chunked_prefill_size, arguments.max_prefill_tokens
+    kv = cell * pool // (config.num_hidden_layers if options.kv_cache == "off" else 1)
+    return Budget(
+        problem=None,
+        fraction=fraction,
+        weights=weights,
+        kv=kv,
+        tokens=pool,
+        left=free - weights - kv,
+        forward=min(most, chunk) if chunk > 0 else most,
+    )
+
+
+@contextmanager
+def _options(argv: list[str]) -> Generator[tuple[list[str], Options]]:
+    """The plugin's, and what is left of the arguments."""
+    with mock.patch.dict(os.environ):
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_arguments(None, parser)
+        _, rest = parser.parse_known_args(argv)
+        yield rest, Options.from_environment()
+
+
+def _refused(arguments: Any, options: Options) -> str | None:
+    try:
+        if kv_free.is_on():
+            kv_free.refuse_unsupported(arguments)
+    except SystemExit as error:
+        return str(error)
+    return asyncep.problem(arguments, options)
+
+
+def _on_device(config: Any, options: Options) -> int:
+    """Bytes of the model's weights that are there once it is loaded."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    layers: dict[str, int] = {}
+    others = 0
+    for name, parameter in model.named_parameters():
+        before, experts, _ = name.partition(".experts.")
+        if experts:
+            layers[before] = layers.get(before, 0) + parameter.nbytes
+        else:
+            others += parameter.nbytes
+    if options.asyncep == "off":
+        return others + sum(layers.values())
+    first, *copied = layers.values()
+    return others + first + options.asyncep_slots * max(copied)
+
+
+def _pool(arguments: Any, config: Any, before: int, after: int) -> int:
+    """Tokens, with so many bytes free before the weights were loaded and after that.
+
+    Raises: ValueError as SGLang does where nothing is left.
+    """
+    schedule = SimpleNamespace(
+        mem_fraction_static=arguments.mem_fraction_static,
+        max_total_tokens=arguments.max_total_tokens,
+        page_size=arguments.page_size,
+    )
+    alone = SimpleNamespace(world_size=1, cpu_group=None)
+    kv = _configurator(arguments, config)
+    with (
+        mock.patch.object(kv_cache_configurator, "get_schedule", lambda: schedule),
+        mock.patch.object(
+            kv_cache_configurator, "get_available_gpu_memory", lambda *_, **__: after / _GIB
+        ),
+        mock.patch.object(kv_cache_configurator, "get_world_group", lambda: alone),
+        mock.patch.object(kv_cache_configurator, "configured_pp_size", lambda: 1),
+        _one_device(),
+    ):
+        left = KVCacheConfigurator._profile_available_bytes(kv, before / _GIB)
+        return KVCacheConfigurator.config_from_budget(kv, left).max_total_num_tokens
+
+
+def _cell_bytes(arguments: Any, config: Any) -> int:
+    """Of one token's KV in all layers."""
+    with _one_device():
+        kv = _configurator(arguments, config)
+        return pool_configurator.create_memory_pool_configurator(kv)._cell_size
+
+
+def _configurator(arguments: Any, config: Any) -> Any:
+    """As much of SGLang's as these formulas ask for, without a model runner."""
+    layers = SimpleNamespace(
+        num_effective_layers=config.num_hidden_layers,
+        start_layer=0,
+        end_layer=config.num_hidden_layers,
+    )
+    no_draft = SimpleNamespace(
+        is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
+    )
+    made = SimpleNamespace(
+        device="cuda",
+        gpu_id=0,
+        server_args=arguments,
+        model_config=config,
+        layer_info=layers,
+        ps=SimpleNamespace(pp_size=1),
+        kv_cache_dtype=torch.bfloat16,
+        kv_cache_dtype_str="auto",
+        spec_algorithm=no_draft,
+        is_draft_worker=False,
+        is_hybrid_swa=False,
+        use_mla_backend=False,
+        mambaish_config=None,
+        post_capture_kv_active=False,
+    )
+    made._apply_token_constraints = partial(KVCacheConfigurator._apply_token_constraints, made)
+    return made
+
+
+@contextmanager
+def _one_device() -> Generator[None]:
+    alone = SimpleNamespace(attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1)
+    with mock.patch.object(pool_configurator, "get_parallel", lambda: alone):
+        yield
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,8 @@ _NEEDED = {
     "--chunked-prefill-size -1": lambda given: (given.chunked_prefill_size or 1) < 0,
     # It asks for eight tokens.
     "--skip-server-warmup": lambda given: given.skip_server_warmup,
+    # SGLang's choice where none is given: below zero with forwards of many tokens.
+    "--mem-fraction-static 0.6 (for example)": lambda given: given.mem_fraction_static > 0,
 }
 _EXCLUDED = {
     "--speculative-algorithm": lambda given: given.speculative_algorithm,

@@ -16,6 +16,7 @@ FINE: dict[str, Any] = {
     "disaggregation_mode": "null",
     "enable_hierarchical_cache": False,
     "pp_size": 1,
+    "mem_fraction_static": 0.8,
 }
 
 
@@ -35,6 +36,7 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
         ({"chunked_prefill_size": 2048}, "needs --chunked-prefill-size -1."),
         ({"chunked_prefill_size": None}, "needs --chunked-prefill-size -1."),
         ({"skip_server_warmup": False}, "needs --skip-server-warmup."),
+        ({"mem_fraction_static": -0.372}, r"needs --mem-fraction-static 0\.6 \(for example\)\."),
         ({"disaggregation_mode": "prefill"}, "does not go with --disaggregation-mode."),
         ({"speculative_algorithm": "EAGLE"}, "does not go with --speculative-algorithm."),
     ],

@@ -12,7 +12,7 @@ from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event
 
 from ..chat_templates import ALTERNATING, TEMPLATES
-from ..engine.support import measured, settled, special_engine
+from ..engine.support import settled, special_engine
 from .exactness import count, found, mostly_hit
 from .teams import Build, Client, filtered_fan, round_robin
 
@@ -32,7 +32,6 @@ async def test_teams_over_a_family(
     template.write_text(TEMPLATES[family])
     arguments = ["--chat-template", str(template), "--enable-cache-report"]
     async with special_engine(engines, model, *arguments) as engine:
-        await measured(engine)
         client = Client(
             model="tiny",
             base_url=engine.url,

@@ -24,9 +24,12 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 @asynccontextmanager
 async def special_engine(
-    engines: LocalEngines, model: Path, *arguments: str, pool: int = 12000
+    engines: LocalEngines, model: Path, *arguments: str, pool: int = 12000, measures: bool = True
 ) -> AsyncGenerator[LocalEngine]:
-    """An engine with arguments of its own, on the second core; it must be alive at the end."""
+    """An engine with arguments of its own, on the second core; it must be alive at the end.
+
+    It has measured its costs, where it ``measures`` them: until then increments are cut otherwise.
+    """
     engine = await engines.start(
         model,
         core=1,
@@ -34,6 +37,8 @@ async def special_engine(
         environment=STRICT,
     )
     try:
+        if measures:
+            await measured(engine)
         yield engine
         assert engine.is_running()
         assert "leak" not in engine.log.read_text()

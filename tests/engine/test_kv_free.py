@@ -13,7 +13,7 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.errors import RequestRefused
 from flashmoa.engine.local import LocalEngines
 
-from .support import measured, special_engine
+from .support import special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,6 @@ async def test_logits_are_the_same_and_nothing_is_kept(
         special_engine(engines, model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as lean,
     ):
-        await measured(engine)
         for prompt, told in zip(PROMPTS, expected, strict=True):
             assert await logprobs(lean, prompt) == pytest.approx(told, abs=1e-4)
         # The same again: nothing of it was left. And all at once, the same prompts twice.

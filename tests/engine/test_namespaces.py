@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, measured, prefilled, settled, special_engine
+from .support import GREEDY, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -104,7 +104,6 @@ async def adapted(
     ]
     arguments = ["--lora-paths", *paths, "--lora-backend", "torch_native"]
     async with special_engine(engines, model, *arguments) as engine:
-        await measured(engine)
         yield engine
 
 

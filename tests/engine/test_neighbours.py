@@ -14,7 +14,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, kv, measured, prefilled, settled, special_engine
+from .support import GREEDY, generate, kv, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -137,7 +137,6 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
         anyio.create_task_group() as group,
     ):
-        await measured(engine)
         group.start_soon(partial(http.post, "/generate", json=long))
         while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
             await anyio.sleep(0.01)

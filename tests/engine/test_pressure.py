@@ -13,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, kv, measured, prefilled, settled, special_engine
+from .support import GREEDY, generate, kv, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,6 @@ POOL = 4800
 @pytest.fixture(scope="module")
 async def small_engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
     async with special_engine(engines, model, pool=POOL) as engine:
-        await measured(engine)
         yield engine
 
 

@@ -15,7 +15,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, measured, special_engine
+from .support import GREEDY, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,6 @@ async def expected(
         special_engine(engines, experts_model) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
-        await measured(engine)
         assert (await client.info()).kv[0].experts is None
         return [await answer(client, prompt) for prompt in prompts]
 
@@ -67,7 +66,6 @@ async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[
     async with special_engine(
         engines, experts_model, "--flashmoa-asyncep", "h2d", *flags
     ) as engine:
-        await measured(engine)
         yield engine
 
 

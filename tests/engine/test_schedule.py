@@ -13,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
-from .support import GREEDY, generate, kv, measured, prefilled, settled, special_engine
+from .support import GREEDY, generate, kv, prefilled, settled, special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -162,7 +162,6 @@ async def test_streams_fill_beside_answers_that_may_become_long(
         special_engine(engines, model, *args, pool=4000) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
-        await measured(engine)
         async with anyio.create_task_group() as group:
             for number in range(4):
                 begun = anyio.Event()
@@ -199,7 +198,6 @@ async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
         EngineClient(engine.url, timeout=120) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
     ):
-        await measured(engine)
         async with anyio.create_task_group() as group:
             group.start_soon(chat)
             while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody

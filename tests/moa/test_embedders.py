@@ -22,7 +22,7 @@ async def test_an_embedding_engine_gives_a_row_for_each_sentence(
 ) -> None:
     """An embedding engine is SGLang's own: the plugin adds nothing to it."""
     async with (
-        special_engine(engines, model, "--is-embedding") as engine,
+        special_engine(engines, model, "--is-embedding", measures=False) as engine,
         EngineClient(engine.url) as client,
     ):
         with pytest.raises(PluginMissing):

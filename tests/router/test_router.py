@@ -156,7 +156,7 @@ async def test_without_an_engine_the_answer_is_503(model: Path) -> None:
 
 async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: Words) -> None:
     async with (
-        special_engine(engines, model, "--is-embedding") as embedder,
+        special_engine(engines, model, "--is-embedding", measures=False) as embedder,
         routed(options(embedder)) as router,
         httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
     ):
@@ -173,7 +173,7 @@ async def test_a_client_s_api_key_is_passed_on_and_the_router_s_is_not_lent(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     async with (
-        special_engine(engines, model, "--api-key", "secret") as locked,
+        special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
         routed(options(locked, api_key="secret")) as router,
     ):
         ask = generation(words(40, 1050))

@@ -19,7 +19,7 @@ from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
 from flashmoa.scoring.distribution import mass, shares
 
-from ..engine.support import generate, kv, measured, settled, special_engine
+from ..engine.support import generate, kv, settled, special_engine
 from .conftest import Logprobs
 
 pytestmark = pytest.mark.anyio
@@ -171,7 +171,6 @@ async def test_an_engine_that_does_not_share_gets_one_first(
         EngineClient(engine.url, timeout=60) as client,
         anyio.create_task_group() as group,
     ):
-        await measured(engine)
         assert [rank.shares for rank in (await client.info()).kv] == [False]
         group.start_soon(partial(client.prefill_only, text=words(6000, 40)))
         while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody

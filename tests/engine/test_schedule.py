@@ -167,7 +167,7 @@ async def test_streams_fill_beside_answers_that_may_become_long(
                 begun = anyio.Event()
                 group.start_soon(chat, number, begun)
                 await begun.wait()
-            stream = await client.open_stream(text=words(800, 510))
+            stream = await client.open_stream(text=words(800, 510), ttl_seconds=300)
             await prefilled(client, stream.id, 790)
             await generate(client, words(20, 511), 8)
             state = await kv(client)

@@ -72,7 +72,8 @@ class Decision:
 
     Attributes:
         answers: how many there were, ``of`` so many agents.
-        seconds: what the decision took.
+        seconds: from the answer being there to the decision; what it waited for the embedder and
+            for the cluster's decisions before it is in there.
     """
 
     answers: int
@@ -84,13 +85,23 @@ class Decision:
 
 @dataclass(slots=True)
 class MixtureResult:
-    """One answer, and how it came about; ``layers`` as in the topology, ``decisions`` about
-    leaving early. ``finish_reason``: the last aggregator's, as OpenAI has it."""
+    """One answer, and how it came about.
+
+    Attributes:
+        finish_reason: the last aggregator's, as OpenAI has it.
+        layers: as in the topology.
+        decisions: about leaving early.
+        deciding: seconds by which decisions delayed the answer. On its critical path, that is from
+            the last aggregator back through the layers, each time by way of the answer that came
+            last: from that answer being there to its readers being told, whatever was waited for
+            meanwhile.
+    """
 
     text: str
     finish_reason: str | None
     layers: list[list[AgentAnswer]]
     decisions: list[Decision] = field(default_factory=list[Decision])
+    deciding: float = 0.0
 
     @property
     def final(self) -> AgentAnswer:

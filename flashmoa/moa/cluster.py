@@ -80,6 +80,10 @@ class Cluster:
         stall_seconds: how long to wait for an answer's next piece, once it has begun.
         answers: decides about leaving early, if anything does.
         leave: is told of members that are not waited for any more.
+
+    Attributes:
+        last: the member that was waited for longest.
+        deciding: seconds from its answer until the readers were told, where answers are judged.
     """
 
     def __init__(
@@ -92,6 +96,10 @@ class Cluster:
         leave: Callable[[Member], None],
     ) -> None:
         self.decisions: list[Decision] = []
+        self.deciding = 0.0
+        self.last = members[-1]
+        self._came = 0.0
+        self._is_judged = answers is not None
         self._members = members
         self._room = room
         self._stall_seconds = stall_seconds
@@ -107,6 +115,8 @@ class Cluster:
         async with anyio.create_task_group() as group:
             for member in self._members:
                 group.start_soon(self._follow, member, share, group.cancel_scope)
+        if self._is_judged:
+            self.deciding = time.perf_counter() - self._came
         used = [member for member in self._members if member.used]
         if room is not None:
             _cut(used, room)
@@ -116,17 +126,11 @@ class Cluster:
     async def _follow(
         self, member: Member, share: int | None, everybody: anyio.CancelScope
     ) -> None:
-        try:
-            await self._copy(member, share)
-        except UpstreamCancelled:
-            self._drop(member, "")  # Somebody has lost interest in it.
-            return
-        except Exception as error:
-            self._drop(member, str(error) or type(error).__name__)
-            return
-        if not member.answer.written.strip():
-            called = member.answer.finish_reason == "tool_calls"
-            self._drop(member, "it called a tool" if called else "it answered nothing")
+        problem = await self._copy(member, share)
+        if member.used is None:
+            self.last, self._came = member, time.perf_counter()
+        if problem is not None:
+            self._drop(member, problem)
             return
         member.used = True
         if share is None or member.tokens <= share:
@@ -134,13 +138,23 @@ class Cluster:
         if await self._suffices(member):
             everybody.cancel()
 
-    async def _copy(self, member: Member, share: int | None) -> None:
-        """Into the slot as it comes, as far as there is certainly room."""
+    async def _copy(self, member: Member, share: int | None) -> str | None:
+        """Into the slot as it comes, as far as there is certainly room. Returns: why its readers
+        are not told it; nothing to say where somebody has lost interest in it."""
         count = 0
-        async for piece in patiently(member.answer, self._stall_seconds):
-            count += 1
-            if share is None or count <= share:
-                member.write(piece, first=count == 1)
+        try:
+            async for piece in patiently(member.answer, self._stall_seconds):
+                count += 1
+                if share is None or count <= share:
+                    member.write(piece, first=count == 1)
+        except UpstreamCancelled:
+            return ""
+        except Exception as error:
+            return str(error) or type(error).__name__
+        if member.answer.written.strip():
+            return None
+        called = member.answer.finish_reason == "tool_calls"
+        return "it called a tool" if called else "it answered nothing"
 
     def _drop(self, member: Member, problem: str) -> None:
         """An answer that its readers will not be told."""
@@ -160,8 +174,8 @@ class Cluster:
         waiting = [one for one in self._members if one.used is None]
         if self._answers is None or not waiting:
             return False
+        began = time.perf_counter()
         async with self._judging:
-            began = time.perf_counter()
             try:
                 quality = await self._answers.add(member.answer.written, member.answer.logprobs)
             except Exception as error:

@@ -77,6 +77,10 @@ class EarlyExit:
         """Algorithm 1 to the letter."""
         return cls(embedder, min_answers=1, diagonal=True, seed=seed)
 
+    def judges(self, agents: int) -> bool:
+        """Whether a cluster of so many can be left at all, so that its answers are scored."""
+        return agents > self.min_answers
+
 
 @dataclass(slots=True)
 class Answers:

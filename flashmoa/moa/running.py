@@ -40,7 +40,7 @@ class Running:
         self._mixture = mixture
         self._question = question
         self._agents = Agents(flow, times, mixture.stall_seconds)
-        self._clusters: list[Cluster] = []
+        self._clusters: dict[tuple[int, Reads], Cluster] = {}
         for layer in range(len(mixture.models)):
             self._final = self._start(layer)
 
@@ -53,26 +53,45 @@ class Running:
         """When it is complete. Raises: MixtureFailed."""
         with explained("the last aggregator"):
             text = await self._final
-        decisions = [one for cluster in self._clusters for one in cluster.decisions]
-        return MixtureResult(text, self._final.finish_reason, self._agents.records(), decisions)
+        decisions = [one for cluster in self._clusters.values() for one in cluster.decisions]
+        reason, layers = self._final.finish_reason, self._agents.records()
+        return MixtureResult(text, reason, layers, decisions, self._deciding())
 
     def cancel(self) -> None:
         """Have every agent stop; harmless for those that have."""
         self._agents.cancel()
+
+    def _deciding(self) -> float:
+        """Seconds by which decisions delayed the answer."""
+        clusters = self._clusters
+        path = self._mixture.topology.critical_path(lambda one: clusters[one].last.record.place)
+        return sum(clusters[one].deciding for one in path)
 
     def _start(self, layer: int) -> Answer:
         """The requests of a layer: they go out when what they read is complete."""
         mixture = self._mixture
         reads = mixture.topology.layers[layer]
         slots = {cluster: self._cluster(layer, cluster) for cluster in set(reads) if cluster}
-        more = {"logprobs": True} if mixture.early_exit is not None else {}
         asked: list[Answer] = []
         for place, model in enumerate(mixture.models[layer]):
             messages = self._question
             if reads[place]:
                 messages = mixture.prompt.messages(messages, slots[reads[place]])
+            more = {"logprobs": True} if self._is_judged(layer, place) else {}
             asked.append(self._agents.ask(layer, model, messages, **more))
         return asked[-1]
+
+    def _is_judged(self, layer: int, place: int) -> bool:
+        """Whether an answer's confidence is asked for: an engine mixes no prefill into decode
+        steps of requests with log-probabilities, so that nobody else asks for them."""
+        topology = self._mixture.topology
+        readers = topology.readers(layer, place)
+        return any(self._policy(topology.layers[layer + 1][reader]) for reader in readers)
+
+    def _policy(self, reads: Reads) -> EarlyExit | None:
+        """What decides about leaving those early, if anything does."""
+        policy = self._mixture.early_exit
+        return policy if policy is not None and policy.judges(len(reads)) else None
 
     def _cluster(self, layer: int, reads: Reads) -> list[str]:
         """Have the agents followed that some of this layer read; what stands for their answers."""
@@ -81,10 +100,10 @@ class Running:
             self._agents.member(layer - 1, place, (mixture.prompt.title(number), ""))
             for number, place in enumerate(reads, 1)
         ]
-        policy = mixture.early_exit
+        policy = self._policy(reads)
         answers = Answers(policy, mixture.coin) if policy is not None else None
         cluster = self._agents.follow(members, lambda: self._room(layer, reads), answers)
-        self._clusters.append(cluster)
+        self._clusters[layer, reads] = cluster
         return [f"{member.slots[0].text}" for member in members]
 
     async def _room(self, layer: int, reads: Reads) -> int | None:

@@ -8,7 +8,7 @@ each agent reads a cluster of its own, and need not wait for other clusters (Fas
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Self
@@ -16,6 +16,8 @@ from typing import Self
 # Of an agent: the places, in the layer before, of those it reads.
 Reads = tuple[int, ...]
 Layer = tuple[Reads, ...]
+# A layer, and whom some of its agents read.
+ClusterKey = tuple[int, Reads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,19 @@ class Topology:
             return ()
         after = self.layers[layer + 1]
         return tuple(reader for reader, reads in enumerate(after) if place in reads)
+
+    def critical_path(self, last: Callable[[ClusterKey], int]) -> list[ClusterKey]:
+        """The clusters that the answer waited for, the last aggregator's first.
+
+        Args:
+            last: the place of the agent that was waited for longest in a cluster.
+        """
+        path: list[ClusterKey] = []
+        place = 0
+        for layer in range(len(self.layers) - 1, 0, -1):
+            path.append((layer, self.layers[layer][place]))
+            place = last(path[-1])
+        return path
 
 
 def _clusters(sizes: Sequence[int]) -> Layer:

@@ -107,6 +107,36 @@ async def test_early_exit_cancels_who_is_not_needed(
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
+class Asking(EngineClient):
+    """Notes who is asked for log-probabilities, in the order in which requests go out."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.logprobs: list[bool] = []
+
+    def chat(self, messages: Any, **parameters: Any) -> Any:
+        self.logprobs.append(parameters.get("logprobs", False))
+        return super().chat(messages, **parameters)
+
+
+@pytest.mark.parametrize(("min_answers", "judged"), [(1, [True, True]), (2, [True, False])])
+async def test_only_answers_that_are_judged_have_logprobs(
+    pair: tuple[EngineClient, EngineClient], min_answers: int, judged: list[bool]
+) -> None:
+    """Of two answers one may be left with one, and nobody judges the last one: an engine mixes
+    no prefill with decodes that have log-probabilities."""
+    policy = EarlyExit(Alike(), rule="threshold", threshold=1, min_answers=min_answers)
+    async with Asking(pair[0].url) as asking:
+        layers = [[agent(asking, seed) for seed in range(6)], [agent(asking)] * 2, [agent(asking)]]
+        mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy)
+        result = await mixture.answer(QUESTION)
+    first, second = judged
+    assert asking.logprobs == [first] * 6 + [second] * 2 + [False]
+    sizes = [decision.of for decision in result.decisions]
+    assert 3 in sizes and (2 in sizes) == second
+    assert result.deciding > 0
+
+
 async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
     small, large = pair
     failing = agent(small, 2, max_tokens=-1)

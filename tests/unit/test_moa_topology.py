@@ -24,6 +24,12 @@ def test_clusters_of_mixed_sizes() -> None:
     assert Topology.tree(5, 2, 1).layers[1] == ((0, 1, 2), (3, 4))
 
 
+def test_the_critical_path_goes_back_by_way_of_who_came_last() -> None:
+    tree = Topology.parse("9-3-1")
+    last = {(2, (0, 1, 2)): 1, (1, (3, 4, 5)): 5}
+    assert tree.critical_path(last.__getitem__) == [(2, (0, 1, 2)), (1, (3, 4, 5))]
+
+
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_in_a_tree_everybody_is_read_once(widths: list[int]) -> None:
     tree = Topology.tree(*sorted(widths, reverse=True), 1)

@@ -131,11 +131,13 @@ class Cluster:
             self.last, self._came = member, time.perf_counter()
         if problem is not None:
             self._drop(member, problem)
-            return
-        member.used = True
-        if share is None or member.tokens <= share:
-            member.finish(member.answer.written)
-        if await self._suffices(member):
+        else:
+            member.used = True
+            if share is None or member.tokens <= share:
+                member.finish(member.answer.written)
+        waiting = any(one.used is None for one in self._members)
+        # Once all are there, decisions under way are about nothing.
+        if not waiting or (member.used and await self._suffices(member)):
             everybody.cancel()
 
     async def _copy(self, member: Member, share: int | None) -> str | None:
@@ -171,8 +173,7 @@ class Cluster:
 
     async def _suffices(self, member: Member) -> bool:
         """Whether, with this one, the others are not needed any more; then they are dropped."""
-        waiting = [one for one in self._members if one.used is None]
-        if self._answers is None or not waiting:
+        if self._answers is None:
             return False
         began = time.perf_counter()
         async with self._judging:
@@ -183,7 +184,9 @@ class Cluster:
                 self._answers = None
                 return False
             waiting = [one for one in self._members if one.used is None]
-            left = not self._left and bool(waiting) and self._answers.suffice(quality)
+            if not waiting:
+                return False  # What cannot be cancelled has come to its end.
+            left = not self._left and self._answers.suffice(quality)
             seconds = time.perf_counter() - began
             of = len(self._members)
             self.decisions.append(Decision(len(self._answers), of, quality, left, seconds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import anyio
 import numpy as np
 import pytest
 
@@ -81,3 +82,27 @@ async def test_readers_wait_for_the_decision_and_for_those_before_it(clock: Cloc
 async def test_where_nothing_is_judged_nothing_is_decided(clock: Clock) -> None:
     cluster = await followed(members("one", "two"), None)
     assert cluster.deciding == 0 and not cluster.decisions
+
+
+class Endless:
+    """Never comes to an end."""
+
+    async def embed(self, text: str) -> Embedding:
+        await anyio.sleep_forever()
+        raise AssertionError(text)
+
+
+async def test_nobody_waits_for_a_decision_once_all_answers_are_there() -> None:
+    several = members("one", "two", "three")
+    with anyio.fail_after(10):
+        cluster = await followed(several, EarlyExit(Endless()))
+    assert all(member.used for member in several) and not cluster.decisions
+
+
+async def test_nobody_waits_for_a_decision_once_the_others_have_failed() -> None:
+    several = members("one", None, None)
+    for member in several[1:]:
+        member.answer.fail(RuntimeError("gone"))
+    with anyio.fail_after(10):
+        await followed(several, EarlyExit(Endless()))
+    assert [member.used for member in several] == [True, False, False]

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median, stdev
 
+from flashmoa.bench.family.models import SIZES
 from flashmoa.bench.mixtures import Outcome, Way
+from flashmoa.bench.prompt_tokens import PromptTokens
 
 ALL = "all"
 
@@ -36,13 +38,18 @@ class Row:
         seconds, first_token: medians over the timed questions.
         relative, relative_first: medians of what a question took, over what the same question
             took in the way that ``base`` and ``base_first`` name.
-        tokens_per_second: of the answer, from the question to its end; median.
-        prompt_tokens, computed, late: means per question, of the last aggregator, see Outcome.
+        tokens_per_second: that the last agent wrote, from the question to the end, dropped words
+            included; median. dropped_words: mean.
+        prompts: by agent, means over the timed questions that it answered.
         accuracy: mean score, if there is one. error: of the mean over all questions, one standard
             error.
         used: of the proposers of a size, the share whose answer was waited for; over the scored
             questions, if there are any.
-        deciding: share of its layers' time that decisions about leaving early took.
+        deciding_on_path: mean over the timed questions of the share of their time by which
+            decisions about leaving early delayed the answer, see MixtureResult; next to nothing
+            where others wrote meanwhile whose answers were waited for.
+        decision: mean seconds of one decision, what it waited for included, of those that were
+            not overtaken by the last answer.
         failed: questions without an answer.
     """
 
@@ -52,13 +59,13 @@ class Row:
     first_token: float
     relative_first: float | None
     tokens_per_second: float
-    prompt_tokens: float
-    computed: float
-    late: float
+    dropped_words: float = 0.0
+    prompts: dict[str, PromptTokens] = field(default_factory=dict[str, PromptTokens])
     accuracy: dict[str, float] = field(default_factory=dict[str, float])
     error: float = 0.0
     used: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    deciding: float | None = None
+    deciding_on_path: float | None = None
+    decision: float | None = None
     failed: int = 0
 
 
@@ -97,7 +104,8 @@ def _row(way: Way, timed: Mapping[Way, Sequence[Answered]], base: Way, base_firs
             outcomes[one.group].append(one.outcome)
     every = [outcome for group in outcomes.values() for outcome in group]
     firsts = _ratios(timed[way], timed.get(base_first, ()), lambda outcome: outcome.first_token)
-    layers = sum(sum(outcome.layers) for outcome in every)
+    deciding = [one.deciding / one.seconds for one in every if one.deciding is not None]
+    decisions = [each for one in every for each in one.decisions]
     return Row(
         way,
         seconds=_by_group({g: [o.seconds for o in found] for g, found in outcomes.items()}),
@@ -107,13 +115,21 @@ def _row(way: Way, timed: Mapping[Way, Sequence[Answered]], base: Way, base_firs
         first_token=_median([outcome.first_token for outcome in every]),
         relative_first=_by_group(firsts).get(ALL),
         tokens_per_second=_median([one.tokens / one.seconds for one in every]),
-        prompt_tokens=_mean([outcome.prompt_tokens for outcome in every]),
-        computed=_mean([outcome.computed for outcome in every]),
-        late=_mean([outcome.late for outcome in every]),
+        dropped_words=_mean([one.dropped_words for one in every]),
+        prompts=_prompts(every),
         used=_used(timed[way]),
-        deciding=sum(sum(one.decisions) for one in every) / layers if layers else None,
+        deciding_on_path=_mean(deciding) if deciding else None,
+        decision=_mean(decisions) if decisions else None,
         failed=_failed(timed[way]),
     )
+
+
+def _prompts(outcomes: Sequence[Outcome]) -> dict[str, PromptTokens]:
+    found: dict[str, list[PromptTokens]] = {}
+    for outcome in outcomes:
+        for agent, prompts in outcome.prompts.items():
+            found.setdefault(agent, []).append(prompts)
+    return {agent: PromptTokens.mean(several) for agent, several in found.items()}
 
 
 def _failed(answered: Sequence[Answered]) -> int:
@@ -127,6 +143,23 @@ def accuracy(scored: Sequence[Answered]) -> dict[str, float]:
         groups.setdefault(one.group, []).append(one.score)
     found = {group: fmean(scores) for group, scores in groups.items()}
     return found | {ALL: _mean([one.score for one in scored])}
+
+
+def verdict(rows: Sequence[Row]) -> str | None:
+    """Whether anything that asks several models is more accurate than the best of them alone;
+    ``None`` where that was not measured."""
+    scored = [row for row in rows if row.accuracy]
+    alone = [row for row in scored if row.way in SIZES]
+    several = [row for row in scored if row.way not in SIZES]
+    if not alone or not several:
+        return None
+    one, other = (max(each, key=lambda row: row.accuracy[ALL]) for each in (alone, several))
+    is_better = other.accuracy[ALL] > one.accuracy[ALL]
+    return (
+        f"{other.way}, the most accurate that asks several models ({other.accuracy[ALL]:.1%}), is "
+        f"{'more' if is_better else 'not more'} accurate than {one.way} alone "
+        f"({one.accuracy[ALL]:.1%}); one standard error is {other.error:.1%}."
+    )
 
 
 def _ratios(

@@ -8,9 +8,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa.bench.exam import ALL, Row
+from flashmoa.bench.exam import ALL, Row, verdict
 from flashmoa.bench.family.models import SIZES
 from flashmoa.bench.mixtures import ABOUT, PAPER, PAPER_FIRST
+from flashmoa.bench.prompt_tokens import PromptTokens, layers
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
@@ -21,15 +22,28 @@ def show(rows: Sequence[Row], console: Console) -> None:
             console.print(f"  {row.way}: {ABOUT[row.way]}", highlight=False)
     console.print(
         "  seconds: of one question, median; in brackets over all-to-all, question by question."
-        "\n  first token: of the answer; in brackets over one layer. paper: what Faster-MoA §5.3 "
-        "has at most,\n  and Staircase Streaming's first token. accuracy: mean score, all with one "
-        "standard error.\n",
+        "\n  first token: of the answer; in brackets over one layer. tokens/s: that the last agent "
+        "wrote, over\n  all seconds, with what a staircase drops. paper: at most, of Faster-MoA "
+        "§5.3 and of the\n  abstract of Staircase Streaming. accuracy: mean score, with one "
+        "standard error.",
         highlight=False,
     )
+    if said := verdict(rows):
+        console.print(f"  {said}", highlight=False)
     console.print(_prefills(rows))
-    exits = [row for row in rows if row.way == "full" and row.deciding is not None]
-    if exits:
+    console.print(
+        "  streamed: computed by prompt streams before the request came; cached: by others; late: "
+        "after it came.\n  ?: the engine does not say (--enable-cache-report).\n",
+        highlight=False,
+    )
+    if exits := [row for row in rows if row.deciding_on_path is not None]:
         console.print(_exits(exits))
+        console.print(
+            "  deciding: share of a question's time that went by on its critical path between an "
+            "answer being\n  there and the decision, whatever that waited for; one decision: its "
+            "seconds, on the path or not.\n",
+            highlight=False,
+        )
     for row in rows:
         if row.failed:
             console.print(f"{row.way}: {row.failed} questions without an answer")
@@ -73,27 +87,37 @@ def _ways(rows: Sequence[Row]) -> Table:
 
 def _prefills(rows: Sequence[Row]) -> Table:
     table = _table(
-        "The last aggregator's prompts, tokens per question", "", "prompt", "prefilled", "late"
+        "Agents' prompts by layer, tokens per question",
+        *("", "layer", "agents", "prompt", "streamed", "cached", "late"),
     )
     for row in rows:
-        if row.prompt_tokens:
-            figures = (row.prompt_tokens, row.computed, row.late)
-            table.add_row(row.way, *(f"{figure:.0f}" for figure in figures))
+        for layer, agents in layers(row.prompts).items():
+            whole = PromptTokens.total(agents)
+            figures = (whole.prompt, whole.streamed, whole.cached, whole.late)
+            named = row.way if layer == 1 else ""
+            table.add_row(named, f"{layer}", f"{len(agents)}", *map(_tokens, figures))
     return table
+
+
+def _tokens(count: float | None) -> str:
+    return "?" if count is None else f"{count:.0f}"
 
 
 def _exits(rows: Sequence[Row]) -> Table:
     groups = _groups(rows)
     table = _table(
         "Early exit: proposers whose answers were waited for, by their model's size",
-        *("", "size", *groups, ALL, "deciding, share of its layers' time"),
+        *("", "size", *groups, ALL, "deciding", "one decision"),
     )
     for row in rows:
         for size in SIZES:
             shares = row.used.get(size, {})
             cells = (f"{shares[g]:.0%}" if g in shares else "" for g in (*groups, ALL))
-            deciding = f"{row.deciding:.1%}" if size == SIZES[0] and row.deciding else ""
-            table.add_row(row.way if size == SIZES[0] else "", size, *cells, deciding)
+            took = ("", "")
+            if size == SIZES[0]:
+                one = f"{1000 * row.decision:.0f} ms" if row.decision is not None else ""
+                took = (f"{row.deciding_on_path:.1%}", one)
+            table.add_row(row.way if size == SIZES[0] else "", size, *cells, *took)
     return table
 
 

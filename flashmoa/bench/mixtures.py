@@ -7,16 +7,17 @@ told apart.
 from __future__ import annotations
 
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from flashmoa.bench.family.models import AGGREGATOR, SIZES
-from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.bench.prompt_tokens import Prompts, PromptTokens
+from flashmoa.engine import EngineClient
 from flashmoa.links import Ahead
 from flashmoa.moa import (
-    AgentAnswer,
     AggregationPrompt,
     EarlyExit,
     MixtureOfAgents,
@@ -26,7 +27,7 @@ from flashmoa.moa import (
 )
 from flashmoa.moa.prompts import Layout
 from flashmoa.moa.steps import Order
-from flashmoa.observe import Event, FirstToken
+from flashmoa.observe import Event, FirstToken, both
 from flashmoa.workflow import Workflow
 
 Way = Literal[
@@ -38,6 +39,7 @@ Way = Literal[
     "tree + overlap",
     "undecided",
     "full",
+    "as published",
     "one layer",
     "staircase",
     "appended",
@@ -51,16 +53,19 @@ ABOUT: dict[Way, str] = {
     "tree": "nine, three, one, each aggregator with a cluster of its own; stock SGLang",
     "tree + overlap": "the same with the plugin: prompts are prefilled while answers are written",
     "undecided": "early exit that decides and never leaves: what deciding costs",
-    "full": "early exit, too",
+    "full": "early exit, too: by the options of the command line",
+    "as published": "early exit by Algorithm 1 to the letter: one answer may suffice",
     "one layer": "three proposers and an aggregator on stock SGLang, to compare staircases with",
     "staircase": "its aggregator writes along; each proposer's text in one piece (contiguous)",
     "appended": "chunks behind each other, round by round (rounds): less is prefilled again",
     "interleaved": "chunks and what was written from them in turns: hardly any is prefilled again",
 }
-# Over all-to-all, end to end; the maxima of Faster-MoA §5.3.
-PAPER: dict[Way, float] = {"tree": 0.38, "tree + overlap": 0.24, "full": 0.10}
-# To the first token, over a mixture of one layer (Staircase Streaming, small models).
-PAPER_FIRST: dict[Way, float] = {"staircase": 0.044, "appended": 0.042}
+# End to end over all-to-all. Faster-MoA (arXiv 2512.18126) §5.3: reductions of at most some 62, 76
+# and 90 %, on six H200; "fully integrated" has Algorithm 1's early exit.
+PAPER: dict[Way, float] = {"tree": 0.38, "tree + overlap": 0.24, "as published": 0.10}
+# To the first token, over waiting for whole answers. Staircase Streaming (arXiv 2510.05059),
+# abstract: a reduction of up to 93 %.
+PAPER_FIRST: dict[Way, float] = {"staircase": 0.07}
 
 _SHAPES: dict[Way, str] = {
     "all-to-all": "9x9x1",
@@ -68,6 +73,7 @@ _SHAPES: dict[Way, str] = {
     "tree + overlap": "9-3-1",
     "undecided": "9-3-1",
     "full": "9-3-1",
+    "as published": "9-3-1",
     "one layer": "3-1",
 }
 _ORDERS: dict[Way, Order] = {
@@ -84,25 +90,25 @@ class Outcome:
 
     Attributes:
         seconds: from the question to the last token. first_token: to the first one.
-        tokens: of the answer.
-        computed: prompt tokens of the last aggregator that were prefilled, of those ``late`` the
-            ones that were left when its request came. ``prompt_tokens``: as many as there were.
+        tokens: that the last agent wrote. dropped_words: of these, words that were not shown, since
+            they repeated the end of what was there.
+        prompts: how every agent's prompts were computed; agents are ``LAYER.PLACE``, from 1.
         asked, used: proposers by size, and those of them whose answer was waited for.
-        decisions: seconds that each decision about leaving early took. layers: seconds from the
-            first request of a layer to its last token, where such decisions were taken.
+        decisions: seconds that each decision about leaving early took, waits included.
+        deciding: seconds by which they delayed the answer, see MixtureResult; ``None`` without
+            early exit.
     """
 
     text: str
     seconds: float
     first_token: float
     tokens: int
-    prompt_tokens: int = 0
-    computed: int = 0
-    late: int = 0
+    prompts: Mapping[str, PromptTokens] = field(default_factory=dict[str, PromptTokens])
+    dropped_words: int = 0
     asked: Mapping[str, int] = field(default_factory=dict[str, int])
     used: Mapping[str, int] = field(default_factory=dict[str, int])
     decisions: Sequence[float] = ()
-    layers: Sequence[float] = ()
+    deciding: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,7 @@ class Contest:
     Attributes:
         engines, stock: by size, with the plugin and without.
         models: names by which the engines serve them.
+        reporting: URLs of the engines that run with ``--enable-cache-report``.
         prompts: of aggregators, by layout. layout: the one that mixtures use.
         schedule: of staircases' chunks.
         proposing, final: sampling parameters of agents that others read, and of the last one.
@@ -120,6 +127,7 @@ class Contest:
     engines: Mapping[str, EngineClient]
     stock: Mapping[str, EngineClient]
     models: Mapping[str, str]
+    reporting: Collection[str]
     prompts: Callable[[Layout], AggregationPrompt]
     layout: Layout
     schedule: Schedule
@@ -152,15 +160,9 @@ class Contest:
         """Small, medium, large in turn, so that every cluster has one of each."""
         return [self._model(way, SIZES[n % 3], self.proposing) for n in range(width)]
 
-    def _early_exit(self, way: Way) -> EarlyExit | None:
-        if way == "full":
-            return self.early_exit
-        if way == "undecided":  # Q stays below 1.
-            return replace(self.early_exit, rule="threshold", threshold=1.0)
-        return None
-
     async def _alone(self, size: Way, question: str) -> Outcome:
         model = self._model(size, size, self.final)
+        prompts = Prompts(self.reporting)
         firsts: list[float] = []
         began = time.time()
 
@@ -168,13 +170,14 @@ class Contest:
             if isinstance(event, FirstToken):
                 firsts.append(event.at)
 
-        async with Workflow(model.engine, ahead="nothing", listener=note) as flow:
+        async with Workflow(model.engine, ahead="nothing", listener=both(note, prompts)) as flow:
             asked = [{"role": "user", "content": question}]
-            answer = flow.ask(asked, model=model.model, **model.sampling)
+            answer = flow.ask(asked, model=model.model, name="1.1", **model.sampling)
             text = await answer
         ended = time.time()
         tokens = answer.usage.completion_tokens if answer.usage is not None else 0
-        return Outcome(text, ended - began, (firsts or [ended])[0] - began, tokens)
+        first = (firsts or [ended])[0] - began
+        return Outcome(text, ended - began, first, tokens, prompts.by_agent)
 
     async def _mix(self, way: Way, question: str) -> Outcome:
         shape = _SHAPES[way]
@@ -182,12 +185,15 @@ class Contest:
         aggregator = self._model(way, AGGREGATOR, self.proposing)
         between = [[aggregator] * width for width in widths[1:-1]]
         ahead: Ahead = "nothing" if way in _STOCK else "text"
+        prompts = Prompts(self.reporting)
+        early_exit = leaving(way, self.early_exit, question)
         mixture = MixtureOfAgents(
             [self._proposers(way, widths[0]), *between, [self._model(way, AGGREGATOR, self.final)]],
             shape,
             prompt=self.prompts(self.layout),
-            early_exit=self._early_exit(way),
+            early_exit=early_exit,
             ahead=ahead,
+            listener=prompts,
         )
         began = time.time()
         result = await mixture.answer(question)
@@ -199,21 +205,23 @@ class Contest:
             ended - began,
             (result.final.first_token or ended) - began,
             usage.completion_tokens if usage is not None else 0,
-            *_prefilled([usage]),
-            Counter(SIZES[agent.place % 3] for agent in proposers),
-            Counter(SIZES[agent.place % 3] for agent in proposers if agent.status == "used"),
-            [decision.seconds for decision in result.decisions],
-            [_span(layer) for layer in result.layers[:-1]] if result.decisions else [],
+            prompts.by_agent,
+            asked=Counter(SIZES[agent.place % 3] for agent in proposers),
+            used=Counter(SIZES[agent.place % 3] for agent in proposers if agent.status == "used"),
+            decisions=[decision.seconds for decision in result.decisions],
+            deciding=result.deciding if early_exit is not None else None,
         )
 
     async def _climb(self, way: Way, question: str) -> Outcome:
         order = _ORDERS[way]
+        prompts = Prompts(self.reporting)
         staircase = Staircase(
             self._proposers(way, 3),
             self._model(way, AGGREGATOR, self.final),
             prompt=self.prompts(self.layout if order == "contiguous" else "question-first"),
             schedule=self.schedule,
             order=order,
+            listener=prompts,
         )
         result = await staircase.answer(question)
         return Outcome(
@@ -221,19 +229,19 @@ class Contest:
             result.seconds,
             result.time_to_first_token,
             result.tokens,
-            *_prefilled([one.usage for one in result.rounds]),
+            prompts.by_agent,
+            result.dropped_words,
         )
 
 
-def _prefilled(usages: Sequence[PromptUsage | None]) -> tuple[int, int, int]:
-    """Prompt tokens, those that were prefilled, and those of them that were late."""
-    known = [usage for usage in usages if usage is not None]
-    late = sum(usage.prompt_tokens - (usage.cached_tokens or 0) for usage in known)
-    streamed = sum(usage.streamed_tokens or 0 for usage in known)
-    return sum(usage.prompt_tokens for usage in known), streamed + late, late
-
-
-def _span(layer: Sequence[AgentAnswer]) -> float:
-    started = [agent.started for agent in layer if agent.started is not None]
-    finished = [agent.finished for agent in layer if agent.finished is not None]
-    return max(finished) - min(started) if started and finished else 0.0
+def leaving(way: Way, policy: EarlyExit, question: str) -> EarlyExit | None:
+    """What decides about leaving early in a way; ``policy`` is that of the command line."""
+    # Every mixture has a coin of its own: with one seed all questions would draw the same.
+    policy = replace(policy, seed=policy.seed + zlib.crc32(question.encode()))
+    if way == "full":
+        return policy
+    if way == "as published":
+        return EarlyExit.as_published(policy.embedder, policy.seed)
+    if way == "undecided":  # Q stays below 1.
+        return replace(policy, rule="threshold", threshold=1.0)
+    return None

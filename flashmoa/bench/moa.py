@@ -40,9 +40,12 @@ from flashmoa.moa import (
     Schedule,
 )
 
+# Without, SGLang does not say what of a prompt was cached.
+_TELLING = ("--enable-cache-report",)
 # Two of them share a core: engines sleep while they have nothing to do.
 _WITH_PLUGIN = tuple(
-    Role(size, plugin=True, core=core) for size, core in zip(SIZES, (0, 0, 1), strict=True)
+    Role(size, plugin=True, arguments=_TELLING, core=core)
+    for size, core in zip(SIZES, (0, 0, 1), strict=True)
 )
 ROLES = (
     *_WITH_PLUGIN,
@@ -119,7 +122,9 @@ def _add_agents(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tau", type=float, default=0.7, help="of early exit")
     group.add_argument("--min-answers", type=positive, default=2, help="of early exit")
     group.add_argument(
-        "--threshold", type=float, help="leave early where Q is at least that, not by chance"
+        "--threshold",
+        type=float,
+        help="of early exit: leave where Q is at least that, not by chance; 0 always leaves",
     )
 
 
@@ -140,9 +145,11 @@ async def _main(arguments: argparse.Namespace) -> None:
         connected(_roles(arguments), arguments, _POOL, console) as engines,
         AsyncExitStack() as stack,
     ):
-        await report.describe(engines)
+        told = await report.describe(engines)
         report.head(console)
-        contest = _contest(engines, arguments, await _embedder(arguments, stack))
+        reporting = {one["url"] for one in told.values() if one.get("enable_cache_report")}
+        embedder = await _embedder(arguments, stack)
+        contest = _contest(engines, arguments, embedder, reporting)
         ways: list[Way] = [way for way in contest.ways if way in arguments.ways]
         items = _items(arguments)
         few = list(_some(items, arguments.timed))
@@ -163,7 +170,9 @@ async def _embedder(arguments: argparse.Namespace, stack: AsyncExitStack) -> Emb
     return EngineEmbedder(await stack.enter_async_context(engine))
 
 
-def _contest(engines: Engines, arguments: argparse.Namespace, embedder: Embedder) -> Contest:
+def _contest(
+    engines: Engines, arguments: argparse.Namespace, embedder: Embedder, reporting: set[str]
+) -> Contest:
     stock = {size: f"stock_{size}" for size in SIZES}
     has_stock = all(name in engines for name in stock.values())
     length = {"max_tokens": arguments.tokens}
@@ -174,6 +183,7 @@ def _contest(engines: Engines, arguments: argparse.Namespace, embedder: Embedder
         engines={size: engines[size] for size in SIZES},
         stock={size: engines[name] for size, name in stock.items()} if has_stock else {},
         models={size: getattr(arguments, f"{size}_model") for size in SIZES},
+        reporting=reporting,
         prompts=AGGREGATION.__getitem__ if family else AggregationPrompt,
         layout=arguments.layout or "question-first",
         schedule=Schedule(arguments.first_chunk or (2 if family else 8)),

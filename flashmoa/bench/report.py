@@ -44,6 +44,7 @@ _SETTINGS = (
     "tp_size",
     "disable_overlap_schedule",
     "disable_cuda_graph",
+    "enable_cache_report",
 )
 _LOG_WIDTH = 140
 _PACKAGES = ("flashmoa", "flashmoa-sglang", "sglang", "torch")
@@ -70,8 +71,8 @@ class Report:
             "settings": {name: _plain(value) for name, value in vars(arguments).items()},
         }
 
-    async def describe(self, engines: Engines) -> None:
-        """Record what the engines say of themselves."""
+    async def describe(self, engines: Engines) -> dict[str, Any]:
+        """Record what the engines say of themselves. Returns: that, by their names."""
         described: dict[str, Any] = {}
         for name, client in engines.clients.items():
             described[name] = {"url": client.url, "is": engines.notes[name], "plugin": None}
@@ -79,6 +80,7 @@ class Report:
             with contextlib.suppress(PluginMissing):
                 described[name]["plugin"] = (await client.info()).plugin.get("version")
         self._document["engines"] = described
+        return described
 
     def head(self, console: Console) -> None:
         """Print command, versions and machine."""

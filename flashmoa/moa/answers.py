@@ -90,7 +90,7 @@ class MixtureResult:
     Attributes:
         finish_reason: the last aggregator's, as OpenAI has it.
         layers: as in the topology.
-        decisions: about leaving early.
+        decisions: about leaving early, but for those that the last answer overtook.
         deciding: seconds by which decisions delayed the answer. On its critical path, that is from
             the last aggregator back through the layers, each time by way of the answer that came
             last: from that answer being there to its readers being told, whatever was waited for

@@ -148,6 +148,17 @@ async def test_moa(benches: Bench) -> None:
     assert rows["all-to-all"]["relative"]["all"] == 1
     assert rows["one layer"]["relative_first"] == 1
     assert set(rows["full"]["used"]) == set(sizes)
-    assert rows["full"]["deciding"] > 0
-    assert rows["appended"]["computed"] < rows["staircase"]["computed"]
+    for way in ("undecided", "full", "as published"):
+        assert rows[way]["deciding_on_path"] > 0
+    assert rows["tree + overlap"]["deciding_on_path"] is None
+    # 9 + 3 + 1 agents; the stock engine of these tests does not say what is cached.
+    for way, is_told in (("tree", False), ("tree + overlap", True)):
+        prompts = rows[way]["prompts"]
+        assert len(prompts) == 13 and "3.1" in prompts
+        assert [one["late"] is not None for one in prompts.values()] == [is_told] * 13
+    computed = {
+        way: rows[way]["prompts"]["2.1"]["late"] + rows[way]["prompts"]["2.1"]["streamed"]
+        for way in ("appended", "staircase")
+    }
+    assert computed["appended"] < computed["staircase"]
     assert not any(row["failed"] for row in rows.values())

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+from io import StringIO
 
-from flashmoa.bench.exam import Answered, summarise
+import pytest
+from rich.console import Console
+
+from flashmoa.bench.exam import Answered, summarise, verdict
+from flashmoa.bench.exam_tables import show
 from flashmoa.bench.mixtures import Outcome, Way
+from flashmoa.bench.prompt_tokens import PromptTokens
 
 
 def answered(number: int, group: str, score: float, seconds: float | None) -> Answered:
     if seconds is None:
         return Answered(f"{number}", group, score, None)
-    asked, used = {"small": 3, "large": 3}, {"small": 3, "large": 1}
     outcome = Outcome(
-        "text", seconds, seconds / 2, 10, 100, 60, 20, asked, used, [0.1, 0.1], [seconds]
+        "text",
+        seconds,
+        seconds / 2,
+        tokens=10,
+        prompts={"1.1": PromptTokens(50, 0, None, None), "2.1": PromptTokens(100, number, 60, 20)},
+        asked={"small": 3, "large": 3},
+        used={"small": 3, "large": 1},
+        decisions=[0.1, 0.3],
+        deciding=0.5,
     )
     return Answered(f"{number}", group, score, outcome)
 
@@ -48,8 +60,37 @@ def test_agents_left_out_and_what_deciding_took() -> None:
     full = summarise(TIMED, TIMED, "all-to-all", "one layer")[1]
     assert full.used["small"] == {"easy": 1, "hard": 1, "all": 1}
     assert full.used["large"]["all"] == pytest.approx(1 / 3)
-    assert full.deciding == pytest.approx(0.4 / 6)
-    assert (full.prompt_tokens, full.computed, full.late) == (100, 60, 20)
+    # Half a second of one second, and of five.
+    assert full.deciding_on_path == pytest.approx((0.5 + 0.1) / 2)
+    assert full.decision == pytest.approx(0.2)
+
+
+def test_prompts_of_every_agent_are_told_and_what_is_unknown_stays_so() -> None:
+    full = summarise(TIMED, None, "all-to-all", "one layer")[1]
+    assert full.prompts == {
+        "1.1": PromptTokens(50, 0, None, None),
+        "2.1": PromptTokens(100, 1.5, 60, 20),
+    }
+    printed = StringIO()
+    show([full], Console(width=140, file=printed))
+    shown = [line.split() for line in printed.getvalue().splitlines()]
+    assert ["full", "1", "1", "50", "0", "?", "?"] in shown
+    assert ["2", "1", "100", "2", "60", "20"] in shown
+
+
+@pytest.mark.parametrize(("mixed", "told"), [(0, "not more"), (1, "more")])
+def test_it_is_said_whether_several_models_are_better_than_the_best_alone(
+    mixed: float, told: str
+) -> None:
+    scored: dict[Way, list[Answered]] = {
+        "small": [answered(1, "easy", 0, 1.0)],
+        "large": [answered(1, "easy", 0.5, 1.0)],
+        "tree": [answered(1, "easy", 0, 1.0)],
+        "full": [answered(1, "easy", mixed, 1.0)],
+    }
+    said = verdict(summarise(scored, scored, "tree", "tree"))
+    assert said is not None and f"is {told} accurate than large alone (50.0%)" in said
+    assert verdict(summarise(TIMED, TIMED, "full", "full")) is None
 
 
 def test_without_scores_those_that_were_timed_say_who_was_needed() -> None:

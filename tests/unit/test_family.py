@@ -130,3 +130,35 @@ def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
 def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
     found = slips(QUESTION, "b = 22, c = 54, d = 24. Answer: 34")
     assert found == [("+", 90), ("*", 0), ("-", 0)]
+
+
+@pytest.mark.parametrize(
+    ("served", "begun", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
+)
+def test_served_turns_begin_with_the_last_words_of_those_before(
+    served: bool, begun: list[str], turn: str
+) -> None:
+    from flashmoa.bench.family.evaluate import climbed
+    from flashmoa.bench.family.speaker import Said
+
+    class Parrot:
+        """Writes how often it was asked, and notes what it was asked to go on with."""
+
+        def __init__(self) -> None:
+            self.begun: list[str] = []
+            self.prompts: list[list[str]] = []
+
+        def say(
+            self, prompts: list[list[dict[str, str]]], _t: float, begun: list[str], _longest: int
+        ) -> list[Said]:
+            if prompts:
+                self.begun += begun
+                self.prompts.append([message["content"] for message in prompts[0]])
+            return [Said(f"x{len(self.begun)}", 1.0)] * len(prompts)
+
+    parrot = Parrot()
+    # Three rounds, of 4, 8 and 16 characters.
+    said = climbed(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
+    assert said == ["x1x2x3"]
+    assert parrot.begun[:2] == begun
+    assert parrot.prompts[2][2:5:2] == ["x1", turn]

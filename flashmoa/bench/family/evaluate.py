@@ -14,7 +14,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ from flashmoa.bench.family.questions import (
 from flashmoa.bench.family.speaker import Said, Speaker
 from flashmoa.engine.local import local_engines
 from flashmoa.moa.prompts import conversation
-from flashmoa.moa.steps import CHARACTERS, Order, Schedule
+from flashmoa.moa.steps import CHARACTERS, Order, Schedule, last_words
 
 _DRAWS = 3
 _COMPARED = 7
 _LONGEST = 64
-# No answer is longer than the default schedule's chunks of so many rounds.
-_MOST_ROUNDS = 3
+# First chunks: as published, and as flashmoa bench moa has for these models' short answers.
+_FIRST_CHUNKS = (8, 2)
 
 Scores = dict[str, float]
 Texts = Sequence[str]
@@ -104,8 +104,7 @@ def evaluate(
         size: [_texts(speaker.say(prompts, temperature)) for _ in range(_DRAWS)]
         for size, speaker in speakers.items()
     }
-    three = list(zip(*(draws[0] for draws in drawn.values()), strict=True))
-    nine = list(zip(*(draw for draws in drawn.values() for draw in draws), strict=True))
+    three, nine = _together(drawn)
     return {
         "alone": {size: accuracy(asked, _texts(said)) for size, said in alone.items()},
         "alone, drawn": {size: accuracy(asked, draws[0]) for size, draws in drawn.items()},
@@ -137,33 +136,81 @@ def combined(
 
 
 def climbed(
-    speaker: Speaker, asked: Sequence[Question], answers: Sequence[Texts], order: Order
+    speaker: Speaker,
+    asked: Sequence[Question],
+    answers: Sequence[Texts],
+    order: Order,
+    first: int = 8,
+    *,
+    served: bool = False,
 ) -> list[str]:
-    """What an aggregator writes along with answers, in rounds as ``Staircase`` has them."""
+    """What an aggregator writes along with answers, in rounds as ``Staircase`` has them.
+
+    Args:
+        first: of the chunks, in tokens of ``CHARACTERS``.
+        served: begin each interleaved turn with the last words of those before, as ``Staircase``
+            does and lessons do not.
+    """
     prompt = AGGREGATION["question-first"]
     said: list[list[str]] = [[] for _ in asked]
-    for number in range(1, _MOST_ROUNDS + 1):
-        sizes = list(islice(Schedule(), number))
+    turns: list[list[str]] = [[] for _ in asked]
+    most = max(len(text) for texts in answers for text in texts)
+    for number in count(1):
+        sizes = list(islice(Schedule(first), number))
         room = sum(sizes) * CHARACTERS
+        before = room - sizes[-1] * CHARACTERS
+        if before >= most:
+            break
         lasts = [all(len(text) <= room for text in texts) for texts in answers]
         for last in (False, True):
             rows = [
                 row
                 for row, texts in enumerate(answers)
-                if lasts[row] == last
                 # Not over yet: something was still missing in the round before.
-                and any(len(text) > room - sizes[-1] * CHARACTERS for text in texts)
+                if lasts[row] == last and any(len(text) > before for text in texts)
             ]
             prompts = [
-                along(order, prompt, asked[row].text, answers[row], sizes, said[row])
+                along(order, prompt, asked[row].text, answers[row], sizes, turns[row])
                 for row in rows
             ]
-            whole = ["".join(said[row]) for row in rows]
-            begun = [""] * len(rows) if order == "interleaved" else whole
+            begun = ["".join(said[row]) for row in rows]
+            if order == "interleaved":
+                begun = [last_words(text) if served else "" for text in begun]
             longest = _LONGEST if last else sizes[-1]
-            for row, one in zip(rows, speaker.say(prompts, 0.0, begun, longest), strict=True):
+            for row, start, one in zip(
+                rows, begun, speaker.say(prompts, 0.0, begun, longest), strict=True
+            ):
                 said[row].append(one.text)
+                turns[row].append(start + one.text if order == "interleaved" else one.text)
     return ["".join(texts) for texts in said]
+
+
+def staircases(
+    speakers: dict[str, Speaker], asked: Sequence[Question], temperature: float
+) -> dict[str, Scores]:
+    """The aggregator's accuracy along with three and nine answers, by first chunk and order."""
+    prompts = [conversation(question.text) for question in asked]
+    drawn = {
+        size: [_texts(speaker.say(prompts, temperature)) for _ in range(_DRAWS)]
+        for size, speaker in speakers.items()
+    }
+    ways: list[tuple[Order, bool]] = [(order, False) for order in ORDERS]
+    ways.append(("interleaved", True))
+    scores = dict[str, Scores]()
+    for answers in _together(drawn):
+        for first in _FIRST_CHUNKS:
+            for order, served in ways:
+                name = f"{len(answers[0])} answers, first chunk {first}, {order}"
+                said = climbed(speakers[AGGREGATOR], asked, answers, order, first, served=served)
+                scores[name + " as served" * served] = accuracy(asked, said)
+    return scores
+
+
+def _together(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Texts]]:
+    """The first draws of every size, and all draws, by question."""
+    three = zip(*(draws[0] for draws in drawn.values()), strict=True)
+    nine = zip(*(draw for draws in drawn.values() for draw in draws), strict=True)
+    return list(three), list(nine)
 
 
 def _texts(said: Sequence[Said]) -> list[str]:
@@ -194,6 +241,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="questions of each grade")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--staircases", action="store_true", help="only how staircases depend on first chunks"
+    )
     parser.add_argument("--engine", action="store_true", help="compare with SGLang, too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
@@ -204,11 +254,12 @@ def main() -> None:
     folders = {size: models / size if models else model_folder(size) for size in SIZES}
     speakers = {size: Speaker(folder) for size, folder in folders.items() if folder.exists()}
     asked = questions_of(arguments.seed, arguments.count)
+    measure = staircases if arguments.staircases else evaluate
     report: dict[str, Any] = {
         "questions of each grade": arguments.count,
         "seed": arguments.seed,
         "temperature": arguments.temperature,
-        **evaluate(speakers, asked, arguments.temperature),
+        **measure(speakers, asked, arguments.temperature),
     }
     if arguments.engine:
         some = questions_of(arguments.seed, _COMPARED)

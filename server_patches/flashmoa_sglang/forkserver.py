@@ -36,7 +36,10 @@ def import_sglang() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
     import flashmoa_sglang.cpu.attention  # noqa: F401
+    from flashmoa_sglang import plugin
 
+    # Here, so that no engine has to.
+    plugin.verify_what_is_known()
     gc.freeze()
     gc.enable()
 

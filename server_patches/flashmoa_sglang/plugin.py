@@ -2,8 +2,9 @@
 
 SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP
 process and in each scheduler. SGLang logs and swallows a hook that fails to apply; half a
-plugin would be worse than none, so each target is checked here, before and after, and a
-failure stops the process with a message that names the release and the target.
+plugin would be worse than none. So whatever the plugin uses inside SGLang is looked for before
+(:func:`verify`), each hook is looked for afterwards, and a failure stops the process with a
+message that names the release and what is missing.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import pkgutil
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import asyncep, kv_free, options, releases
+from flashmoa_sglang import asyncep, cpu, internals, kv_free, options, releases
 from flashmoa_sglang.cpu import transfer
 from flashmoa_sglang.http import finals, metrics, rendering, usage, weights
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.internals import names
 from flashmoa_sglang.scheduler import answers, batches, side, waiting
 
 if TYPE_CHECKING:
@@ -101,13 +104,15 @@ def generate_request(
     return finals.generate_request(original, manager, obj, request)
 
 
-async def handle_chat(original: Callable[..., Any], chat: Any, request: Any, raw: Any) -> Any:
+async def handle_chat(
+    original: Callable[..., Any], chat: Any, request: Any, raw_request: Any
+) -> Any:
     """Around ``OpenAIServingChat.handle_request``: the same for chat completions."""
     try:
-        final = finals.bind(chat.tokenizer_manager.flashmoa_table, raw)
+        final = finals.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
-    result = await original(chat, request, raw)
+    result = await original(chat, request, raw_request)
     return result if final is None else usage.annotate_chat(result, final)
 
 
@@ -148,12 +153,13 @@ def register() -> None:
     """Register this process's hooks with SGLang, or end the process.
 
     Raises:
-        SystemExit: a target is missing, or later did not apply.
+        SystemExit: something that is used of SGLang is missing, or a hook later did not apply.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     if problem := releases.too_old(releases.installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
+    verify_what_is_known()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     if releases.installed() not in releases.TESTED:
         logger.warning(
             "flashmoa-sglang was tested with SGLang %s; this is %s",
@@ -167,12 +173,62 @@ def register() -> None:
     _verify_after(HookRegistry, before)
 
 
+def verify_what_is_known() -> None:
+    """:func:`verify` what this process knows to be used, before it has read any arguments.
+
+    Raises: SystemExit.
+    """
+    verify(names.EVERYBODY)
+    if cpu.is_all_there_is():
+        verify(names.CPU)
+    _verify_options()
+
+
+def verify_arguments(arguments: Any) -> None:
+    """:func:`verify` what only some arguments use; ``arguments``: SGLang's. Raises: SystemExit."""
+    if arguments.disaggregation_mode not in (None, "null"):
+        verify(names.PD)
+    _verify_options()
+
+
+def _verify_options() -> None:
+    chosen = options.Options.from_environment()
+    if chosen.asyncep != "off":
+        verify(names.ASYNCEP)
+    if chosen.kv_cache == "off":
+        verify(names.KV_OFF)
+
+
+@cache
+def verify(feature: str) -> None:
+    """Look whether SGLang has what the plugin uses with a feature, once in a process.
+
+    Processes that are forked from it are looked after, too.
+
+    Raises:
+        SystemExit: it has not.
+    """
+    source = internals.installed()
+    if source is not None and (
+        problem := internals.looked_at(
+            releases.installed(), source, feature, hooked(feature)
+        ).problem
+    ):
+        _stop(f"{problem}, which {feature} needs" if feature else problem)
+
+
+def hooked(feature: str) -> dict[str, Callable[..., Any]]:
+    """What is hooked with a feature, and by which function."""
+    hooks = {
+        names.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
+        names.CPU: CPU_HOOKS,
+    }
+    return {hook.target: hook.function for hook in hooks.get(feature, [])}
+
+
 def _hooks_of_this_process() -> list[Hook]:
     # Schedulers are children; a main process may fork its schedulers, which then inherit.
-    # Not at module level: it imports parts of SGLang.
-    from flashmoa_sglang.cpu.platform import activate
-
-    of_schedulers = SCHEDULER_HOOKS + (CPU_HOOKS if activate() else [])
+    of_schedulers = SCHEDULER_HOOKS + (CPU_HOOKS if cpu.is_all_there_is() else [])
     if multiprocessing.parent_process() is not None:
         return of_schedulers
     return HTTP_HOOKS + of_schedulers
@@ -219,3 +275,4 @@ def _refuse_unsupported(arguments: Any) -> None:
         raise SystemExit(problem)
     if kv_free.is_on():
         kv_free.refuse_unsupported(arguments)
+    verify_arguments(arguments)

@@ -44,16 +44,27 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     """Run a server until it is stopped. ``argv``: SGLang's own arguments."""
     from sglang.srt.plugins import load_plugins
 
+    from flashmoa_sglang import plugin
+
     load_plugins()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
+    arguments = prepare_server_args(releases.server_arguments(argv))
+    if not is_stock():
+        plugin.verify_arguments(arguments)
     launch_server(
-        prepare_server_args(releases.server_arguments(argv)),
+        arguments,
         run_scheduler_process_func=run_scheduler_process,
         run_detokenizer_process_func=run_detokenizer_process,
         launch_callback=on_ready,
     )
+
+
+def is_stock() -> bool:
+    """Whether ``SGLANG_PLUGINS``, names that are to be loaded, leaves the plugin out."""
+    names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    return bool(names) and "flashmoa" not in names
 
 
 def die_with_parent() -> None:
@@ -70,6 +81,11 @@ def main() -> None:
         die_with_parent()
     if problem := releases.too_old(releases.installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
+    if not is_stock():
+        from flashmoa_sglang import plugin
+
+        # Before SGLang is imported, which takes long.
+        plugin.verify_what_is_known()
     from sglang.srt.utils import kill_process_tree
 
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
-from flashmoa_sglang import releases
+from flashmoa_sglang import cpu, releases
 from flashmoa_sglang.cpu.unpinned import Unpinned, as_it_is
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ DEFAULT_KV_TOKENS = 65536
 
 def activate() -> str | None:
     """Return the platform's path where no accelerator is usable, else ``None``."""
-    if torch.cuda.is_available() or torch.xpu.is_available():
-        return None
-    return f"{__name__}:TorchCpuPlatform"
+    return f"{__name__}:TorchCpuPlatform" if cpu.is_all_there_is() else None
 
 
 class TorchCpuPlatform(releases.cpu_platform()):

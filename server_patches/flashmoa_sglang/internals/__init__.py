@@ -1,0 +1,56 @@
+"""What the plugin uses inside SGLang, hooked or not, and whether the installed one has it.
+
+A name that is missing would end an engine when it is used, perhaps long after its start. So all of
+them are looked for before the engine starts: in SGLang's source, which takes a fraction of what
+importing it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flashmoa_sglang.internals import names, ours
+from flashmoa_sglang.internals.check import Check
+from flashmoa_sglang.internals.source import Source
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def installed() -> Source | None:
+    """The installed SGLang's; ``None`` where there is none."""
+    package = find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        return None
+    return Source(Path(package.submodule_search_locations[0]))
+
+
+def looked_at(
+    release: str,
+    source: Source,
+    feature: str = names.EVERYBODY,
+    hooks: Mapping[str, Callable[..., Any]] | None = None,
+) -> Check:
+    """What SGLang lacks of what engines with a feature use, or of what all of them do.
+
+    Args:
+        feature: of ``names.FEATURES``, or ``names.EVERYBODY``.
+        hooks: functions by what they are called around or after.
+    """
+    check = Check(source)
+    for target, function in (hooks or {}).items():
+        check.hook(target, function)
+    try:
+        uses = ours.uses(release)
+    except OSError as error:
+        logger.debug("What the plugin uses of SGLang cannot be told without its source: %s", error)
+        return check
+    check.uses(use for use in uses if names.feature(use.where) == feature)
+    if check.untold:
+        logger.debug("Not looked at in SGLang %s: %s", release, ", ".join(sorted(check.untold)))
+    return check

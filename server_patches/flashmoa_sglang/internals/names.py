@@ -1,0 +1,290 @@
+"""What the plugin's names stand for: which variable is an object of which class of SGLang.
+
+The plugin names what it gets from SGLang alike everywhere: ``req`` is a ``Req``. What it uses of
+SGLang therefore follows from its own source (``walk.py``), and no use is listed here but those that
+only strings tell.
+
+A class is written ``module:Class``. Of classes divided by ``|`` any may have what is used (a class
+that moved between releases, two bases); of those divided by ``&`` each that is there must.
+``[...]`` is a list of such objects, ``module:*`` whatever has an attribute assigned in that
+module, ``package/*`` any class of a package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashmoa_sglang import releases
+
+
+def _srt(*classes: str) -> str:
+    return "|".join(f"sglang.srt.{one}" for one in classes)
+
+
+def _class_of(target: str) -> str:
+    """The class of a hooked method."""
+    module, _, name = target.rpartition(".")[0].rpartition(".")
+    return f"{module}:{name}"
+
+
+SCHEDULER = _srt("managers.scheduler:Scheduler")
+REQ = _srt("managers.schedule_batch:Req")
+BATCH = _srt("managers.schedule_batch:ScheduleBatch")
+TREE = "&".join(
+    (
+        _srt("mem_cache.radix_cache:RadixCache"),
+        _srt("mem_cache.unified_radix_cache:UnifiedRadixCache"),
+    )
+)
+ALLOCATOR = _srt("mem_cache.allocator:BaseTokenToKVPoolAllocator")
+POOL = _srt("mem_cache.memory_pool:MHATokenToKVPool")
+MANAGER = _srt("managers.tokenizer_manager:TokenizerManager")
+STATE = _srt("managers.tokenizer_manager:ReqState")
+ARGUMENTS = _srt("server_args:ServerArgs", "arg_groups.fields/*")
+MODEL_CONFIG = _srt("configs.model_config:ModelConfig")
+REQUEST = _srt("managers.io_struct:GenerateReqInput")
+SENDER = _srt(
+    "managers.scheduler_components.output_sender:SenderWrapper", "managers.scheduler:SenderWrapper"
+)
+IPC_CHANNELS = _srt("managers.scheduler_components.ipc_channels:SchedulerIpcChannels")
+DISPATCHER = "sglang.utils:TypeBasedDispatcher"
+CHAT = _srt("entrypoints.openai.serving_chat:OpenAIServingChat")
+HTTP_SERVER = _srt("entrypoints.http_server")
+MODEL_RUNNER = _srt("model_executor.model_runner:ModelRunner")
+WORKER = _srt("managers.tp_worker:TpModelWorker")
+FORWARD_BATCH = _srt("model_executor.forward_batch_info:ForwardBatch")
+GRAPHS = _srt("model_executor.cuda_graph_config:CudaGraphConfig")
+EXPERTS = _srt("layers.moe.fused_moe_triton.layer:FusedMoE")
+PLATFORM = _srt("platforms.cpu:CpuDeviceMixin", "platforms.interface:SRTPlatform")
+# Nothing of SGLang's, or a number, text, list or tensor: what is used of it is not SGLang's.
+PLAIN = ""
+
+# Variables, parameters and attributes of ``self``; ``name()`` is what a function returns,
+# ``name{}`` what the keywords ``**name``, or the keys of the dictionary that it returns, are of.
+NAMES: Mapping[str, str] = {
+    "adder": _srt("managers.schedule_policy:PrefillAdder"),
+    "agent": PLAIN,
+    "app": PLAIN,
+    "arguments": ARGUMENTS,
+    "self._arguments": ARGUMENTS,
+    "batch": BATCH,
+    "chat": CHAT,
+    "self._chat()": CHAT,
+    "chunked": REQ,
+    "fields{}": REQUEST,
+    "given": ARGUMENTS,
+    "http_request": PLAIN,
+    "manager": MANAGER,
+    "self._manager": MANAGER,
+    "obj": REQUEST,
+    "policy": _srt("managers.schedule_policy:SchedulePolicy"),
+    "pool": POOL,
+    "_pool()": POOL,
+    "queue": f"[{REQ}]",
+    "req": REQ,
+    "reqs": f"[{REQ}]",
+    "running": BATCH,
+    "salted{}": REQUEST,
+    "scheduler": SCHEDULER,
+    "self._scheduler": SCHEDULER,
+    "server_args": ARGUMENTS,
+    "ServerArgs": ARGUMENTS,
+    "side": PLAIN,
+    "streamer": _class_of(releases.STREAM_OUTPUT),
+    "taken": f"[{REQ}]",
+    "tokenizer": PLAIN,
+    "tokenizer_channel()": SENDER,
+    "tokenizer_manager": MANAGER,
+    "tree": TREE,
+    "tree_cache": TREE,
+    "self._tree_cache": TREE,
+    "unsent{}": REQUEST,
+}
+
+# The same for one file, where a name stands for something else.
+IN_FILE: Mapping[str, Mapping[str, str]] = {
+    "asyncep/experts.py": {"layer": EXPERTS, "self.layer": EXPERTS, "name": PLAIN},
+    "asyncep/offloader.py": {"layer": EXPERTS, "self._computing": "'run_moe_core"},
+    "cpu/platform.py": {"cpu_platform()": PLATFORM},
+    "http/rendering.py": {
+        "request": _srt("entrypoints.openai.protocol:ChatCompletionRequest"),
+        "result": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
+    },
+    "http/usage.py": {"result": _srt("entrypoints.openai.protocol:ChatCompletionResponse")},
+    "kv_free.py": {"module": _srt("layers.radix_attention:RadixAttention")},
+    "plugin.py": {
+        "http_server": HTTP_SERVER,
+        "registry": _srt("plugins.hook_registry:HookRegistry"),
+    },
+    "releases/__init__.py": {"dispatcher": DISPATCHER},
+    "releases/v0_5_12.py": {
+        "current_platform": PLATFORM,
+        "forward_batch": FORWARD_BATCH,
+        "message": _srt("managers.io_struct:AbortReq"),
+        "state": STATE,
+    },
+    "releases/v0_5_18.py": {
+        "attention": _srt("layers.attention.torch_native_backend:TorchNativeAttnBackend"),
+        "forward_batch": FORWARD_BATCH,
+        "get_memory()": ARGUMENTS,
+    },
+    "releases/v0_5_23.py": {
+        # It looks up what it is asked for among these.
+        "get_parallel()": _srt(
+            "runtime_context:ParallelContext", "runtime_context:SpawnRanks", "arg_groups.fields/*"
+        ),
+        "resolved_view()": ARGUMENTS,
+    },
+}
+
+# What attributes of these objects are, and what their methods return.
+MEMBERS: Mapping[str, Mapping[str, str]] = {
+    CHAT: {"_process_messages()": _srt("entrypoints.openai.protocol:MessageProcessingResult")},
+    EXPERTS: {"_buffers": PLAIN, "_parameters": PLAIN},
+    FORWARD_BATCH: {
+        "extend_seq_lens": PLAIN,
+        "forward_mode": _srt("model_executor.forward_batch_info:ForwardMode"),
+        "req_pool_indices": PLAIN,
+        "seq_lens": PLAIN,
+    },
+    GRAPHS: {
+        phase: _srt("model_executor.cuda_graph_config:PhaseConfig")
+        for phase in ("decode", "prefill")
+    },
+    HTTP_SERVER: {"app": PLAIN},
+    IPC_CHANNELS: {"send_to_tokenizer": SENDER},
+    MANAGER: {"model_config": MODEL_CONFIG, "rid_to_state": PLAIN, "send_to_scheduler": PLAIN},
+    MODEL_CONFIG: {"attention_arch": _srt("configs.model_config:AttentionArch")},
+    MODEL_RUNNER: {
+        "model": PLAIN,
+        "req_to_token_pool": _srt("mem_cache.memory_pool:ReqToTokenPool"),
+    },
+    REQ: {
+        "extend_range": _srt("managers.schedule_batch:Range"),
+        "prefix_indices": PLAIN,
+        "sampling_params": _srt("sampling.sampling_params:SamplingParams"),
+    },
+    REQUEST: {"sampling_params": PLAIN},
+    SCHEDULER: {
+        "chunked_req": REQ,
+        "grammar_manager": _srt("constrained.grammar_manager:GrammarManager"),
+        "ipc_channels": IPC_CHANNELS,
+        "model_config": MODEL_CONFIG,
+        "new_token_ratio_tracker": _srt(
+            "managers.scheduler_components.new_token_ratio_tracker:NewTokenRatioTracker"
+        ),
+        "ps": _srt("distributed.parallel_state_wrapper:ParallelState"),
+        "req_to_token_pool": _srt("mem_cache.memory_pool:ReqToTokenPool"),
+        "running_batch": BATCH,
+        "server_args": ARGUMENTS,
+        "spec_algorithm": _srt("speculative.spec_info:SpeculativeAlgorithm"),
+        "token_to_kv_pool_allocator": ALLOCATOR,
+        "tp_worker": WORKER,
+        "tree_cache": TREE,
+        "waiting_queue": f"[{REQ}]",
+    },
+    ARGUMENTS: {"cuda_graph_config": GRAPHS},
+    STATE: {"time_stats": _srt("observability.req_time_stats:APIServerReqTimeStats")},
+    TREE: {
+        "inc_lock_ref()": _srt("mem_cache.base_prefix_cache:IncLockRefResult"),
+        "match_prefix()": _srt("mem_cache.base_prefix_cache:MatchResult"),
+        "token_to_kv_pool_allocator": ALLOCATOR,
+    },
+    WORKER: {"model_runner": MODEL_RUNNER},
+}
+
+# What only some of them have, of which the plugin asks nothing else.
+OF_SOME: Mapping[tuple[str, str], str] = {
+    (TREE, "release_aborted_request"): _srt(
+        "mem_cache.hiradix_cache:HiRadixCache", "mem_cache.unified_radix_cache:UnifiedRadixCache"
+    ),
+}
+
+# What only strings in the plugin's source name: where, of which owner, what; ``'...'``: a string in
+# the class's source, ``name(parameter)``: what SGLang passes to a method by keyword.
+BY_STRING: tuple[tuple[str, str, str], ...] = (
+    ("asyncep/offloader.py:ExpertOffloader", _srt("utils.offloader:BaseOffloader"), "wrap_modules"),
+    ("asyncep/offloader.py:ExpertOffloader", _srt("utils.offloader:BaseOffloader"), "post_init"),
+    ("http/engine.py:Engine", MANAGER, "'meta_info'"),
+    ("http/engine.py:Engine", MANAGER, "'prompt_tokens'"),
+    ("http/engine.py:Engine", MANAGER, "'cached_tokens'"),
+    ("http/engine.py:Engine", MANAGER, "'finish_reason'"),
+    ("plugin.py:attach_api", f"{HTTP_SERVER}:*", "openai_serving_chat"),
+    (
+        "releases/v0_5_18.py:running_batch",
+        SCHEDULER,
+        "_get_new_batch_prefill_raw(running_batch)",
+    ),
+)
+
+# What SGLang calls parameters of methods that are hooked or replaced, where we call them otherwise.
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "device_id": ("local_rank",),
+    "message": ("recv_obj",),
+    "queue": ("waiting_queue",),
+}
+
+# What a release, by its module, may well not have: asked for with ``getattr`` or ``hasattr``, or in
+# functions that an engine with it does not come to.
+NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    # In every release: an answer that is streamed is none of SGLang's classes.
+    "": (("http/usage.py:annotate_chat", "body_iterator"),),
+    "v0_5_12": (
+        ("http/rendering.py:ChatRenderer", "input_ids"),
+        ("kv_free.py:_has_scales", "is_quantized_kv_cache"),
+        ("releases/v0_5_12.py:graphs_are_off", "cuda_graph_config"),
+    ),
+    "v0_5_23": (
+        # No request of a batch reads what another one of it computes.
+        ("releases/__init__.py:adopt", ""),
+        ("releases/v0_5_18.py:grow_prefix", ""),
+    ),
+}
+
+# Files with nothing that an engine needs of SGLang: their imports fail at once and say so.
+APART = ("internals/", "forkserver.py", "tiny_model.py")
+
+# What only some engines do, as their arguments say it.
+EVERYBODY, ASYNCEP, KV_OFF, PD, CPU = (
+    "",
+    "--flashmoa-asyncep",
+    "--flashmoa-kv-cache off",
+    "--disaggregation-mode",
+    "--device cpu",
+)
+FEATURES = (ASYNCEP, KV_OFF, PD, CPU)
+# Which engines come to a place in the plugin, if not all do: the longest beginning counts.
+_FEATURE: Mapping[str, str] = {
+    "asyncep/": ASYNCEP,
+    "asyncep/__init__.py:_ours": EVERYBODY,
+    "cpu/": CPU,
+    "kv_free.py": KV_OFF,
+    "kv_free.py:_pool": EVERYBODY,
+    "kv_free.py:bytes_of": EVERYBODY,
+    "kv_free.py:peak_memory": EVERYBODY,
+    "releases/__init__.py:keep_kv": PD,
+    "releases/__init__.py:let_go": PD,
+    "releases/__init__.py:unsent": PD,
+    "releases/v0_5_12.py:_Unpinned": CPU,
+    "releases/v0_5_12.py:_mask_on_cpu": CPU,
+    **{
+        f"releases/{module}.py:{function}": CPU
+        for module in ("v0_5_12", "v0_5_18", "v0_5_23")
+        for function in ("cpu_platform", "write_location")
+    },
+}
+
+
+def feature(where: str) -> str:
+    """``EVERYBODY``, or the one of ``FEATURES`` that engines have which come there."""
+    known = [beginning for beginning in _FEATURE if where.startswith(beginning)]
+    return _FEATURE[max(known, key=len)] if known else EVERYBODY
+
+
+def member(owner: str, name: str) -> str | None:
+    """What an attribute of an object is; ``name()``: what a method returns. ``None``: unknown."""
+    for one in owner.replace("&", "|").split("|"):
+        for known, members in MEMBERS.items():
+            if one in known.replace("&", "|").split("|") and name in members:
+                return members[name]
+    return None

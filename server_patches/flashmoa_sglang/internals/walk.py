@@ -1,0 +1,318 @@
+"""What a file of the plugin uses of SGLang, found in its source.
+
+Not a list that somebody keeps: it would be out of date with the first line that forgets it. What a
+variable stands for is said once for all of them, in ``names.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashmoa_sglang.internals import names
+from flashmoa_sglang.internals.texts import FUNCTIONS, Function, Texts, constants, dotted
+
+_ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr")
+# What the plugin itself puts on SGLang's objects, and what every object has.
+_NOT_THEIRS = ("flashmoa", "__")
+# How a value begins that is text, and one that ``names.py`` does not tell.
+_TEXT, _UNCLEAR = "'", "?"
+# Attributes that say of what has them that it is no object of SGLang's.
+_OF_PLAIN = {name for kind in (str, list, dict, set, int, bytes) for name in dir(kind)}
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One thing of SGLang that the plugin uses.
+
+    ``owner``: a module, or a class as in ``names.py``. ``name``: in it; empty for the module
+    itself. ``where``: in the plugin. ``positional``, ``keywords``: the arguments of a call, where
+    they can be told. ``override``: a method of ours in its place.
+    """
+
+    owner: str
+    name: str
+    where: str
+    positional: int | None = None
+    keywords: tuple[str, ...] = ()
+    override: Function | None = None
+
+
+class Walk(ast.NodeVisitor):
+    """Of one file.
+
+    Args:
+        file: its path in the plugin, as ``names.py`` has it.
+        skipped: functions at its top that this release does not come to.
+
+    Attributes:
+        uses: what was found. unclear: what could not be followed, for a test to refuse.
+        functions: what was walked, as in ``Use.where``.
+    """
+
+    def __init__(self, file: str, tree: ast.Module, skipped: Iterable[str] = ()) -> None:
+        self.uses: list[Use] = []
+        self.unclear: list[str] = []
+        self.functions: set[str] = set()
+        self._file = self._where = file
+        self._skipped = set(skipped)
+        self._names = {**names.NAMES, **names.IN_FILE.get(file, {})}
+        # What has been learnt of variables on the way; ``None``: nothing of SGLang.
+        self._known: dict[str, str | None] = {}
+        # Base class and own attributes of the class that is walked.
+        self._base: str | None = None
+        self._own: set[str] = set()
+        self._texts = Texts(tree)
+        self.visit(tree)
+
+    # Scopes.
+
+    def visit_FunctionDef(self, node: Function) -> None:
+        outside, known = self._where, self._known
+        if outside == self._file:
+            if node.name in self._skipped:
+                return
+            self._where = f"{outside}:{node.name}"
+            self.functions.add(self._where)
+        self._known = dict(known)
+        for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+            if one.arg not in ("self", "cls"):
+                self._learn_parameter(node.name, one)
+        self._use_keys(node)
+        self.generic_visit(node)
+        self._where, self._known = outside, known
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def _learn_parameter(self, function: str, one: ast.arg) -> None:
+        shown = ast.unparse(one.annotation) if one.annotation is not None else "Any"
+        kind = shown.removesuffix(" | None")
+        if known := self._known.get(kind, self._names.get(kind)):
+            self._known[one.arg] = known
+        elif "Any" not in kind or kind.startswith(("Callable", "dict")):
+            passed = self._texts.passed.get((function, one.arg))
+            self._known[one.arg] = _text(passed) if passed else None
+        elif one.arg not in self._names:
+            self._known[one.arg] = f"{_UNCLEAR}the parameter {one.arg}"
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outside, base, own = self._where, self._base, self._own
+        if outside == self._file:
+            if node.name in self._skipped:
+                return
+            self._where = f"{outside}:{node.name}"
+            self.functions.add(self._where)
+        self._base = "|".join(found for one in node.bases if (found := self._value(one))) or None
+        self._own = _own_attributes(node)
+        if self._base is not None:
+            self._use_overridden(node, self._base)
+        self.generic_visit(node)
+        self._where, self._base, self._own = outside, base, own
+
+    def visit_If(self, node: ast.If) -> None:
+        if dotted(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+            return
+        # These are not imported, but say what something is.
+        for one in node.body:
+            if isinstance(one, ast.ImportFrom):
+                self._learn_import(one)
+
+    # What variables stand for.
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if self._learn_import(node):
+            for alias in node.names:
+                self._use(node.module or "", alias.name)
+
+    def _learn_import(self, node: ast.ImportFrom) -> bool:
+        is_theirs = (node.module or "").split(".")[0] == "sglang"
+        for alias in node.names:
+            if is_theirs and (name := alias.asname or alias.name) not in self._names:
+                self._known[name] = f"{node.module}:{alias.name}"
+        return is_theirs
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] == "sglang":
+                self._use(alias.name, "")
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            self._learn(target, node.value)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.generic_visit(node)
+        self._learn(node.target, node.value)
+
+    def _learn(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, its_value in zip(target.elts, value.elts, strict=False):
+                self._learn(one, its_value)
+        elif isinstance(target, ast.Name) and (found := self._value(value)) is not None:
+            self._known[target.id] = found
+
+    def visit_For(self, node: ast.For | ast.AsyncFor | ast.comprehension) -> None:
+        self._learn_element(node.target, node.iter)
+        self.generic_visit(node)
+
+    visit_AsyncFor = visit_For
+
+    def _visit_comprehension(self, node: ast.ListComp | ast.DictComp) -> None:
+        # What is computed stands before what it is computed from.
+        for one in node.generators:
+            self.visit_For(one)
+        self.generic_visit(node)
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_comprehension
+
+    def _learn_element(self, target: ast.expr, of: ast.expr) -> None:
+        first = target.elts[0] if isinstance(target, ast.Tuple) else target
+        if isinstance(of, ast.Call) and dotted(of.func) == "enumerate":
+            if isinstance(target, ast.Tuple):
+                self._learn_element(target.elts[1], of.args[0])
+        elif isinstance(first, ast.Name):
+            found = self._value(of)
+            if texts := self._texts.of(of):
+                self._known[first.id] = _text(texts)
+            elif found is not None and found.startswith("["):
+                self._known[first.id] = found[1:-1]
+
+    def _value(self, node: ast.expr | None) -> str | None:
+        """What an expression stands for, as in ``names.py``; ``None``: nothing of SGLang's."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return _text([node.value])
+        if isinstance(node, ast.Name):
+            if node.id in self._known:
+                return self._known[node.id]
+            found = self._texts.constant.get(node.id)
+            return _text([found]) if found is not None else self._names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            return self._value_of_attribute(node)
+        if isinstance(node, ast.Call):
+            return self._value_of_call(node)
+        if isinstance(node, ast.Subscript):
+            found = self._value(node.value)
+            return found[1:-1] if found is not None and found.startswith("[") else None
+        if isinstance(node, ast.BoolOp):
+            return next((found for one in node.values if (found := self._value(one))), None)
+        if isinstance(node, ast.IfExp):
+            return self._value(node.body) or self._value(node.orelse)
+        return self._value(node.value) if isinstance(node, ast.Await | ast.NamedExpr) else None
+
+    def _value_of_attribute(self, node: ast.Attribute) -> str | None:
+        named = self._names.get(dotted(node))
+        return named if named is not None else self._member(self._owner(node), node.attr)
+
+    def _value_of_call(self, node: ast.Call) -> str | None:
+        called = dotted(node.func)
+        if called == "super":
+            return self._base
+        for name in (called, called.rpartition(".")[2]):
+            if f"{name}()" in self._names:
+                return self._names[f"{name}()"]
+        if isinstance(node.func, ast.Attribute):
+            return self._member(self._owner(node.func), f"{node.func.attr}()")
+        return self._value(node.func)
+
+    def _owner(self, node: ast.Attribute) -> str | None:
+        """What has the attribute; of ``self`` only what a base class of SGLang's has."""
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return self._base if node.attr not in self._own else None
+        return self._value(node.value)
+
+    def _member(self, owner: str | None, name: str) -> str | None:
+        if not _is_theirs(owner) or name.startswith(_NOT_THEIRS):
+            return None
+        found = names.member(owner or "", name)
+        return found if found is not None else f"{_UNCLEAR}{owner}.{name}"
+
+    # Uses.
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.generic_visit(node)
+        if (owner := self._owner(node)) is not None:
+            self._use(owner, node.attr)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        called = dotted(node.func)
+        keywords = tuple(one.arg for one in node.keywords if one.arg is not None)
+        if called in _ATTRIBUTE_FUNCTIONS:
+            self._use_named_by_text(node)
+            return
+        for name in self._texts.keywords(called.rpartition(".")[2], keywords, self._names):
+            self._use(*name)
+        starred = any(isinstance(one, ast.Starred) for one in node.args)
+        told = not starred and len(keywords) == len(node.keywords)
+        arguments = len(node.args) if told else None, keywords
+        if isinstance(node.func, ast.Attribute):
+            owner = self._owner(node.func)
+            if _is_theirs(owner):
+                self._use(owner or "", node.func.attr, *arguments)
+        elif _is_theirs(callee := self._known.get(called)):
+            module, _, name = (callee or "").partition(":")
+            self._use(module, name, *arguments)
+
+    def _use_named_by_text(self, node: ast.Call) -> None:
+        """``getattr(req, "rid", None)``: nobody would notice that it is not there."""
+        owner, name = self._value(node.args[0]), self._value(node.args[1])
+        if not _is_theirs(owner):
+            return
+        if name is None or name.startswith(_UNCLEAR):
+            self.unclear.append(f"{self._where}: which attributes are {ast.unparse(node)}?")
+            return
+        for one in name.removeprefix(_TEXT).split():
+            self._use(owner or "", one)
+
+    def _use_overridden(self, node: ast.ClassDef, base: str) -> None:
+        """What SGLang would not ask for any more under another name."""
+        for one in node.body:
+            if isinstance(one, FUNCTIONS) and not one.name.startswith("_"):
+                self._use(base, one.name, override=one)
+            elif isinstance(one, ast.Assign):
+                for target in one.targets:
+                    self._use(base, ast.unparse(target))
+
+    def _use_keys(self, node: Function) -> None:
+        """Of the dictionary that a function returns, where they name what SGLang has."""
+        if owner := self._names.get(f"{node.name}{{}}"):
+            for one in ast.walk(node):
+                if isinstance(one, ast.Return) and one.value is not None:
+                    for key in constants(one.value):
+                        self._use(owner, key)
+
+    def _use(
+        self,
+        owner: str,
+        name: str,
+        positional: int | None = None,
+        keywords: tuple[str, ...] = (),
+        override: Function | None = None,
+    ) -> None:
+        if name.startswith(_NOT_THEIRS):
+            return
+        if owner.startswith(_UNCLEAR) and name not in _OF_PLAIN:
+            what = owner.removeprefix(_UNCLEAR)
+            self.unclear.append(f"{self._where}: what is {what}, of which it uses {name}?")
+        elif _is_theirs(owner):
+            self.uses.append(Use(owner, name, self._where, positional, keywords, override))
+
+
+def _is_theirs(value: str | None) -> bool:
+    return value is not None and value.startswith("sglang")
+
+
+def _text(values: Iterable[str]) -> str:
+    return _TEXT + " ".join(sorted(values))
+
+
+def _own_attributes(node: ast.ClassDef) -> set[str]:
+    stored = {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+    }
+    return stored | {one.name for one in node.body if isinstance(one, FUNCTIONS)}

@@ -61,7 +61,7 @@ test-conformance: $(READY)
 
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"
-	@$(<D)/bin/python -m pytest tests/engine tests/unit/test_plugin_hooks.py
+	@$(<D)/bin/python -m pytest tests/engine tests/unit/test_plugin_hooks.py tests/unit/test_internals.py
 
 .venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
 .venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)

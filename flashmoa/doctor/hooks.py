@@ -1,16 +1,14 @@
-"""Whether the installed SGLang is one the plugin can hook into; needs the plugin.
+"""Whether the installed SGLang is one the plugin can work in; needs the plugin.
 
-The plugin looks at its targets when an engine starts; here SGLang's source is read for them,
-since importing it takes most of a start.
+What the plugin looks at when an engine starts, for engines of all kinds. SGLang's source is read
+for it and nothing imported, which would take most of a start.
 """
 
 from __future__ import annotations
 
-import ast
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from flashmoa.doctor import machine
 from flashmoa.doctor.findings import Finding, mend, note, ok
 
 
@@ -20,60 +18,40 @@ def check_release(release: str) -> Finding:
     tested = ", ".join(releases.TESTED)
     if release in releases.TESTED:
         return ok("SGLang", f"{release}, a tested release")
-    remedy = f"pip install sglang=={releases.TESTED[-1]}"
     if releases.too_old(release) is not None:
-        return mend("SGLang", f"{release} is too old for the plugin; tested: {tested}", remedy)
-    return note("SGLang", f"{release} is not among the tested releases {tested}", remedy)
+        return mend("SGLang", f"{release} is too old for the plugin; tested: {tested}", _remedy())
+    return note("SGLang", f"{release} is not among the tested releases {tested}", _remedy())
 
 
-def check_targets() -> Finding:
-    """Whether everything that the plugin hooks is there."""
-    package = find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        return note("hooks", "not looked at: SGLang is not installed")
-    plugin = _plugin("plugin")
-    targets = [hook.target for hook in (*plugin.HTTP_HOOKS, *plugin.SCHEDULER_HOOKS)]
-    root = Path(package.submodule_search_locations[0])
-    sources: dict[Path, list[ast.stmt]] = {}
-    missing = [target for target in targets if not _has(root, target, sources)]
-    if not missing:
-        return ok("hooks", f"all {len(targets)} functions that the plugin hooks are there")
-    text = f"this SGLang has no {', '.join(missing)}"
-    return mend("hooks", text, f"pip install sglang=={_plugin('releases').TESTED[-1]}")
+def check_internals() -> list[Finding]:
+    """Whether everything is there that the plugin hooks, calls, reads or writes inside SGLang."""
+    internals, names = _plugin("internals"), _plugin("internals.names")
+    source = internals.installed()
+    if source is None:
+        return [note("internals", "not looked at: SGLang is not installed")]
+    release, remedy = _plugin("releases").installed(), _remedy()
+    found: list[Finding] = []
+    count = 0
+    for feature in (names.EVERYBODY, *names.FEATURES):
+        check = internals.looked_at(release, source, feature, _plugin("plugin").hooked(feature))
+        count += len(check.seen)
+        text = f"this SGLang {check.problem}"
+        if check.problem and (feature == names.EVERYBODY or _starts_with(feature)):
+            found.append(mend("internals", text, remedy))
+        elif check.problem:
+            found.append(note("internals", f"{text}; {feature} needs that", remedy))
+    return found or [
+        ok("internals", f"all {count} things that the plugin uses of SGLang are there")
+    ]
 
 
-def _has(root: Path, target: str, sources: dict[Path, list[ast.stmt]]) -> bool:
-    """Whether SGLang's source has a function or, as a base class may have it, a method."""
-    module, _, name = target.rpartition(".")
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    if path.exists():
-        return name in _names(_source(path, sources))
-    module, _, owner = module.rpartition(".")
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    for node in _source(path, sources):
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            return name in _names(node.body) or bool(node.bases)
-    return False
+def _starts_with(feature: str) -> bool:
+    """Whether an engine has a feature here without being asked for it."""
+    return feature == _plugin("internals.names").CPU and not machine.accelerators()
 
 
-def _names(body: list[ast.stmt]) -> set[str]:
-    """Functions that are defined there, or imported."""
-    found: set[str] = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
-    return found
-
-
-def _source(path: Path, sources: dict[Path, list[ast.stmt]]) -> list[ast.stmt]:
-    if path not in sources:
-        try:
-            sources[path] = ast.parse(path.read_text(encoding="utf-8")).body
-        except (OSError, SyntaxError, ValueError):
-            sources[path] = []
-    return sources[path]
+def _remedy() -> str:
+    return f"pip install sglang=={_plugin('releases').TESTED[-1]}"
 
 
 def _plugin(name: str) -> Any:

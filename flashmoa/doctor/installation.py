@@ -59,7 +59,7 @@ def check_plugin() -> list[Finding]:
     from flashmoa.doctor import hooks  # It needs the plugin.
 
     found = [hooks.check_release(sglang), _same_version(plugin), *_entry_points()]
-    return [*found, hooks.check_targets()]
+    return [*found, *hooks.check_internals()]
 
 
 def _same_version(plugin: str) -> Finding:

@@ -53,8 +53,13 @@ def _compiler() -> list[Finding]:
     return [mend("C compiler", text, "apt-get install gcc")]
 
 
+def accelerators() -> list[str]:
+    """The devices of GPUs that the system shows."""
+    return [path.name for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
+
+
 def _accelerator() -> list[Finding]:
-    seen = [path.name for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
+    seen = accelerators()
     build = _torch_build()
     if build is None:
         return [mend("torch", "it is not installed", "make setup, or pip install SGLang's")]

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import anyio
 import pytest
-from flashmoa_sglang import releases
+from flashmoa_sglang import internals, releases
 
 from flashmoa.cli import doctor
 from flashmoa.doctor import Asked, check_engine, check_installation, hooks, installation, machine
+
+from .renamed import Renamed
 
 pytestmark = pytest.mark.anyio
 
@@ -53,24 +55,36 @@ def test_this_installation_is_well_and_nothing_heavy_is_imported() -> None:
     )
     found = {one["about"]: one for one in json.loads(done.stdout)}
     assert done.returncode == 0, found
-    assert found["SGLang"]["level"] == "ok" and found["hooks"]["level"] == "ok"
+    assert found["SGLang"]["level"] == "ok" and found["internals"]["level"] == "ok"
 
 
-def test_an_old_sglang_and_a_missing_method_are_to_be_mended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_sglang_is_to_be_mended() -> None:
     old = hooks.check_release("0.4.6")
     assert old.level == "mend" and all(one in old.text for one in releases.TESTED)
     assert hooks.check_release("0.5.19").level == "note"
     assert releases.too_old("0.0.0.dev1+g123") is None
 
-    from flashmoa_sglang import plugin
 
-    missing = "sglang.srt.plugins.hook_registry.HookRegistry.no_such_method"
-    hook = plugin.Hook(missing, "after", print)
-    monkeypatch.setattr(plugin, "HTTP_HOOKS", [*plugin.HTTP_HOOKS, hook])
-    found = hooks.check_targets()
-    assert found.level == "mend" and missing in found.text
+def test_each_missing_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A hooked method of a class with bases, one that is called, an attribute that is read.
+    for name in ("flush_cache", "stash_chunked_request", "waiting_queue"):
+        other = Renamed(name)
+        monkeypatch.setattr(internals, "installed", lambda other=other: other)
+        (found,) = hooks.check_internals()
+        assert found.level == "mend"
+        assert f"has no sglang.srt.managers.scheduler.Scheduler.{name}" in found.text
+        assert found.remedy == f"pip install sglang=={releases.TESTED[-1]}"
+
+
+def test_what_only_some_engines_use_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
+    (found,) = hooks.check_internals()
+    assert found.level == "note" and "--flashmoa-asyncep needs that" in found.text
+    # Without a GPU every engine is on a CPU.
+    monkeypatch.setattr(internals, "installed", lambda: Renamed("PlatformEnum"))
+    for gpus, level in ((["nvidia0"], "note"), ([], "mend")):
+        monkeypatch.setattr(machine, "accelerators", lambda gpus=gpus: gpus)
+        assert [one.level for one in hooks.check_internals()] == [level]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,14 @@ class Check:
     """Against one SGLang.
 
     Attributes:
-        lacking: names that are not there. otherwise: what takes other arguments, and which.
+        seen: the names that were looked for. lacking: those that are not there.
+        otherwise: what takes other arguments, and which.
         untold: classes that were not found, so that nothing could be said of their objects. The
-            plugin names none of them: a class may move.
+            plugin does not name them itself: a class may move.
     """
 
     def __init__(self, source: Source) -> None:
+        self.seen: set[str] = set()
         self.lacking: list[str] = []
         self.otherwise: list[str] = []
         self.untold: set[str] = set()
@@ -41,53 +43,48 @@ class Check:
         return "; ".join(filter(None, (lacking, otherwise if self.otherwise else "")))
 
     def uses(self, uses: Iterable[Use]) -> None:
-        """Look at each of these once."""
+        """Look for each of these once."""
         for use in dict.fromkeys(replace(use, where="") for use in uses):
             owners = names.OF_SOME.get((use.owner, use.name), use.owner)
             for owner in owners.split("&"):
-                self._look(owner, use)
+                if ":" in owner and next(self._places(owner), None) is None:
+                    self.untold.add(owner)
+                else:
+                    self._look(owner, use)
 
     def hook(self, target: str, function: Callable[..., Any]) -> None:
-        """Look at what is hooked: ``function`` is called as it is, with one more in front."""
+        """Look for what is hooked: ``function`` is called as it is, with one more in front."""
         module, _, name = target.rpartition(".")
         owner = module
         if self._source.module(module) is None:
             module, _, class_name = module.rpartition(".")
             owner = f"{module}:{class_name}"
-        found = next(self._members(owner, name), None)
-        if found is None:
-            self._report(self.lacking, target)
-        elif isinstance(found, FUNCTIONS):
+        found = self._found(owner, name, target)
+        if isinstance(found, FUNCTIONS):
             ours = list(inspect.signature(function).parameters.values())[1:]
             theirs = signature(found, bound=False)
             self._compare(target, theirs, Signature(ours), methods=owner != module)
 
     def _look(self, owner: str, use: Use) -> None:
-        if not any(True for _ in self._places(owner)) and ":" in owner:
-            self.untold.add(owner)
-            return
         shown = ".".join(filter(None, (_shown(owner), use.name)))
-        if use.name.startswith("'"):
-            places = self._places(owner)
-            if not any(
-                one.has_string(use.name.strip("'")) for one in places if isinstance(one, Class)
-            ):
-                self._report(self.lacking, shown)
-            return
         name, _, passed = use.name.rstrip(")").partition("(")
-        found = next(self._members(owner, name), None)
-        if found is None:
-            self._report(self.lacking, shown)
-            return
+        found = self._found(owner, name, shown)
         takes = self._takes(found, is_method=":" in owner)
         if takes is None:
             return
         if use.override is not None:
             self._compare(shown, takes, signature(use.override, bound=True))
-        elif problem := _call_problem(
-            takes, use.positional, (*use.keywords, *filter(None, [passed]))
-        ):
+            return
+        keywords = (*use.keywords, *filter(None, [passed]))
+        if problem := _call_problem(takes, use.positional, keywords):
             self._report(self.otherwise, f"{shown} ({problem})")
+
+    def _found(self, owner: str, name: str, shown: str) -> ast.AST | Class | Module | None:
+        self.seen.add(shown)
+        found = next(self._members(owner, name), None)
+        if found is None:
+            self._report(self.lacking, shown)
+        return found
 
     def _compare(
         self, shown: str, theirs: Signature, ours: Signature, *, methods: bool = False
@@ -111,7 +108,10 @@ class Check:
     def _members(self, owner: str, name: str) -> Iterator[ast.AST | Class | Module]:
         for place in self._places(owner):
             if isinstance(place, Class):
-                found = self._source.member(place, name)
+                if name.startswith("'"):
+                    found = place.node if place.has_string(name.strip("'")) else None
+                else:
+                    found = self._source.member(place, name)
             elif owner.endswith(":*"):
                 found = place if place.assigns(name) else None
             else:
@@ -119,7 +119,9 @@ class Check:
             if found is not None:
                 yield found
 
-    def _takes(self, found: ast.AST | Class | Module, *, is_method: bool) -> Signature | None:
+    def _takes(
+        self, found: ast.AST | Class | Module | None, *, is_method: bool
+    ) -> Signature | None:
         if isinstance(found, Class):
             made = self._source.constructor(found)
             return arguments(made, bound=True) if made is not None else None

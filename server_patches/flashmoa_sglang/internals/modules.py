@@ -40,8 +40,9 @@ class Class:
         self.module = module
         self._name = name
         self._text = text
-        # By where they begin: statements, and the attributes of ``self`` that are assigned there.
-        self._parsed: dict[int, tuple[ast.stmt | None, set[str]]] = {}
+        # By where they begin.
+        self._statements: dict[int, ast.stmt | None] = {}
+        self._assigned: dict[int, set[str]] = {}
 
     @cached_property
     def bases(self) -> list[ast.expr]:
@@ -59,12 +60,14 @@ class Class:
         """Where it defines a method or field, or assigns an attribute of ``self``."""
         start = self._definitions.get(name)
         if start is not None:
-            node, _ = self._statement_at(start)
+            node = self._statement_at(start)
             return node if node is not None and name in _defined(node) else None
         for start in self._assignments.get(name, ()):
-            node, assigned = self._statement_at(start)
-            if name in assigned:
-                return node
+            if start not in self._assigned:
+                node = self._statement_at(start)
+                self._assigned[start] = _assigned(node) if node is not None else set()
+            if name in self._assigned[start]:
+                return self._statement_at(start)
         return None
 
     @cached_property
@@ -86,15 +89,17 @@ class Class:
                     found.setdefault(name, []).append(methods[at - 1])
         return found
 
-    def _statement_at(self, start: int) -> tuple[ast.stmt | None, set[str]]:
-        if start not in self._parsed:
-            node = _statement_at(self._text, start, _IN_CLASS)
-            self._parsed[start] = node, _assigned(node) if node is not None else set()
-        return self._parsed[start]
+    def _statement_at(self, start: int) -> ast.stmt | None:
+        if start not in self._statements:
+            self._statements[start] = _statement_at(self._text, start, _IN_CLASS)
+        return self._statements[start]
+
+    def find(self, name: str) -> ast.AST | None:
+        """A method, a field, or whatever a method assigns to ``self``."""
+        return self._names.get(name) if self.module.mentions(name) else None
 
     @cached_property
-    def names(self) -> dict[str, ast.AST]:
-        """Methods, fields, and whatever a method assigns to ``self``."""
+    def _names(self) -> dict[str, ast.AST]:
         found: dict[str, ast.AST] = dict.fromkeys(_assigned(self.node), self.node)
         for statement in _statements(self.node.body):
             for name in _defined(statement):
@@ -126,7 +131,7 @@ class Module:
 
     def __init__(self, name: str, text: str, *, is_package: bool) -> None:
         self.name = name
-        self._text = text
+        self.text = text
         self._package = name if is_package else name.rpartition(".")[0]
         self._found: dict[str, ast.AST | Class | Imported | None] = {}
         self._glimpsed: dict[str, ast.AST | Class | Imported | None] = {}
@@ -134,7 +139,7 @@ class Module:
     def find(self, name: str) -> ast.AST | Class | Imported | None:
         """What a name stands for once the module is imported."""
         if name not in self._found:
-            self._found[name] = self._names.get(name)
+            self._found[name] = self._names.get(name) if self.mentions(name) else None
         return self._found[name]
 
     def glimpse(self, name: str) -> ast.AST | Class | Imported | None:
@@ -143,20 +148,23 @@ class Module:
             self._glimpsed[name] = self._look(name)
         return self._glimpsed[name]
 
+    def mentions(self, name: str) -> bool:
+        return re.search(rf"\b{name}\b", self.text) is not None
+
     def classes(self) -> Iterator[Class]:
         """Those that it defines at its top."""
-        for name in re.findall(r"^class (\w+)", self._text, re.MULTILINE):
+        for name in re.findall(r"^class (\w+)", self.text, re.MULTILINE):
             if isinstance(found := self.glimpse(name), Class):
                 yield found
 
     def assigns(self, name: str) -> bool:
         """Whether it gives anything an attribute of this name."""
-        return re.search(rf"\.{name}\s*=[^=]", self._text) is not None
+        return re.search(rf"\.{name}\s*=[^=]", self.text) is not None
 
     @property
     def stars(self) -> list[str]:
         """Modules all of whose names it imports."""
-        return re.findall(r"^from ([\w.]+) import \*", self._text, re.MULTILINE)
+        return re.findall(r"^from ([\w.]+) import \*", self.text, re.MULTILINE)
 
     def class_node(self, name: str) -> ast.ClassDef:
         """Of a class at its top."""
@@ -168,18 +176,18 @@ class Module:
 
     def _look(self, name: str) -> ast.AST | Class | Imported | None:
         defined = rf"^(?:(class|def|async def) {name}\b|{name}\s*[:=])"
-        match = re.search(defined, self._text, re.MULTILINE)
+        match = re.search(defined, self.text, re.MULTILINE)
         if match is None:
             return self._imported.get(name)
         if match[1] == "class":
-            end = _TOP.search(self._text, match.end())
-            return Class(self, name, self._text[match.start() : end.start() if end else None])
-        return _statement_at(self._text, match.start(), _TOP)
+            end = _TOP.search(self.text, match.end())
+            return Class(self, name, self.text[match.start() : end.start() if end else None])
+        return _statement_at(self.text, match.start(), _TOP)
 
     @cached_property
     def _imported(self) -> dict[str, Imported]:
         found: dict[str, Imported] = {}
-        for match in _IMPORT.finditer(self._text):
+        for match in _IMPORT.finditer(self.text):
             node = _statement(match[0])
             if isinstance(node, ast.ImportFrom) and not self._in_function(match):
                 found |= self._from(node)
@@ -189,12 +197,12 @@ class Module:
         if match[0][0] != " ":
             return False
         at = bisect(self._lines, match.start())
-        return not at or _BLOCK.match(self._text, self._lines[at - 1]) is None
+        return not at or _BLOCK.match(self.text, self._lines[at - 1]) is None
 
     @cached_property
     def _lines(self) -> list[int]:
         """Where lines begin that are not indented."""
-        return [line.start() for line in _LINE.finditer(self._text)]
+        return [line.start() for line in _LINE.finditer(self.text)]
 
     def _from(self, node: ast.ImportFrom) -> dict[str, Imported]:
         source = node.module or ""
@@ -206,7 +214,7 @@ class Module:
     @cached_property
     def _tree(self) -> ast.Module:
         try:
-            return ast.parse(self._text)
+            return ast.parse(self.text)
         except (SyntaxError, ValueError):  # For a newer Python than this one.
             return ast.Module([], [])
 

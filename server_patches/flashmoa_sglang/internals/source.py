@@ -44,10 +44,11 @@ class Source:
     def module(self, name: str) -> Module | None:
         """``None``: there is no such module, or its source is not there."""
         if name not in self._modules:
-            self._modules[name] = self._read(name)
+            self._modules[name] = self.read(name)
         return self._modules[name]
 
-    def _read(self, name: str) -> Module | None:
+    def read(self, name: str) -> Module | None:
+        """The same, each time anew."""
         top, *parts = name.split(".")
         if top != "sglang":
             return None
@@ -124,7 +125,7 @@ class Source:
                 each.endswith(kind) and name in has for kind, has in _OF_OTHERS.items()
             ):
                 return _THERE
-        return next((each.names[name] for each in classes if name in each.names), None)
+        return next((found for each in classes if (found := each.find(name))), None)
 
     def constructor(self, one: Class) -> ast.arguments | None:
         """What making an instance takes; ``None`` where that is not said."""

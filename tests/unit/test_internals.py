@@ -14,7 +14,8 @@ from flashmoa_sglang import internals, plugin, releases
 from flashmoa_sglang.internals import names, ours
 from flashmoa_sglang.internals.check import Check
 from flashmoa_sglang.internals.source import Source
-from flashmoa_sglang.internals.walk import Use, Walk
+from flashmoa_sglang.internals.use import Use
+from flashmoa_sglang.internals.walk import Walk
 
 from .renamed import Renamed, copy_renamed, installed
 

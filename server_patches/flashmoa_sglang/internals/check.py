@@ -13,7 +13,7 @@ from flashmoa_sglang.internals import names
 from flashmoa_sglang.internals.modules import Class, Module
 from flashmoa_sglang.internals.source import Source
 from flashmoa_sglang.internals.texts import FUNCTIONS, Function
-from flashmoa_sglang.internals.walk import Use
+from flashmoa_sglang.internals.use import Use
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.walk import Use, Walk
+from flashmoa_sglang.internals.use import Use
+from flashmoa_sglang.internals.walk import Walk
 
 _PLUGIN = Path(__file__).parent.parent
 # What comes from SGLang has no type in the plugin, unless it is imported.

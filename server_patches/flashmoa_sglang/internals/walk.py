@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from flashmoa_sglang.internals import names
 from flashmoa_sglang.internals.texts import FUNCTIONS, Function, Texts, constants, dotted
+from flashmoa_sglang.internals.use import Use
 
 _ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr")
 # What the plugin itself puts on SGLang's objects, and what every object has.
@@ -20,23 +20,6 @@ _NOT_THEIRS = ("flashmoa", "__")
 _TEXT, _UNCLEAR = "'", "?"
 # Attributes that say of what has them that it is no object of SGLang's.
 _OF_PLAIN = {name for kind in (str, list, dict, set, int, bytes) for name in dir(kind)}
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One thing of SGLang that the plugin uses.
-
-    ``owner``: a module, or a class as in ``names.py``. ``name``: in it; empty for the module
-    itself. ``where``: in the plugin. ``positional``, ``keywords``: the arguments of a call, where
-    they can be told. ``override``: a method of ours in its place.
-    """
-
-    owner: str
-    name: str
-    where: str
-    positional: int | None = None
-    keywords: tuple[str, ...] = ()
-    override: Function | None = None
 
 
 class Walk(ast.NodeVisitor):

@@ -80,6 +80,19 @@ def test_all_that_the_plugin_does_to_objects_of_sglang_is_understood(release: st
     assert [one for walk in ours.walks(release) for one in walk.unclear] == []
 
 
+def test_names_tell_of_nothing_that_is_not_there() -> None:
+    walked = [walk for release in releases.TESTED for walk in ours.walks(release)]
+    functions = {where for walk in walked for where in walk.functions}
+    told = {where for where, _, _ in names.BY_STRING}
+    told |= {where for some in names.NOT_NEEDED.values() for where, _ in some}
+    assert told <= functions
+    defined = {where.rpartition(":")[2] for where in functions}
+    returned = {name.removesuffix("{}") for name in names.NAMES if name.endswith("{}")} - {"fields"}
+    assert returned <= defined
+    plugin_folder = Path(plugin.__file__).parent
+    assert all((plugin_folder / file).is_file() for file in names.IN_FILE)
+
+
 def test_only_what_the_installed_release_comes_to_is_looked_for() -> None:
     used = {release: {use.name for use in ours.uses(release)} for release in releases.TESTED}
     assert "extend_range" in used["0.5.18"] and "prefix_len" not in used["0.5.18"]

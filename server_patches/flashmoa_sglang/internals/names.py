@@ -103,9 +103,14 @@ NAMES: Mapping[str, str] = {
 
 # The same for one file, where a name stands for something else.
 IN_FILE: Mapping[str, Mapping[str, str]] = {
+    "asyncep/__init__.py": {
+        "get_pp_group()": _srt("distributed.parallel_state:GroupCoordinator"),
+    },
     "asyncep/experts.py": {"layer": EXPERTS, "self.layer": EXPERTS, "name": PLAIN},
-    "asyncep/offloader.py": {"layer": EXPERTS, "self._computing": "'run_moe_core"},
+    "asyncep/offloader.py": {"layer": EXPERTS, "self._computing": "'run_moe_core", "module": PLAIN},
     "cpu/platform.py": {"cpu_platform()": PLATFORM},
+    # Fields that ``salted{}`` has.
+    "http/finals.py": {"name": PLAIN},
     "http/rendering.py": {
         "request": _srt("entrypoints.openai.protocol:ChatCompletionRequest"),
         "result": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
@@ -230,6 +235,7 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
     # In every release: an answer that is streamed is none of SGLang's classes.
     "": (("http/usage.py:annotate_chat", "body_iterator"),),
     "v0_5_12": (
+        ("asyncep/__init__.py:problem", "dwdp_size"),
         ("http/rendering.py:ChatRenderer", "input_ids"),
         ("kv_free.py:_has_scales", "is_quantized_kv_cache"),
         ("releases/v0_5_12.py:graphs_are_off", "cuda_graph_config"),

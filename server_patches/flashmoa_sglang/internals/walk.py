@@ -41,7 +41,7 @@ class Walk(ast.NodeVisitor):
         self._file = self._where = file
         self._skipped = set(skipped)
         self._names = {**names.NAMES, **names.IN_FILE.get(file, {})}
-        # What has been learnt of variables on the way; ``None``: nothing of SGLang.
+        # What has been learnt of variables; ``None``: nothing of SGLang.
         self._known: dict[str, str | None] = {}
         # Base class and own attributes of the class that is walked.
         self._base: str | None = None
@@ -278,8 +278,7 @@ class Walk(ast.NodeVisitor):
         if name.startswith(_NOT_THEIRS):
             return
         if owner.startswith(_UNCLEAR) and name not in _OF_PLAIN:
-            what = owner.removeprefix(_UNCLEAR)
-            self.unclear.append(f"{self._where}: what is {what}, of which it uses {name}?")
+            self.unclear.append(f"{self._where}: what is {owner[1:]}, of which it uses {name}?")
         elif _is_theirs(owner):
             self.uses.append(Use(owner, name, self._where, positional, keywords, override))
 

@@ -76,6 +76,7 @@ NAMES: Mapping[str, str] = {
     "http_request": PLAIN,
     "manager": MANAGER,
     "self._manager": MANAGER,
+    "namespace_fields{}": REQUEST,
     "obj": REQUEST,
     "policy": _srt("managers.schedule_policy:SchedulePolicy"),
     "pool": POOL,
@@ -84,7 +85,6 @@ NAMES: Mapping[str, str] = {
     "req": REQ,
     "reqs": f"[{REQ}]",
     "running": BATCH,
-    "salted{}": REQUEST,
     "scheduler": SCHEDULER,
     "self._scheduler": SCHEDULER,
     "server_args": ARGUMENTS,
@@ -109,7 +109,7 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
     "asyncep/experts.py": {"layer": EXPERTS, "self.layer": EXPERTS, "name": PLAIN},
     "asyncep/offloader.py": {"layer": EXPERTS, "self._computing": "'run_moe_core", "module": PLAIN},
     "cpu/platform.py": {"cpu_platform()": PLATFORM},
-    # Fields that ``salted{}`` has.
+    # Fields that ``namespace_fields{}`` has.
     "http/finals.py": {"name": PLAIN},
     "http/rendering.py": {
         "request": _srt("entrypoints.openai.protocol:ChatCompletionRequest"),
@@ -226,7 +226,6 @@ BY_STRING: tuple[tuple[str, str, str], ...] = (
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "device_id": ("local_rank",),
     "message": ("recv_obj",),
-    "queue": ("waiting_queue",),
 }
 
 # What a release, by its module, may well not have: asked for with ``getattr`` or ``hasattr``, or in
@@ -271,8 +270,8 @@ _FEATURE: Mapping[str, str] = {
     "releases/__init__.py:keep_kv": PD,
     "releases/__init__.py:let_go": PD,
     "releases/__init__.py:unsent": PD,
-    "releases/v0_5_12.py:_Unpinned": CPU,
     "releases/v0_5_12.py:_mask_on_cpu": CPU,
+    **{f"releases/{module}.py:release_metadata_buffer": PD for module in ("v0_5_12", "v0_5_18")},
     **{
         f"releases/{module}.py:{function}": CPU
         for module in ("v0_5_12", "v0_5_18", "v0_5_23")

@@ -91,6 +91,7 @@ running_after = _chosen("running_after")
 publish = _chosen("publish")
 look_after_host_cache = _chosen("look_after_host_cache")
 release_prefetch = _chosen("release_prefetch")
+release_metadata_buffer = _chosen("release_metadata_buffer")
 dp_rank = _chosen("dp_rank")
 pipeline_stages = _chosen("pipeline_stages")
 # Requests in the scheduler.
@@ -185,9 +186,7 @@ def let_go(scheduler: Any, req: Any) -> None:
     """Give back what a request has beside its place in the queue, which it has left unserved."""
     release_prefetch(scheduler, req)
     if role(scheduler) == "prefill":
-        from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
-
-        maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
+        release_metadata_buffer(scheduler, req)
 
 
 def is_shareable(req: Any) -> bool:

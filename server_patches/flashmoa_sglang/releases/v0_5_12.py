@@ -144,6 +144,12 @@ def look_after_host_cache(scheduler: Any) -> None:
         scheduler.tree_cache.check_hicache_events()
 
 
+def release_metadata_buffer(scheduler: Any, req: Any) -> None:
+    from sglang.srt.disaggregation.prefill import release_req_to_metadata_buffer
+
+    release_req_to_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
+
+
 def dp_rank(scheduler: Any) -> int:
     return scheduler.dp_rank or 0
 

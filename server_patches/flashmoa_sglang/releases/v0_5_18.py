@@ -144,6 +144,13 @@ def release_prefetch(scheduler: Any, req: Any) -> None:
         scheduler.tree_cache.release_aborted_request(req.rid)
 
 
+def release_metadata_buffer(scheduler: Any, req: Any) -> None:
+    """Give back what a request that will not run has for its transfer to a decode engine."""
+    from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
+
+    maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
+
+
 def dp_rank(scheduler: Any) -> int:
     return scheduler.ps.dp_rank or 0
 

@@ -121,16 +121,18 @@ def _drop(scheduler: Any, positions: set[int], reason: str) -> None:
     ]
 
 
-def order_queue(_result: None, policy: Any, queue: list[Any], *_args: Any, **_kwargs: Any) -> None:
+def order_queue(
+    _result: None, policy: Any, waiting_queue: list[Any], *_args: Any, **_kwargs: Any
+) -> None:
     """After ``SchedulePolicy.calc_priority``: shortest job first, where that was asked for."""
     side = getattr(policy.tree_cache, "flashmoa", None)
     if side is None or side.options.schedule != "sjf":
         return
     jobs = [
         _job(policy, side, req, matched=position < _MATCHED_JOBS)
-        for position, req in enumerate(queue)
+        for position, req in enumerate(waiting_queue)
     ]
-    queue[:] = [queue[position] for position in shortest_first(jobs, side.costs)]
+    waiting_queue[:] = [waiting_queue[position] for position in shortest_first(jobs, side.costs)]
 
 
 def _job(policy: Any, side: Any, req: Any, *, matched: bool) -> Job:

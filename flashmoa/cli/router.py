@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashmoa.router.application import RouterOptions
+    from flashmoa.router.options import RouterOptions
     from flashmoa.router.shell.application import ShellOptions
 
 POLICIES = ("prefix_aware", "cache_aware", "round_robin", "random")
@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(chosen: argparse.Namespace) -> RouterOptions:
     from flashmoa.engine.client import engine_url
-    from flashmoa.router.application import RouterOptions
     from flashmoa.router.baselines import CacheAware, Random, RoundRobin
+    from flashmoa.router.options import RouterOptions
     from flashmoa.router.prefix_aware import PrefixAware
 
     policies = {

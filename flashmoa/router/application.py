@@ -2,88 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from flashmoa.disconnects import while_connected
 from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.router.blocks import Blocks
-from flashmoa.router.bodies import TooLarge, json_object, read_body, refusal
+from flashmoa.router.bodies import (
+    BadBody,
+    TooLarge,
+    json_answer,
+    read_body,
+    refusal,
+    request_object,
+)
+from flashmoa.router.connections import EngineLost, connections
 from flashmoa.router.counters import Counters
 from flashmoa.router.dispatcher import Dispatcher, NoEngine, Place, QueueFull
 from flashmoa.router.engines import Engine, Watch
-from flashmoa.router.fleet import Fleet, merged
-from flashmoa.router.forwarding import Call, EngineLost, Relay, Tally, api_key, forward, forwarding
-from flashmoa.router.policies import Policy
+from flashmoa.router.fleet import Fleet, Refused, merged
+from flashmoa.router.forwarding import Call, Relay, Tally, api_key, forward
+from flashmoa.router.options import RouterOptions
+from flashmoa.router.paths import ANYWHERE, ROUTED, STREAMS
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.progress import Progress
 from flashmoa.router.prompts import Prompts
 
-# Requests with a prompt: they go where the policy says.
-_ROUTED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/generate",
-    "/prefill_only",
-)
-# Any engine can answer these.
-_ANYWHERE = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
-_STREAMS = "prompt_streams"
 _ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
-
-
-@dataclass(frozen=True, slots=True)
-class RouterOptions:
-    """How a router works.
-
-    Attributes:
-        engines: URLs.
-        policy: of a kind in ``flashmoa.router``; prefix-aware if there is none.
-        api_key: for the router's own questions; requests carry their clients' own.
-        model_config: the model's ``config.json``, where its engines' path cannot be read here.
-        saturation_margin: kappa of the threshold; 0: engines take everything.
-        tokenize: whether engines are asked for prompts' tokens; ``None``: if one of them publishes
-            KV events, which are about tokens. It takes milliseconds per new prompt.
-        max_body_bytes: of a request. max_waiting: requests in the queue.
-        watch_seconds: between two looks at an engine.
-        hung_seconds: until one that accepts connections and does not answer counts as gone.
-    """
-
-    engines: Sequence[str]
-    policy: Policy | None = None
-    api_key: str | None = None
-    model_config: Mapping[str, Any] | None = None
-    saturation_margin: float = 1.2
-    tokenize: bool | None = None
-    max_body_bytes: int = 32 << 20
-    max_waiting: int = 10_000
-    watch_seconds: float = 2.0
-    hung_seconds: float = 40.0
 
 
 def application(options: RouterOptions) -> Starlette:
     """OpenAI's and SGLang's routes and prompt streams over all engines, and ``/metrics``."""
     router = _Router(options)
-    routes = [Route(path, router.routed, methods=["POST"]) for path in _ROUTED]
-    routes += [Route(path, router.anywhere, methods=["POST"]) for path in _ANYWHERE]
-    routes += [Route(path, router.anywhere) for path in _ASKED]
-    routes += [
-        Route("/prompt_streams", router.routed, methods=["POST"]),
-        Route("/prompt_streams", router.streams),
-        Route("/prompt_streams/{id}", router.stream, methods=["GET", "DELETE"]),
-        Route("/prompt_streams/{id}/append", router.stream, methods=["POST"]),
-        Route("/flush_cache", router.flush, methods=["POST"]),
-        Route("/flashmoa/info", router.info),
+    one = f"{STREAMS}/{{id}}"
+    routes = [
+        *(router.serve(path, router.route, "POST") for path in ROUTED),
+        *(router.serve(path, router.to_any, "POST") for path in ANYWHERE),
+        *(router.serve(path, router.to_any, "GET") for path in _ASKED),
+        router.serve(STREAMS, router.streams, "GET"),
+        router.serve(one, router.to_its_engine, "GET", "DELETE"),
+        router.serve(f"{one}/append", router.to_its_engine, "POST"),
+        router.serve(f"{one}/keep_alive", router.to_its_engine, "POST"),
+        router.serve("/flush_cache", router.flush, "POST"),
+        router.serve("/flashmoa/info", router.info, "GET"),
+        # As SGLang's own, these need no API key.
         Route("/health", router.health),
         Route("/metrics", router.metrics),
     ]
@@ -107,7 +77,7 @@ class _Router:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=10.0)
         async with (
-            forwarding() as self._forwarding,
+            connections() as self._connections,
             httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
             httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as asking,
         ):
@@ -120,7 +90,7 @@ class _Router:
                 hung_seconds=options.hung_seconds,
             )
             self._prompts = Prompts(http, self._tokenizes)
-            self._fleet = Fleet(http, self._engines)
+            self._fleet = Fleet(self._connections, self._engines)
             self._progress = {url: Progress(asking, url) for url in self._engines}
             async with anyio.create_task_group() as group:
                 async with anyio.create_task_group() as first:
@@ -149,15 +119,13 @@ class _Router:
             for source in engine.events:
                 group.start_soon(Subscriber(blocks, source).run)
 
-    async def routed(self, request: Request) -> Response:
-        """A request with a prompt, or the first piece of a prompt stream: all of it stays there."""
-        return await self._answer(request, self._route)
+    def serve(self, path: str, how: _How, *methods: str) -> Route:
+        """A route, and what is answered where an engine does not."""
 
-    async def anywhere(self, request: Request) -> Response:
-        return await self._answer(request, self._to_any)
+        async def answered(request: Request) -> Response:
+            return await self._answer(request, how)
 
-    async def stream(self, request: Request) -> Response:
-        return await self._answer(request, self._to_its_engine)
+        return Route(path, answered, methods=list(methods))
 
     async def _answer(self, request: Request, how: _How) -> Response:
         try:
@@ -165,6 +133,8 @@ class _Router:
             async with while_connected(request):
                 call = Call.of(request, body)
                 return await how(request, call)
+        except BadBody as error:
+            return refusal(400, str(error))
         except TooLarge as error:
             return refusal(413, str(error))
         except QueueFull:
@@ -173,13 +143,19 @@ class _Router:
             return refusal(503, "no engine answers; they are asked again every few seconds")
         except EngineLost as error:
             return refusal(502, f"the engine is gone: {error}")
+        except Refused as error:
+            told = error.told
+            return Response(told.content, told.status, media_type=told.form)
         except ClientDisconnect:
             pass
         return Response(status_code=499)  # To nobody.
 
-    async def _route(self, _request: Request, call: Call) -> Response:
-        """Where the policy says; elsewhere if that engine is lost before it answers."""
-        body = json_object(call.body)
+    async def route(self, _request: Request, call: Call) -> Response:
+        """A request with a prompt, or the first piece of a prompt stream: all of it stays there.
+
+        Where the policy says; elsewhere if that engine is lost before it answers.
+        """
+        body = request_object(call.body)
         reached = False
         if (at := await self._engine_of_stream(body, call)) is not None:
             try:
@@ -207,7 +183,10 @@ class _Router:
         stream = body.get("prompt_stream_id")
         if not isinstance(stream, str):
             return None
-        return await self._fleet.find(stream, api_key(call.headers))
+        try:
+            return await self._fleet.find(stream, api_key(call.headers))
+        except NoEngine:
+            return None  # It is a hint; the request itself may wait for one.
 
     async def _place(self, body: Mapping[str, Any], call: Call) -> Response:
         blocks = await self._prompts.blocks(body, self._fleet.any(), api_key(call.headers))
@@ -216,7 +195,7 @@ class _Router:
             if not body.get("stream") and not self._engines[place.engine].events:
                 stack.enter_context(self._progress[place.engine].follow(place))
             answer = await self._placed(place, blocks, call, stack)
-            if call.path == "/prompt_streams":
+            if call.path == STREAMS:
                 self._fleet.opened(answer.body, place.engine)
             return answer
         raise AssertionError  # Left by return or raise.
@@ -236,18 +215,21 @@ class _Router:
         tally = Tally(self._counters, place.engine, place)
         return await self._forwarded(call, place.engine, tally, stack)
 
-    async def _to_any(self, _request: Request, call: Call) -> Response:
+    async def to_any(self, _request: Request, call: Call) -> Response:
+        """Any engine can answer it."""
         return await self._again(lambda: self._send(call, self._fleet.any()))
 
-    async def _to_its_engine(self, request: Request, call: Call) -> Response:
+    async def to_its_engine(self, request: Request, call: Call) -> Response:
+        """The engine that has a prompt stream, and sees the client's key, whoever finds it."""
         stream = request.path_params["id"]
         engine = await self._fleet.find(stream, api_key(call.headers))
         if engine is None:
             code = {"code": "unknown_stream"}
             return refusal(404, f"no engine has a prompt stream {stream!r}", code)
-        if request.method == "DELETE":
+        answer = await self._send(call, engine)
+        if request.method == "DELETE" and answer.status_code == 200:
             self._fleet.forget(stream)
-        return await self._send(call, engine)
+        return answer
 
     async def _send(self, call: Call, engine: str) -> Response:
         async with AsyncExitStack() as stack:
@@ -260,7 +242,7 @@ class _Router:
         try:
             attended = self._engines[engine].attended
             with attended():
-                answer = await forward(self._forwarding, call, engine, tally, stack)
+                answer = await forward(self._connections, call, engine, tally, stack)
                 if isinstance(answer, Relay):
                     answer.attended = attended
                 return answer
@@ -272,34 +254,24 @@ class _Router:
             self._prompts.forget(engine)
             raise
 
-    async def streams(self, request: Request) -> Response:
-        """The prompt streams of all engines."""
-        answers = await self._fleet.ask("GET", "/prompt_streams", api_key(request.headers))
-        told = [json_object(answer.content).get(_STREAMS, []) for answer in answers.values()]
-        return JSONResponse({_STREAMS: [stream for some in told for stream in some]})
+    async def streams(self, _request: Request, call: Call) -> Response:
+        """How many prompt streams are open."""
+        return json_answer({"open": await self._fleet.open_streams(api_key(call.headers))})
 
-    async def flush(self, request: Request) -> Response:
+    async def flush(self, _request: Request, call: Call) -> Response:
         """Every engine's cache."""
-        path = "/flush_cache" + (f"?{request.url.query}" if request.url.query else "")
-        answers = await self._fleet.ask("POST", path, api_key(request.headers))
+        answers = await self._fleet.ask("POST", call.target, api_key(call.headers))
         for engine, answer in answers.items():
             if answer.is_success:
                 self._dispatcher.cleared(engine)
-        worst = max(answers.values(), key=lambda one: one.status_code, default=None)
-        if worst is None:
-            return refusal(503, "no engine answers")
-        return Response(worst.content, worst.status_code)
+        worst = max(answers.values(), key=lambda one: one.status)
+        return Response(worst.content, worst.status, media_type=worst.form)
 
-    async def info(self, request: Request) -> Response:
+    async def info(self, _request: Request, call: Call) -> Response:
         """What all engines can do, as one."""
-        answers = await self._fleet.ask("GET", "/flashmoa/info", api_key(request.headers))
-        usable = {url: one.json() for url, one in answers.items() if one.is_success}
-        if not usable:
-            some = next(iter(answers.values()), None)
-            if some is None:
-                return refusal(503, "no engine answers")
-            return Response(some.content, some.status_code)
-        return JSONResponse({**merged(list(usable.values())), "router": self._state()})
+        answers = await self._fleet.agreed("GET", "/flashmoa/info", api_key(call.headers))
+        told = merged([one.object() for one in answers])
+        return json_answer({**told, "router": self._state()})
 
     def _state(self) -> dict[str, Any]:
         engines = [

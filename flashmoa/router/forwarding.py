@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -16,12 +15,12 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from yarl import URL
 
 from flashmoa.disconnects import while_connected
-from flashmoa.engine.connections import KEPT_SECONDS
+from flashmoa.router.connections import Connections, EngineLost, reason
 from flashmoa.router.counters import Counters
 from flashmoa.router.dispatcher import Place
+from flashmoa.router.paths import Repeat, repeat
 
 # Those of one connection, and those that the client and the server write themselves.
 _NOT_PASSED_ON = {
@@ -46,24 +45,6 @@ _NOT_PASSED_ON = {
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # Bytes of a stream's end in which its usage stands.
 _END = 4096
-# Answers take as long as they take; the server's clients decide for how long.
-_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-# However long an answer takes, a host that is gone without a word is found out in half a minute.
-_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# Headers that aiohttp would add.
-_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-
-
-class EngineLost(Exception):
-    """The engine's connection broke before anything of its answer was passed on.
-
-    Attributes:
-        reached: whether the engine can have got the request, and so have been ended by it.
-    """
-
-    def __init__(self, why: str, *, reached: bool = True) -> None:
-        super().__init__(why)
-        self.reached = reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +60,11 @@ class Call:
     target: str
     headers: Mapping[str, str]
     body: bytes
+
+    @property
+    def repeat(self) -> Repeat:
+        """When it may be sent again."""
+        return repeat(self.method, self.path)
 
     @classmethod
     def of(cls, request: Request, body: bytes) -> Self:
@@ -102,35 +88,8 @@ def api_key(headers: Mapping[str, str]) -> dict[str, str]:
     return {"authorization": found["authorization"]} if "authorization" in found else {}
 
 
-def _probed(address: tuple[Any, ...]) -> socket.socket:
-    """For aiohttp; ``address``: as ``getaddrinfo`` says it."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
-        if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
-
-
-@asynccontextmanager
-async def forwarding() -> AsyncGenerator[aiohttp.ClientSession]:
-    """A client that passes requests on; httpx's work for each is most of what a router would do."""
-    # SGLang closes connections that were idle for 5 s; a request on its way then would be lost.
-    connections = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_probed
-    )
-    async with aiohttp.ClientSession(
-        connector=connections,
-        timeout=_TIMEOUT,
-        auto_decompress=False,
-        skip_auto_headers=_ADDED,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    ) as http:
-        yield http
-
-
 async def forward(
-    http: aiohttp.ClientSession,
+    connections: Connections,
     call: Call,
     engine: str,
     tally: Audience,
@@ -142,31 +101,22 @@ async def forward(
     of a stream is read ahead of its client, and leaving it aborts the engine's request.
     Raises: EngineLost.
     """
-    url = URL(engine + call.target, encoded=True)
     try:
-        answer = await http.request(
-            call.method, url, headers=call.headers, data=call.body or None, allow_redirects=False
+        answer, content = await connections.exchange(
+            call.method, engine + call.target, call.headers, call.body, call.repeat
         )
-        stack.callback(answer.close)
-        headers = passed_on(answer.headers)
-        if answer.content_type == "text/event-stream":
-            return Relay(answer, headers, tally, stack.pop_all())
-        content = await answer.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except EngineLost as error:
         tally.ended("lost")
-        reached = not isinstance(
-            error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
-        )
-        raise EngineLost(f"{engine}: {_reason(error)}", reached=reached) from error
+        raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
+    stack.callback(answer.close)
+    headers = passed_on(answer.headers)
+    if content is None:
+        return Relay(answer, headers, tally, stack.pop_all())
     if answer.ok:
         tally.heard(content)
         tally.computed(content)
     tally.ended("answered" if answer.ok else "refused")
     return Response(content, answer.status, headers)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 class Audience(Protocol):
@@ -263,7 +213,7 @@ class Relay(StreamingResponse):
             self._tally.computed(end)
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
-            yield _lost(_reason(error))
+            yield _lost(reason(error))
 
 
 def _lost(why: str) -> bytes:

@@ -12,7 +12,8 @@ import pytest
 import uvicorn
 
 from flashmoa.engine.local import LocalEngine
-from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.application import application
+from flashmoa.router.options import RouterOptions
 from flashmoa.router.shell.application import ShellOptions
 from flashmoa.router.shell.application import application as shell
 

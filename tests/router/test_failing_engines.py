@@ -15,8 +15,8 @@ from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.stapled import MultiListener
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.application import RouterOptions
 from flashmoa.router.baselines import RoundRobin
+from flashmoa.router.options import RouterOptions
 
 from .asking import generated, generation, metric, raised
 from .conftest import options, routed

@@ -84,8 +84,8 @@ async def test_a_stream_and_its_request_stay_on_one_engine(
             streams = [await client.open_stream(text=text) for _ in range(2)]
             for stream in streams:
                 await client.append(stream.id, 0, text=more)
-            held = (await router.get("/prompt_streams")).json()["prompt_streams"]
-            assert {stream.id for stream in streams} <= {one["id"] for one in held}
+            for stream in streams:
+                assert (await client.stream_state(stream.id)).next_seq == 1
         # Another router has never heard of them.
         async with routed(options(engine, downstream)) as other:
             answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
@@ -177,11 +177,25 @@ async def test_a_client_s_api_key_is_passed_on_and_the_router_s_is_not_lent(
         routed(options(locked, api_key="secret")) as router,
     ):
         ask = generation(words(40, 1050))
-        for path in ("/generate", "/prefill_only", "/prompt_streams"):
-            assert (await router.post(path, json=ask)).status_code == 401
-        assert (await router.get("/flashmoa/info")).status_code == 401
-        assert (await router.post("/flush_cache")).status_code == 401
         key = {"Authorization": "Bearer secret"}
+        async with EngineClient(str(router.base_url), headers=key) as client:
+            # The router knows where it is, and asks its engine all the same.
+            stream = await client.open_stream(text=words(40, 1051))
+        for held in (stream.id, "unknown"):
+            one = f"/prompt_streams/{held}"
+            for path in (f"{one}/append", f"{one}/keep_alive"):
+                assert (await router.post(path, json={"seq": 0})).status_code == 401
+            assert (await router.get(one)).status_code == 401
+            assert (await router.delete(one)).status_code == 401
+            with_stream = ask | {"prompt_stream_id": held}
+            assert (await router.post("/generate", json=with_stream)).status_code == 401
+        for path in ("/generate", "/prefill_only", "/prompt_streams", "/render", "/flush_cache"):
+            assert (await router.post(path, json=ask)).status_code == 401
+        for path in ("/flashmoa/info", "/prompt_streams", "/v1/models", "/server_info"):
+            assert (await router.get(path)).status_code == 401
+        assert (await router.get(f"/prompt_streams/{stream.id}", headers=key)).json()[
+            "next_seq"
+        ] == 0
         answer = await router.post("/generate", json=ask, headers=key)
         assert answer.status_code == 200
         info = (await router.get("/flashmoa/info", headers=key)).json()

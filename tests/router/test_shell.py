@@ -70,13 +70,9 @@ async def test_a_prompt_is_prefilled_while_its_agents_write(
 
 async def prefills(client: EngineClient) -> None:
     """Once a prompt stream's first text is computed."""
-    async with httpx.AsyncClient(base_url=client.url) as direct:
-        with anyio.fail_after(30):
-            while True:
-                told = (await direct.get("/prompt_streams")).json()["prompt_streams"]
-                if any(stream["prefilled_tokens"] >= 140 for stream in told):
-                    return
-                await anyio.sleep(0.01)
+    with anyio.fail_after(30):
+        while (await client.info()).kv[0].protected < 140:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
 
 
 async def test_an_agent_may_read_several_and_streams_to_who_asks(

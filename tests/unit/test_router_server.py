@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import AsyncExitStack
 
-import aiohttp
 import anyio
 import httpx
 import pytest
@@ -14,12 +13,14 @@ from starlette.requests import Request
 
 from flashmoa import cli
 from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
+from flashmoa.router.connections import EngineLost, connections
 from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
 from flashmoa.router.engines import Engine, Watch
 from flashmoa.router.event_sources import EventSource
 from flashmoa.router.fleet import merged
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.forwarding import Call, forwarding, passed_on
+from flashmoa.router.forwarding import Call, passed_on
+from flashmoa.router.paths import Repeat
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.progress import Progress
@@ -248,10 +249,10 @@ async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
                 lines = [line.split() for line in known.splitlines()]
                 timers.extend(one[5][:2] for one in lines if one[2].endswith(f":{port:04X}"))
 
-        async with forwarding() as http, anyio.create_task_group() as group:
+        async with connections() as sending, anyio.create_task_group() as group:
             group.start_soon(listener.serve, silent)
-            with pytest.raises(aiohttp.ClientError):
-                await http.post(f"http://127.0.0.1:{port}/")
+            with pytest.raises(EngineLost):
+                await sending.exchange("POST", f"http://127.0.0.1:{port}/", {}, b"", Repeat.NEVER)
             group.cancel_scope.cancel()
     # The kernel's name for it (proc(5)).
     assert timers == ["02"]

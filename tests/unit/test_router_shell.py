@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from flashmoa import cli
 from flashmoa.prompts import Slot
+from flashmoa.router.paths import CHAT
 from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
-from flashmoa.router.shell.asks import CHAT, parsed
+from flashmoa.router.shell.asks import parsed
 from flashmoa.router.shell.counters import ShellCounters
 from flashmoa.router.shell.writing import Writing
 from flashmoa.router.shell.written import TextPrompt, TokenPrompt

@@ -11,22 +11,23 @@ from typing import Any
 import anyio
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from flashmoa.disconnects import while_connected
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.router.bodies import TooLarge, json_object, read_body, refusal
-from flashmoa.router.forwarding import Call, EngineLost, Relay, api_key, forward, forwarding
+from flashmoa.router.bodies import TooLarge, json_answer, read_body, refusal, request_object
+from flashmoa.router.connections import EngineLost, connections
+from flashmoa.router.forwarding import Call, Relay, api_key, forward
+from flashmoa.router.paths import CHAT, GENERATE, STREAMS
 from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
 from flashmoa.router.shell.ahead import Ahead
-from flashmoa.router.shell.asks import CHAT, Ask, parsed
+from flashmoa.router.shell.asks import Ask, parsed
 from flashmoa.router.shell.counters import ShellCounters
 from flashmoa.router.shell.writing import Writing
 
-_GENERATE = "/generate"
 # The prefill engine's, so that FlashMoA's clients find a PD pair to be one engine.
-_PREFILLS = ("/prefill_only", "/render", "/prompt_streams", "/flashmoa", "/tokenize", "/detokenize")
+_PREFILLS = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
 _DELETE_SECONDS = 5.0
 _METHODS = ["GET", "POST", "PUT", "DELETE"]
 
@@ -52,7 +53,7 @@ def application(options: ShellOptions) -> Starlette:
     shell = _Shell(options)
     routes = [
         Route(CHAT, shell.asked, methods=["POST"]),
-        Route(_GENERATE, shell.asked, methods=["POST"]),
+        Route(GENERATE, shell.asked, methods=["POST"]),
         Route("/metrics", shell.metrics),
         Route("/{path:path}", shell.passed, methods=_METHODS),
     ]
@@ -67,7 +68,7 @@ class _Shell:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
-        async with forwarding() as self._forwarding:
+        async with connections() as self._connections:
             yield
 
     async def metrics(self, _request: Request) -> Response:
@@ -106,7 +107,7 @@ class _Shell:
         return await self._send(call, target, self._hearing(None))
 
     async def _ask(self, call: Call) -> Response:
-        body = json_object(call.body)
+        body = request_object(call.body)
         ask = parsed(call.path, body)
         if ask.is_ordinary:
             async with self._stream_of(body, call):
@@ -179,7 +180,7 @@ class _Shell:
             if hearing.ending != "answered" or not hearing.last:
                 raise EngineLost("its answer broke off")
             failed = "error" in hearing.last
-            return JSONResponse(hearing.last, 502 if failed else answer.status_code)
+            return json_answer(hearing.last, 502 if failed else answer.status_code)
         return answer
 
     def _hearing(self, own: AgentAnswer | None, streams: bool = False) -> Writing:
@@ -187,7 +188,7 @@ class _Shell:
 
     async def _send(self, call: Call, target: str, hearing: Writing) -> Response:
         async with AsyncExitStack() as stack:
-            return await forward(self._forwarding, call, target, hearing, stack)
+            return await forward(self._connections, call, target, hearing, stack)
         raise AssertionError  # Left by return or raise.
 
     @asynccontextmanager

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from flashmoa.router.paths import CHAT
 from flashmoa.texts import replaced
 
 # The prompt of a request in text form, as a chat, or in token form.
 Form = Literal["text", "chat", "tokens"]
-CHAT = "/v1/chat/completions"
 # What keeps a request's KV apart from that of others with the same tokens.
 _APART = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
 _OURS = ("workflow", "agent")

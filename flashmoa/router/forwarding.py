@@ -43,6 +43,7 @@ _NOT_PASSED_ON = {
     "server",
 }
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_NOT_SENT = re.compile(rb"[^\x21-\x7e]")
 # Bytes of a stream's end in which its usage stands.
 _END = 4096
 
@@ -52,7 +53,7 @@ class Call:
     """A request as it is passed on.
 
     Attributes:
-        path: by which it was routed. target: the path and the query as they were sent.
+        path: by which it was routed. target: the path and the query as they were sent, in ASCII.
     """
 
     method: str
@@ -74,7 +75,9 @@ class Call:
         raw: bytes = request.scope.get("raw_path") or quote(path).encode()
         if query := request.scope["query_string"]:
             raw += b"?" + query
-        return cls(request.method, path, raw.decode("latin-1"), passed_on(request.headers), body)
+        # Some web servers let other bytes in, and all send only these.
+        target = _NOT_SENT.sub(lambda found: b"%%%02X" % found[0][0], raw).decode()
+        return cls(request.method, path, target, passed_on(request.headers), body)
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.bodies import TooLarge, json_answer, read_body, refusal, request_object
 from flashmoa.router.connections import EngineLost, connections
 from flashmoa.router.forwarding import Call, Relay, api_key, forward
-from flashmoa.router.paths import CHAT, GENERATE, STREAMS
+from flashmoa.router.paths import CHAT, GENERATE, STREAMS, Repeat
 from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
 from flashmoa.router.shell.ahead import Ahead
 from flashmoa.router.shell.asks import Ask, parsed
@@ -28,6 +28,8 @@ from flashmoa.router.shell.writing import Writing
 
 # The prefill engine's, so that FlashMoA's clients find a PD pair to be one engine.
 _PREFILLS = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
+# Any engine answers that to who has the key, and does nothing for it.
+_ASKED = "/model_info"
 _DELETE_SECONDS = 5.0
 _METHODS = ["GET", "POST", "PUT", "DELETE"]
 
@@ -112,6 +114,8 @@ class _Shell:
         if ask.is_ordinary:
             async with self._stream_of(body, call):
                 return await self._send(call, self._options.pd_router, self._hearing(None))
+        if (refused := await self._refused(call)) is not None:
+            return refused
         names = {agent: self._name(call, ask, agent) for agent in ask.reads}
         answers = {agent: self._cache.read(name) for agent, name in names.items()}
         own = None
@@ -124,6 +128,18 @@ class _Shell:
             if own is not None and not own.is_over:
                 own.fail(AgentFailed(f"{own.name}'s request failed: {error or 'cancelled'}"))
             raise
+
+    async def _refused(self, call: Call) -> Response | None:
+        """What the prefill engine answers to a key that it refuses: nobody else may wait here."""
+        url, key = self._options.prefill + _ASKED, api_key(call.headers)
+        try:
+            answer, said = await self._connections.exchange("GET", url, key, b"", Repeat.ALWAYS)
+        except EngineLost:
+            return None  # The request itself may find it there again.
+        answer.close()
+        if answer.status not in (401, 403):
+            return None
+        return Response(said, answer.status, media_type=answer.content_type)
 
     def _name(self, call: Call, ask: Ask, agent: str) -> Name:
         return Name(api_key(call.headers).get("authorization", ""), ask.workflow, agent)

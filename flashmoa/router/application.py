@@ -30,6 +30,7 @@ from flashmoa.router.dispatcher import Dispatcher, NoEngine, Place, QueueFull
 from flashmoa.router.engines import Engine, Watch
 from flashmoa.router.fleet import Fleet, Refused, merged
 from flashmoa.router.forwarding import Call, Relay, Tally, api_key, forward
+from flashmoa.router.logs import hide_streams
 from flashmoa.router.options import RouterOptions
 from flashmoa.router.paths import ANYWHERE, ROUTED, STREAMS
 from flashmoa.router.prefix_aware import PrefixAware
@@ -41,6 +42,7 @@ _ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
 
 def application(options: RouterOptions) -> Starlette:
     """OpenAI's and SGLang's routes and prompt streams over all engines, and ``/metrics``."""
+    hide_streams()
     router = _Router(options)
     one = f"{STREAMS}/{{id}}"
     routes = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -130,6 +132,23 @@ async def test_who_reads_a_failed_agent_hears_why(engine: LocalEngine, words: Wo
         assert answer.status_code == 424 and "was refused" in answer.text
     async with EngineClient(engine.url) as watching:
         await settled(watching)
+
+
+async def test_nothing_in_the_logs_tells_the_id_of_a_stream(
+    engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    read = {"prompt": [{"text": words(200, 2080)}, {"agent": "nobody"}], "sampling_params": GREEDY}
+    async with (
+        routed(ShellOptions(engine.url, engine.url)) as shell,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(partial(shell.post, "/generate", json=read))
+        await prefills(client)
+        # It is given back when its client leaves.
+        group.cancel_scope.cancel()
+    await settled(client)
+    assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text
 
 
 async def test_an_answer_that_breaks_off_is_not_handed_out_as_one(

@@ -124,4 +124,7 @@ class Ahead:
         what = (self._engine.url, type(error))
         level = logging.DEBUG if what in _said else logging.WARNING
         _said.add(what)
-        logger.log(level, "%s prefills nothing ahead: %r", self._engine.url, error)
+        reason = repr(error)
+        if self._feed is not None and self._feed.stream_id is not None:
+            reason = reason.replace(self._feed.stream_id, "...")  # It is for its owner.
+        logger.log(level, "%s prefills nothing ahead: %s", self._engine.url, reason)

@@ -19,6 +19,7 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.bodies import TooLarge, json_answer, read_body, refusal, request_object
 from flashmoa.router.connections import EngineLost, connections
 from flashmoa.router.forwarding import Call, Relay, api_key, forward
+from flashmoa.router.logs import hide_streams
 from flashmoa.router.paths import CHAT, GENERATE, STREAMS, Repeat
 from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
 from flashmoa.router.shell.ahead import Ahead
@@ -52,6 +53,7 @@ class ShellOptions:
 
 def application(options: ShellOptions) -> Starlette:
     """What the PD pair's router has, requests that read agents, prompt streams, ``/metrics``."""
+    hide_streams()
     shell = _Shell(options)
     routes = [
         Route(CHAT, shell.asked, methods=["POST"]),

@@ -9,7 +9,17 @@ CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
 STREAMS = "/prompt_streams"
 # Requests with a prompt: they go where the policy says.
-ROUTED = (CHAT, "/v1/completions", "/v1/embeddings", GENERATE, "/prefill_only", STREAMS)
+ROUTED = (
+    CHAT,
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/classify",
+    "/v1/score",
+    "/v1/rerank",
+    GENERATE,
+    "/prefill_only",
+    STREAMS,
+)
 # Any engine can answer these.
 ANYWHERE = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 # Doing it twice is doing it once (RFC 9110 §9.2.2).

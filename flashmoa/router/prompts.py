@@ -107,16 +107,31 @@ def _question(body: Mapping[str, Any]) -> dict[str, Any]:
     """What ``/v1/tokenize`` is asked about a body; nothing where it has no prompt."""
     if body.get("messages") is not None:
         return {name: body[name] for name in _CHAT if body.get(name) is not None}
-    # The last is that of /v1/embeddings, which may be several texts.
-    text = body.get("text", body.get("prompt", body.get("input")))
-    if isinstance(text, list) and all(isinstance(one, str) for one in cast("list[Any]", text)):
-        text = "".join(cast("list[str]", text))
-    if not isinstance(text, str):
+    # The last is that of /v1/embeddings and /v1/classify, which may be several texts.
+    text = _joined(body.get("text", body.get("prompt", body.get("input", _scored(body)))))
+    if text is None:
         return {}
     asked: dict[str, Any] = {"prompt": text}
     if isinstance(body.get("add_special_tokens"), bool):
         asked["add_special_tokens"] = body["add_special_tokens"]
     return asked
+
+
+def _scored(body: Mapping[str, Any]) -> list[Any]:
+    """What /v1/score and /v1/rerank are given: a query, and what each prompt has behind it.
+
+    The query is computed once, so that all of it is about as much work as one prompt.
+    """
+    items = body.get("items", body.get("documents"))
+    query = body.get("query")
+    return [query, *(cast("list[Any]", items) if isinstance(items, list) else [items])]
+
+
+def _joined(text: object) -> str | None:
+    """A text, or several in one."""
+    if isinstance(text, list) and all(isinstance(one, str) for one in cast("list[Any]", text)):
+        return "".join(cast("list[str]", text))
+    return text if isinstance(text, str) else None
 
 
 def _text(asked: Mapping[str, Any]) -> str:
@@ -130,6 +145,9 @@ def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
     for name in ("input_ids", "prompt", "input"):
         if _are_ids(body.get(name)):
             return body[name]
+    scored = _scored(body)
+    if all(_are_ids(one) for one in scored):
+        return [token for one in scored for token in one]
     return None
 
 

@@ -15,7 +15,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.baselines import RoundRobin
 
 from ..engine.support import settled, special_engine
-from .asking import generated, generation, metric, raised
+from .asking import asked, generated, generation, metric, raised
 from .conftest import options, routed
 
 pytestmark = pytest.mark.anyio
@@ -167,6 +167,24 @@ async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: 
             # What is in its cache by then is not computed again.
             assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-3)
         assert await metric(router, "flashmoa_router_prompt_tokens_total") > 0
+
+
+async def test_scores_are_routed(
+    router: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    ask = {"model": "default", "query": words(100, 1070), "label_token_ids": [5, 9]}
+    ask |= {"items": [words(20, 1071), words(20, 1072)], "apply_softmax": True}
+    before = await metric(router, "flashmoa_router_prompt_tokens_total")
+    async with httpx.AsyncClient(base_url=client.url, timeout=60) as direct:
+        told = [await asked(one, "/v1/score", ask) for one in (direct, router)]
+    assert len(told[0]["scores"]) == 2
+    for one, other in zip(told[0]["scores"], told[1]["scores"], strict=True):
+        # What is in its cache by then is not computed again.
+        assert one == pytest.approx(other, abs=1e-3)
+    assert await metric(router, "flashmoa_router_prompt_tokens_total") >= before + 100
+    # Not what it is for, and the engine says so itself.
+    for path in ("/v1/rerank", "/v1/classify"):
+        assert (await router.post(path, json={"model": "default"})).status_code == 400
 
 
 async def test_a_client_s_api_key_is_passed_on_and_the_router_s_is_not_lent(

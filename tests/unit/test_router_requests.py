@@ -20,7 +20,7 @@ from starlette.routing import Route
 from flashmoa.router.application import application
 from flashmoa.router.bodies import json_answer
 from flashmoa.router.options import RouterOptions
-from flashmoa.router.paths import CHAT, GENERATE, STREAMS
+from flashmoa.router.paths import CHAT, GENERATE, ROUTED, STREAMS
 from flashmoa.router.shell.application import ShellOptions
 from flashmoa.router.shell.application import application as shell
 
@@ -156,8 +156,7 @@ async def test_a_stream_s_requests_go_to_its_engine() -> None:
 
 
 REFUSED = [
-    *[("POST", path) for path in (CHAT, "/v1/completions", "/v1/embeddings", GENERATE)],
-    *[("POST", path) for path in ("/prefill_only", STREAMS, "/render", "/tokenize")],
+    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
     *[("POST", f"{STREAMS}/{name}/{what}") for name in "ax" for what in ("append", "keep_alive")],
     *[(method, f"{STREAMS}/{name}") for name in "ax" for method in ("GET", "DELETE")],
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/server_info")],
@@ -214,6 +213,7 @@ prompts = st.one_of(texts, ids, parts, st.lists(texts, max_size=3), odd)
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("text", "prompt", "input", "input_ids"), prompts),
     **dict.fromkeys(("cache_salt", "extra_key", "workflow", "agent", "stream", "n"), odd),
+    **dict.fromkeys(("query", "items", "documents"), prompts),
     "messages": st.one_of(st.lists(message, max_size=3), odd),
     "tools": odd,
     "sampling_params": st.one_of(st.fixed_dictionaries({}, optional={"n": odd}), odd),
@@ -234,10 +234,8 @@ def bodies(draw: st.DrawFn) -> bytes:
     return written.replace(f'"{DEEP}"', inner).encode("utf-8", "surrogatepass")
 
 
-# Those whose bodies a router reads.
-READ = [CHAT, "/v1/completions", "/v1/embeddings", GENERATE, "/prefill_only", STREAMS]
 ROUTES = [
-    *[("POST", path) for path in (*READ, "/render", "/tokenize")],
+    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
     *[("POST", f"{STREAMS}/ID/{what}") for what in ("append", "keep_alive")],
     *[(method, f"{STREAMS}/ID") for method in ("GET", "DELETE")],
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/metrics", "/health")],
@@ -294,7 +292,7 @@ async def test_no_depth_of_a_body_is_too_much(any_router: Asked, path: str) -> N
 @EXAMPLES
 @example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
 @example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')
-@given(path=st.sampled_from(READ), body=bodies())
+@given(path=st.sampled_from(ROUTED), body=bodies())
 async def test_a_router_says_what_is_wrong_with_a_body(
     any_router: Asked, path: str, body: bytes
 ) -> None:

@@ -272,6 +272,21 @@ async def test_embeddings_have_prompts_too() -> None:
         assert many.length == 50
 
 
+async def test_what_is_scored_has_a_prompt_that_begins_with_its_query() -> None:
+    query, documents = "a" * 200, ["b" * 100, "c" * 100]
+    async with httpx.AsyncClient() as http:
+        prompts = Prompts(http, lambda: False)
+        for name in ("items", "documents"):
+            told = await prompts.blocks({"query": query, name: documents}, "", {})
+            assert told == text_blocks(query + "".join(documents))
+        one = await prompts.blocks({"query": query, "items": "b"}, "", {})
+        assert one == text_blocks(query + "b")
+        tokens = {"query": [1] * 16, "items": [[1] * 8, [1] * 8]}
+        assert await prompts.blocks(tokens, "", {}) == PROMPT
+        for odd in ({"query": query}, {"items": ["b"]}, {"query": [[1]], "items": [["b"]]}):
+            assert await prompts.blocks(odd, "", {}) == Blocks((), 0)
+
+
 def test_engines_are_told_of_as_one_that_does_what_all_can() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}

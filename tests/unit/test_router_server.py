@@ -12,7 +12,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from starlette.requests import Request
 
 from flashmoa import cli
-from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
+from flashmoa.router.blocks import token_blocks
 from flashmoa.router.connections import EngineLost, connections
 from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
 from flashmoa.router.engines import Engine, Watch
@@ -24,7 +24,6 @@ from flashmoa.router.paths import Repeat
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.progress import Progress
-from flashmoa.router.prompts import Prompts
 
 pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TokenCount(), saturation=20)
@@ -74,28 +73,6 @@ async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
     dispatcher.join("b", SMALL)
     await ask()
     assert lost == ["nobody", "b"]
-
-
-async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
-    asked: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.host)
-        if request.url.host == "plain":
-            return httpx.Response(404)
-        return httpx.Response(200, json={"tokens": [1] * 32})
-
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        prompts = Prompts(http, lambda: True, remembered=3)
-        for _ in range(2):
-            assert await prompts.blocks({"text": "a b"}, "http://ours", {}) == PROMPT
-        assert await prompts.blocks({"input_ids": [1] * 32}, "http://ours", {}) == PROMPT
-        salted = await prompts.blocks({"prompt": "a b", "cache_salt": "x"}, "http://ours", {})
-        assert salted == token_blocks([1] * 32, salt="x")
-        for text in ("c", "d"):
-            plain = await prompts.blocks({"text": text * 80}, "http://plain", {})
-            assert plain == text_blocks(text * 80)
-    assert asked == ["ours", "ours", "plain"]
 
 
 async def test_an_engine_too_busy_to_say_what_it_is_is_asked_again() -> None:
@@ -196,15 +173,6 @@ async def test_an_engine_that_has_the_prompt_takes_its_request_at_once() -> None
         place.computed()
 
 
-async def test_a_prompt_is_known_at_once_where_nobody_has_to_be_asked() -> None:
-    async with httpx.AsyncClient() as http:
-        text = {"text": "a" * 200}
-        assert Prompts(http, lambda: False).at_once(text) == text_blocks("a" * 200)
-        asking = Prompts(http, lambda: True)
-        assert asking.at_once(text) == Blocks((), 50)
-        assert asking.at_once({"input_ids": [1] * 32}) == PROMPT
-
-
 async def test_a_prompt_is_computed_once_a_later_snapshot_says_that_nobody_waits() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
@@ -261,30 +229,6 @@ async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
 def test_headers_that_concern_one_connection_stay_there() -> None:
     given = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
     assert passed_on(given) == {"Authorization": "Bearer k"}
-
-
-async def test_embeddings_have_prompts_too() -> None:
-    async with httpx.AsyncClient() as http:
-        prompts = Prompts(http, lambda: False)
-        assert await prompts.blocks({"input": "a" * 200}, "", {}) == text_blocks("a" * 200)
-        assert await prompts.blocks({"input": [1] * 32}, "", {}) == PROMPT
-        many = await prompts.blocks({"input": ["a" * 100, "b" * 100]}, "", {})
-        assert many.length == 50
-
-
-async def test_what_is_scored_has_a_prompt_that_begins_with_its_query() -> None:
-    query, documents = "a" * 200, ["b" * 100, "c" * 100]
-    async with httpx.AsyncClient() as http:
-        prompts = Prompts(http, lambda: False)
-        for name in ("items", "documents"):
-            told = await prompts.blocks({"query": query, name: documents}, "", {})
-            assert told == text_blocks(query + "".join(documents))
-        one = await prompts.blocks({"query": query, "items": "b"}, "", {})
-        assert one == text_blocks(query + "b")
-        tokens = {"query": [1] * 16, "items": [[1] * 8, [1] * 8]}
-        assert await prompts.blocks(tokens, "", {}) == PROMPT
-        for odd in ({"query": query}, {"items": ["b"]}, {"query": [[1]], "items": [["b"]]}):
-            assert await prompts.blocks(odd, "", {}) == Blocks((), 0)
 
 
 def test_engines_are_told_of_as_one_that_does_what_all_can() -> None:

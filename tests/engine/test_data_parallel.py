@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flashmoa_sglang import releases
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
@@ -15,6 +16,10 @@ from .support import generate, prefilled, special_engine
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.skipif(
+    releases.installed() == "0.5.23",
+    reason="its data-parallel ranks do not start in a forked server",
+)
 async def test_siblings_are_computed_once_and_strangers_are_spread(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:

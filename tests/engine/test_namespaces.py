@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from flashmoa_sglang import releases
 from safetensors.torch import save_file
 
 from flashmoa.engine import EngineClient
@@ -47,6 +48,8 @@ def became(answer: dict[str, Any]) -> str:
 async def test_a_stream_serves_only_requests_with_its_salt(
     engine: LocalEngine, client: EngineClient, words: Words, name: str
 ) -> None:
+    if name not in releases.namespace_fields("a", None, None):
+        pytest.skip("/generate of this release has no cache_salt")
     text = words(300, 600)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         await client.flush_cache()

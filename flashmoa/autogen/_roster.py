@@ -104,8 +104,9 @@ class Roster:
         """Raises: NotForecastable."""
         if agent == MANAGER:
             return manager_dry_runs(self._caller(agent))
-        if self._parts.reader is not None and agent == SUMMARY:
-            return [summary_dry_run(self._parts.reader, self._said())]
+        reader = self._parts.reader
+        if reader is not None and agent == SUMMARY:
+            return [summary_dry_run(reader, self._said(), reader.name in self._include)]
         included = agent in self._include
         return agent_dry_runs(self._caller(agent), self.received(agent), included)
 

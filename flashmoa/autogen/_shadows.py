@@ -16,25 +16,20 @@ from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrato
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryQueryResult, UpdateContextResult
-from autogen_core.model_context import (
-    BufferedChatCompletionContext,
-    ChatCompletionContext,
-    HeadAndTailChatCompletionContext,
-    UnboundedChatCompletionContext,
-)
+from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
 from autogen_core.models import CreateResult, LLMMessage, SystemMessage
-from autogen_core.tools import StaticWorkbench
+from autogen_core.tools import BaseTool, StaticWorkbench
 
-from flashmoa.autogen._classifier import ClassifierAgent
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import Call, DryRun, NotForecastable
-from flashmoa.scoring import Scores
-
-_CONTEXTS = (
-    UnboundedChatCompletionContext,
-    BufferedChatCompletionContext,
-    HeadAndTailChatCompletionContext,
+from flashmoa.autogen._stock import (
+    AGENTS,
+    CONTEXTS,
+    own_code,
+    require_stock,
+    require_stock_message,
 )
+from flashmoa.scoring import Scores
 
 
 class _Captured(Exception):
@@ -100,13 +95,14 @@ def rewrites(agent: Any, included: bool) -> str | None:
     Args:
         included: whether the user vouches for an agent that is no stock one.
     """
-    if isinstance(agent, MessageFilterAgent):
-        return rewrites(agent._wrapped_agent, included)
-    if included or isinstance(agent, SocietyOfMindAgent):
+    if included:
         return None
-    if not _is_stock_assistant(agent):
+    if not own_code(agent, MessageFilterAgent):
+        return rewrites(agent._wrapped_agent, included)
+    if own_code(agent, AssistantAgent, SocietyOfMindAgent):
         return f"a {type(agent).__name__} may send others something else than its model's text"
-    return None if agent._output_content_type is None else "its answer is structured"
+    structured = getattr(agent, "_output_content_type", None) is not None
+    return "its answer is structured" if structured else None
 
 
 def agent_dry_runs(
@@ -121,59 +117,84 @@ def agent_dry_runs(
     Raises:
         NotForecastable: a dry run could have effects, or would not tell.
     """
-    client = client_of(agent)
-    if client is None:
-        raise NotForecastable("it has no FlashMoAChatCompletionClient")
-    listening = _ListeningClient(client)
-    memories = _memories(agent)
+    listening = _listening(agent, included)
+    if not included:
+        _require_stock_agent(agent)
+        for message in received:
+            require_stock_message(message)
 
     def dry_run(memory: Any) -> DryRun:
         async def run(future: Sequence[BaseChatMessage]) -> Call:
-            shadow = _shadow(agent, listening, memory, included)
+            shadow = _shadow(agent, listening, memory)
             return await _captured(shadow, [*received, *future])
 
         return run
 
-    return [dry_run(memory) for memory in memories]
+    return [dry_run(memory) for memory in _memories(agent)]
 
 
 def manager_dry_runs(manager: Any) -> list[DryRun]:
     """Dry runs of a manager's own next call. Raises: NotForecastable."""
-    client = client_of(manager)
-    if client is None:
-        raise NotForecastable("it has no FlashMoAChatCompletionClient")
-    listening = _ListeningClient(client)
-    if type(manager) is SelectorGroupChatManager:
+    listening = _listening(manager, included=False)
+    if not own_code(manager, SelectorGroupChatManager):
         return [lambda future: _selection(manager, listening, future)]
-    if type(manager) is MagenticOneOrchestrator:
+    if not own_code(manager, MagenticOneOrchestrator):
         return [lambda future: _ledger(manager, listening, future)]
     raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
 
 
-def summary_dry_run(agent: SocietyOfMindAgent, said: Sequence[BaseChatMessage]) -> DryRun:
+def summary_dry_run(
+    agent: SocietyOfMindAgent, said: Sequence[BaseChatMessage], included: bool = False
+) -> DryRun:
     """Of the call that reads what the agent's team has said, and will have.
+
+    Args:
+        included: as of :func:`agent_dry_runs`.
 
     Raises: NotForecastable.
     """
-    client = client_of(agent)
-    if client is None:
-        raise NotForecastable("it has no FlashMoAChatCompletionClient")
-    listening = _ListeningClient(client)
+    listening = _listening(agent, included)
+    if not included:
+        require_stock(agent, SocietyOfMindAgent)
+        for message in said:
+            require_stock_message(message)
 
     async def run(future: Sequence[BaseChatMessage]) -> Call:
         shadow: Any = copy.copy(agent)
         shadow._model_client = listening
+        # What it was given before is read for its team alone.
+        shadow._model_context = UnboundedChatCompletionContext()
         shadow._team = _Spoken([*said, *future])
         return await _captured(shadow, [])
 
     return run
 
 
-def _is_stock_assistant(agent: Any) -> bool:
-    return (
-        isinstance(agent, AssistantAgent)
-        and type(agent).on_messages_stream is AssistantAgent.on_messages_stream
-    )
+def _listening(caller: Any, included: bool) -> _ListeningClient:
+    client = client_of(caller)
+    if client is None:
+        raise NotForecastable("it has no FlashMoAChatCompletionClient")
+    if not included:
+        require_stock(client, FlashMoAChatCompletionClient)
+    return _ListeningClient(client)
+
+
+def _require_stock_agent(agent: Any) -> None:
+    """Raises: NotForecastable, where a dry run would run code that is not AutoGen's own."""
+    if not isinstance(agent, AGENTS):
+        raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
+    require_stock(agent, *AGENTS)
+    if isinstance(agent, MessageFilterAgent):
+        _require_stock_agent(agent._wrapped_agent)
+    elif isinstance(agent, AssistantAgent):
+        for workbench in agent._workbench:
+            if not isinstance(workbench, StaticWorkbench):
+                raise NotForecastable("its workbench would have to be asked for its tools")
+            require_stock(workbench, StaticWorkbench)
+            for tool in workbench._tools:
+                require_stock(tool, BaseTool)
+        for tool in agent._handoff_tools:
+            require_stock(tool, BaseTool)
 
 
 def _memories(agent: Any) -> list[Any]:
@@ -183,22 +204,18 @@ def _memories(agent: Any) -> list[Any]:
     if not memory:
         return [None]
     # A list only lists; asking others may cost or change something.
-    if all(type(one) is ListMemory for one in memory):
+    if not any(own_code(one, ListMemory) for one in memory):
         return [list(memory)]
     return [None, [_Found()]]
 
 
-def _shadow(agent: Any, listening: _ListeningClient, memory: Any, included: bool) -> Any:
+def _shadow(agent: Any, listening: _ListeningClient, memory: Any) -> Any:
     shadow: Any = copy.copy(agent)
     if isinstance(agent, MessageFilterAgent):
-        shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory, included)
+        shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory)
         return shadow
-    if not _is_stock_assistant(agent):
-        if included or type(agent) is ClassifierAgent:
-            return _custom_shadow(shadow, listening)
-        raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
-    if not all(isinstance(one, StaticWorkbench) for one in agent._workbench):
-        raise NotForecastable("its workbench would have to be asked for its tools")
+    if own_code(agent, AssistantAgent):
+        return _custom_shadow(shadow, listening)
     shadow._model_client = listening
     shadow._model_context = _clone(agent._model_context)
     shadow._memory = memory
@@ -217,7 +234,7 @@ def _custom_shadow(shadow: Any, listening: _ListeningClient) -> Any:
 
 
 def _clone(context: Any) -> Any:
-    if type(context) not in _CONTEXTS:
+    if own_code(context, *CONTEXTS):
         raise NotForecastable(
             f"its {type(context).__name__} keeps messages by rules that a text still being "
             "written can change"

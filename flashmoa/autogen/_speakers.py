@@ -21,6 +21,8 @@ from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRob
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 
+from flashmoa.autogen._stock import own_code
+
 # The manager's own calls (Selector, MagenticOne); no participant can be called so.
 MANAGER = "(manager)"
 # The call of a SocietyOfMindAgent that reads what its team has said.
@@ -57,7 +59,7 @@ def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
     which nobody can tell before it is complete.
     """
     for kind, rule in _RULES.items():
-        if isinstance(manager, kind) and type(manager).select_speaker is kind.select_speaker:
+        if own_code(manager, kind) is None:
             return rule(manager, speaker)
     return []
 

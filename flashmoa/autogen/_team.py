@@ -48,12 +48,14 @@ def link(  # noqa: PLR0913 - all but the team have a default
         team: a ``RoundRobinGroupChat``, ``GraphFlow``, ``SelectorGroupChat``, ``Swarm`` or
             ``MagenticOneGroupChat``. Its agents' model clients must be
             ``FlashMoAChatCompletionClient``; agents with other clients, and agents that are no
-            stock ``AssistantAgent``, alone or in a ``MessageFilterAgent``, run unlinked.
+            stock ``AssistantAgent``, alone or in a ``MessageFilterAgent``, or override what
+            builds its prompts, run unlinked: no code but AutoGen's own is run to link.
         stream: ``False`` prefills only what is known beforehand, and streams no tokens.
         on_failure: what becomes of a link whose upstream agent fails; for all, or by the names
             of the agents linked to. By default as the agent's client has it.
         kv_share: of an engine's KV pool, for agents that may speak next but need not.
-        include: names of agents of your own classes that are to be linked, too. Such an agent
+        include: names of agents of your own classes that are to be linked, too, or that hold a
+            workbench, tool or client that is. Such an agent
             keeps its model client as ``_model_client``, sends others the text its model answers
             with, and up to that call changes nothing but its own lists, dicts, sets and contexts:
             to tell its next prompt, it is run up to there on a copy.

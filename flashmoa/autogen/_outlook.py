@@ -11,7 +11,9 @@ import anyio
 from flashmoa.autogen._calls import Request
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import UNCERTAIN, NotForecastable, forecast
-from flashmoa.autogen._roster import Roster
+from flashmoa.autogen._held import HeldLinks
+from flashmoa.autogen._room import Room
+from flashmoa.autogen._roster import Basis, Roster
 from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.engine import EngineError, PluginMissing
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 _DELIVERY_SECONDS = 0.002
 _LONGEST_DELIVERY = 1.0
 _END_POLL_SECONDS = 0.2
-_CHARACTERS_PER_TOKEN = 3
+# How long a team that has ended is waited for, to run again.
+_NEXT_RUN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ class Outlook:
     """The links of one team (an ``Audience`` of its calls).
 
     Args:
-        societies: the outlooks of teams whose ``SocietyOfMindAgent`` is a member of this one,
-            by its name.
+        inner: the outlooks of teams that are members of this one, or whose
+            ``SocietyOfMindAgent`` is, by the member's name.
     """
 
     def __init__(
@@ -60,24 +63,25 @@ class Outlook:
         roster: Roster,
         settings: Settings,
         listener: Listener,
-        societies: Mapping[str, Outlook],
+        inner: Mapping[str, Outlook],
     ) -> None:
         self.listener = listener
         self.streams = settings.ahead == "text"
         self.host = TaskHost()
         self._roster = roster
         self._settings = settings
-        self._societies = societies
-        self._links: dict[str, Link] = {}
-        self._unsure: set[str] = set()
-        # What links were made from, as far as it may be another thing at the next look.
-        self._bases: dict[str, object] = {}
+        self._inner = inner
+        self._links = HeldLinks(roster, streams=self.streams)
         self._running: dict[str, RunningTurn] = {}
         self._speaker = ""
+        # To whom the last look could make no link, and what was said of that.
         self._declined: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
+        # Whose engine has no plugin; it is asked again in the team's next run.
+        self._plain: set[str] = set()
         # Whose writers were done before a link to them could be made.
         self._overtaken: set[str] = set()
-        self._pools: dict[str, int] = {}
+        self._room = Room(settings.kv_share)
         self._looking = Repeated(self.host, self._look_ahead)
         self._watching = Repeated(self.host, self._watch_end)
         # Counts what makes a look out of date: a call, the end of a run.
@@ -88,7 +92,7 @@ class Outlook:
         self._changes += 1
         own, rewritten = self._take(agent), self._roster.rewrites(agent)
         missed = self._looking.is_running or agent in self._overtaken
-        early = own is None and missed and agent not in self._declined
+        early = own is None and missed and agent not in self._declined | self._plain
         self._overtaken.discard(agent)
         turn = RunningTurn(self, agent, request, own, rewritten=rewritten, early=early)
         # Whatever was complete before has been delivered, or somebody is waited for anyway.
@@ -101,12 +105,12 @@ class Outlook:
 
     def _take(self, agent: str) -> Link | None:
         """The link to the prompt of a call that is here."""
-        society = self._societies.get(agent)
-        return self._links.pop(agent, None) if society is None else society._take(SUMMARY)
+        inner = self._inner.get(agent)
+        return self._links.take(agent) if inner is None else inner._links.take(SUMMARY)
 
     def finished(self, turn: RunningTurn) -> None:
         """A turn's message is known; what others write at the same time comes after it."""
-        waiting = [name for name, link in self._links.items() if link.waits_for(UNCERTAIN)]
+        waiting = [name for name, link in self._links.all() if link.waits_for(UNCERTAIN)]
         counts = {name: len(self._roster.received(name)) for name in waiting if name != MANAGER}
         if counts:
             self.host.start(lambda: self._look_when_delivered(turn, counts))
@@ -117,7 +121,7 @@ class Outlook:
             del self._running[turn.agent]
 
     def waiting_for(self, agent: str) -> list[Link]:
-        return [link for link in self._links.values() if link.waits_for(agent)]
+        return [link for _, link in self._links.all() if link.waits_for(agent)]
 
     def give_back(self, link: Link) -> None:
         self.host.finish(link.delete_stream)
@@ -126,10 +130,11 @@ class Outlook:
         """No call will come any more that could use a link."""
         self._changes += 1
         self._looking.withdraw()
-        for link in self._links.values():
-            link.end(reason)
-        self._links.clear()
+        for name, _ in self._links.all():
+            self._links.end(name, reason)
         self._running.clear()
+        self._overtaken.clear()
+        self._plain.clear()
 
     def _look(self) -> None:
         """Have the links brought up to date, once for all reasons there are by then."""
@@ -141,11 +146,12 @@ class Outlook:
     async def _look_ahead(self) -> None:
         await anyio.sleep(_DELIVERY_SECONDS)
         changes = self._changes
-        for turn in await self._roster.upcoming(self._speaker):
+        turns = await self._roster.upcoming(self._speaker)
+        self._links.end_idle({turn.agent for turn in turns} | self._roster.speaking())
+        for turn in turns:
             if changes != self._changes:
                 break
-            if turn.agent not in self._declined and turn.agent not in self._societies:
-                await self._serve(turn, changes)
+            await self._serve(turn, changes)
 
     async def _watch_end(self) -> None:
         """A team that has ended, by whatever condition, tells nobody."""
@@ -155,6 +161,19 @@ class Outlook:
             await anyio.sleep(_END_POLL_SECONDS)
             ended = 0 if self._roster.is_running else ended + 1
         self.end_all("unused")
+        self.host.start(self._await_next_run)
+
+    async def _await_next_run(self) -> None:
+        """Have what is known of the next run's first prompts prefilled, in case it comes soon."""
+        changes = self._changes
+        for turn in await self._roster.starting():
+            if changes == self._changes:
+                await self._serve(turn, changes)
+        with anyio.move_on_after(_NEXT_RUN_SECONDS):
+            while changes == self._changes and self._links.are_of_this_run():  # noqa: ASYNC110
+                await anyio.sleep(_END_POLL_SECONDS)
+        if changes == self._changes:
+            self.end_all("unused")
 
     async def _look_when_delivered(self, turn: RunningTurn, counts: dict[str, int]) -> None:
         """Look again once all who wait have more messages than these."""
@@ -169,25 +188,35 @@ class Outlook:
 
     async def _serve(self, turn: Turn, changes: int) -> None:
         """Have a link for a turn that may come, made from what was known at ``changes``."""
+        if turn.agent in self._inner or turn.agent in self._plain:
+            return
         try:
-            basis = (turn, len(self._roster.received(turn.agent)))
-            if self._fits(turn, basis):
+            if self._links.fits(turn):
                 return
             # Until there is a link; whatever keeps it from being made from here on is haste.
             self._overtaken.add(turn.agent)
             if not self._is_now(turn):
                 return
             client = self._roster.client(turn.agent)
-            prompt = await self._forecast(turn, client)
+            stand_ins = StandIns(turn.writers)
+            futures = self._roster.futures(turn, stand_ins)
+            basis = self._roster.basis(turn, coming=len(futures[0]))
+            dry_runs = self._roster.dry_runs(turn.agent)
+            prompt = await forecast(client, dry_runs, futures, stand_ins)
+            self._declined.discard(turn.agent)
             if changes != self._changes:
                 return
-            self._bases[turn.agent] = basis
-            if self._is_now(turn) and not self._goes_on(turn, prompt):
-                await self._open(turn, client, prompt, changes)
+            if not self._is_now(turn):
+                return
+            if link := self._links.go_on(prompt, basis):
+                self._replay(link)
+            else:
+                await self._open(client, prompt, basis, changes)
         except NotForecastable as reason:
             self._decline(turn.agent, str(reason))
         except PluginMissing as problem:
-            self._declined.add(turn.agent)
+            self._plain.add(turn.agent)
+            self._overtaken.discard(turn.agent)
             report_plain_engine(self._roster.client(turn.agent).engine.url, problem)
         except EngineError as error:
             self._overtaken.discard(turn.agent)
@@ -196,44 +225,17 @@ class Outlook:
             # The agent's own code: its tools, its context. It must not cost the others theirs.
             self._decline(turn.agent, f"its next prompt could not be told: {error!r}")
 
-    def _fits(self, turn: Turn, basis: object) -> bool:
-        """Whether there is a link that needs nothing new."""
-        link = self._links.get(turn.agent)
-        if link is None or (link.is_over and self.streams):
-            return False
-        waits = {slot.name for slot in link.prompt.slots if slot.is_open}
-        if not self.streams:
-            return True
-        if UNCERTAIN in waits or turn.handoff:
-            return self._bases.get(turn.agent) == basis
-        return waits == set(turn.writers)
-
     def _is_now(self, turn: Turn) -> bool:
         """Whether those who are to be writing still are; else their messages are on the way,
         and the call that follows looks again."""
         now = [self._running.get(name) for name in turn.after[0]] if turn.after else []
         return all(running is None or not running.complete for running in now)
 
-    async def _forecast(self, turn: Turn, client: FlashMoAChatCompletionClient) -> Prompt:
-        stand_ins = StandIns(turn.writers)
-        futures = self._roster.futures(turn, stand_ins)
-        return await forecast(client, self._roster.dry_runs(turn.agent), futures, stand_ins)
-
-    def _goes_on(self, turn: Turn, prompt: Prompt) -> bool:
-        """Let the link there is go on with what is certain now."""
-        link = self._links.get(turn.agent)
-        if link is None or link.is_over:
-            return False
-        if link.become(prompt):
-            self._replay(link)
-            return True
-        link.end("mispredicted")
-        return False
-
     async def _open(
-        self, turn: Turn, client: FlashMoAChatCompletionClient, prompt: Prompt, changes: int
+        self, client: FlashMoAChatCompletionClient, prompt: Prompt, basis: Basis, changes: int
     ) -> None:
-        if not turn.sure and not await self._has_room(client, prompt):
+        turn, unsure = basis.turn, self._links.unsure()
+        if not turn.sure and not await self._room.has(client.engine, prompt, unsure):
             self._overtaken.discard(turn.agent)
             reason = "likelier agents hold the share of the KV pool for links that may be in vain"
             self.listener(LinkDeclined(agent=turn.agent, engine=client.engine.url, reason=reason))
@@ -247,9 +249,8 @@ class Outlook:
             on_failure=self._settings.policy(turn.agent, client),
             listener=self.listener,
         )
-        self._links[turn.agent] = link
+        self._links.add(link, basis)
         self._overtaken.discard(turn.agent)
-        (self._unsure.discard if turn.sure else self._unsure.add)(turn.agent)
         self._replay(link)
         self.host.start(link.run)
 
@@ -258,18 +259,13 @@ class Outlook:
             if link.waits_for(running.agent):
                 running.replay(link)
 
-    async def _has_room(self, client: FlashMoAChatCompletionClient, prompt: Prompt) -> bool:
-        """Whether links that may be in vain leave the rest of the KV pool to others."""
-        url = client.engine.url
-        if url not in self._pools:
-            self._pools[url] = sum(rank.total for rank in (await client.engine.info()).kv)
-        others = [link for name, link in self._links.items() if name in self._unsure]
-        prompts = [link.prompt for link in others if link.engine.url == url and not link.is_over]
-        characters = sum(len(one.stable()) for one in [*prompts, prompt])
-        return characters <= _CHARACTERS_PER_TOKEN * self._settings.kv_share * self._pools[url]
-
     def _decline(self, agent: str, reason: str) -> None:
+        """This time; what is said of it is said once."""
         self._overtaken.discard(agent)
         self._declined.add(agent)
+        self._links.end(agent, "unused")
+        if (agent, reason) in self._said:
+            return
+        self._said.add((agent, reason))
         logger.warning("%s runs unlinked: %s", agent, reason)
         self.listener(LinkDeclined(agent=agent, engine="", reason=reason))

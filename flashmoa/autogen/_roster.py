@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from autogen_agentchat.agents import MessageFilterAgent
+from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent
 from autogen_agentchat.base import Team
-from autogen_agentchat.messages import BaseChatMessage, HandoffMessage, TextMessage
+from autogen_agentchat.messages import BaseChatMessage, TextMessage
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
+from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 from autogen_core import AgentId
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
@@ -21,11 +23,29 @@ from flashmoa.autogen._shadows import (
     rewrites,
     summary_dry_run,
 )
-from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn, summary, upcoming
+from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn, starting, summary, upcoming
+from flashmoa.autogen._stock import own_code
 from flashmoa.stand_ins import StandIns
 
 # Some message of somebody; what matters is that there is one.
 _ANOTHER = TextMessage(content="?", source="x")
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What an agent's prompt was told from.
+
+    Attributes:
+        received: by the agent, until then.
+        coming: how many more it was to receive until its turn, as far as that was known.
+        said, last: how many messages the team's thread had, and the last of them, if any.
+    """
+
+    turn: Turn
+    received: list[BaseChatMessage]
+    coming: int
+    said: int
+    last: list[Any]
 
 
 class Roster:
@@ -83,15 +103,55 @@ class Roster:
             for name in turn.writers:
                 await self._find(name)
         turns = upcoming(manager, speaker)
+        if isinstance(manager, SwarmGroupChatManager):
+            targets = self._handoff_targets(speaker)
+            turns = [turn for turn in turns if targets is None or turn.agent in targets]
         if self._parts.reader is not None and speaker != MANAGER:
             turns.append(summary(turns, speaker))
         return turns
 
+    async def starting(self) -> list[Turn]:
+        """The first turns of the next run of a team whose run has ended, of those who have been
+        told something since they last called their model.
+
+        None of a ``SocietyOfMindAgent``'s team, which forgets all after each run.
+        """
+        if self._parts.reader is not None:
+            return []
+        turns = starting(await self._find(MANAGER))
+        for turn in turns:
+            await self._find(turn.agent)
+        return [turn for turn in turns if self.received(turn.agent)]
+
+    def speaking(self) -> set[str]:
+        """Whom the manager has asked to speak, and waits for."""
+        return set(self._instances[MANAGER]._active_speakers)
+
     def received(self, agent: str) -> list[BaseChatMessage]:
-        """What a participant has been sent since its last turn; what the reader has in all."""
+        """What a participant has been sent since its last turn; what the manager, or the reader,
+        has in all."""
         if agent == SUMMARY:
             return self._said()
-        return [] if agent == MANAGER else list(self._container(agent)._message_buffer)
+        if agent == MANAGER:
+            thread: list[Any] = self._instances[MANAGER]._message_thread
+            return [message for message in thread if isinstance(message, BaseChatMessage)]
+        return list(self._container(agent)._message_buffer)
+
+    def basis(self, turn: Turn, coming: int) -> Basis:
+        """What a prompt of this turn would be made from now; ``coming`` as in :class:`Basis`."""
+        thread: list[Any] = self._instances[MANAGER]._message_thread
+        return Basis(turn, self.received(turn.agent), coming, len(thread), thread[-1:])
+
+    def since(self, basis: Basis) -> int | None:
+        """How many messages an agent was sent since; ``None`` where that, or its team, was reset,
+        or it has had a turn."""
+        thread: list[Any] = self._instances[MANAGER]._message_thread
+        before = [*basis.received, *basis.last]
+        received = self.received(basis.turn.agent)
+        now = received[: len(basis.received)] + thread[: basis.said][-1:]
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            return None
+        return len(received) - len(basis.received)
 
     def client(self, agent: str) -> FlashMoAChatCompletionClient:
         """Raises: NotForecastable."""
@@ -115,8 +175,6 @@ class Roster:
 
         Raises: NotForecastable.
         """
-        if turn.handoff:
-            return [[self._handoff(turn)]]
         widest = max((len(step) for step in turn.after), default=1)
         futures: list[Sequence[BaseChatMessage]] = []
         for first in range(widest):
@@ -135,7 +193,7 @@ class Roster:
             names = sorted(step)
             turned = first % len(names)
             for name in names[turned:] + names[:turned]:
-                if self._is_team(name):  # Who knows how many messages it will send.
+                if not self._sends_one_message(name):
                     return messages, False
                 source = self._instances[MANAGER]._name if name == MANAGER else name
                 messages.append(TextMessage(content=stand_ins.padded(name), source=source))
@@ -148,16 +206,22 @@ class Roster:
         thread: list[Any] = manager._message_thread
         return [m for m in thread if isinstance(m, BaseChatMessage) and m.source in names]
 
-    def _handoff(self, turn: Turn) -> HandoffMessage:
-        (giver,) = turn.after[0]
-        handoffs: dict[str, Any] = getattr(self._caller(giver), "_handoffs", {})
-        for handoff in handoffs.values():
-            if handoff.target == turn.agent:
-                return HandoffMessage(content=handoff.message, target=turn.agent, source=giver)
-        raise NotForecastable(f"{giver} hands nothing off to it")
+    def _handoff_targets(self, giver: str) -> set[str] | None:
+        """Whom an agent can hand off to; ``None`` where only its own code knows."""
+        agent = self._assistant(giver)
+        return None if agent is None else {one.target for one in agent._handoffs.values()}
 
-    def _is_team(self, name: str) -> bool:
-        return name != MANAGER and isinstance(self._caller(name), Team)
+    def _assistant(self, name: str) -> AssistantAgent | None:
+        agent: Any = None if name == MANAGER else self._caller(name)
+        while isinstance(agent, MessageFilterAgent):
+            agent = agent._wrapped_agent
+        return agent if not own_code(agent, AssistantAgent) else None
+
+    def _sends_one_message(self, name: str) -> bool:
+        """A team sends who knows how many, a handoff what came of the tools beside it."""
+        if name != MANAGER and isinstance(self._caller(name), Team):
+            return False
+        return not self._handoff_targets(name)
 
     def _caller(self, agent: str) -> Any:
         if agent == SUMMARY:

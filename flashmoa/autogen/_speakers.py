@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from autogen_agentchat.messages import HandoffMessage
 from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
 from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import GraphFlowManager
 from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import (
@@ -39,13 +40,11 @@ class Turn:
         agent: a participant's name, :data:`MANAGER` or :data:`SUMMARY`.
         after: who writes before it, in order, beginning with those who are writing now.
         sure: whether it comes for certain, unless the team ends before.
-        handoff: whether what it is given last is the handoff to it, not text of ``after``.
     """
 
     agent: str
     after: tuple[Step, ...] = ()
     sure: bool = True
-    handoff: bool = False
 
     @property
     def writers(self) -> tuple[str, ...]:
@@ -61,6 +60,17 @@ def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
     for kind, rule in _RULES.items():
         if own_code(manager, kind) is None:
             return rule(manager, speaker)
+    return []
+
+
+def starting(manager: BaseGroupChatManager) -> list[Turn]:
+    """The first turns of a team's next run, once this one has ended; none where its task decides.
+
+    None of them is sure, as nobody knows what the task will be.
+    """
+    for kind, rule in _FIRST.items():
+        if own_code(manager, kind) is None:
+            return [Turn(name, sure=False) for name in rule(manager)]
     return []
 
 
@@ -168,11 +178,14 @@ def _selector(manager: Any, speaker: str) -> list[Turn]:
         if name != speaker and (repeated or name != previous)
     ]
     candidates = [Turn(name, after, sure=False) for name in names]
-    # A function may choose instead; asking it could have effects.
-    asks_model = manager._selector_func is None and manager._candidate_func is None
-    if speaker == MANAGER or not asks_model or len(names) < 2:
+    if speaker == MANAGER or not _asks_model(manager) or len(names) < 2:
         return candidates
     return [Turn(MANAGER, after), *candidates]
+
+
+def _asks_model(manager: Any) -> bool:
+    """Else a function may choose instead; asking it could have effects."""
+    return manager._selector_func is None and manager._candidate_func is None
 
 
 def _is_last_turn(manager: Any) -> bool:
@@ -188,12 +201,12 @@ def _by_habit(manager: Any, speaker: str | None) -> list[str]:
 
 
 def _swarm(manager: Any, speaker: str) -> list[Turn]:
-    """Whoever it may hand off to; the handoff's message is known beforehand."""
+    """Whoever it may hand off to. What comes before the handoff's message, a thought of the
+    speaker's or results of its other tools, nobody knows."""
     if _is_last_turn(manager):
         return []
-    after = (frozenset([speaker]),)
-    names = [name for name in manager._participant_names if name != speaker]
-    return [Turn(name, after, sure=False, handoff=True) for name in names]
+    names = [name for name in _by_habit(manager, speaker) if name != speaker]
+    return [Turn(name, sure=False) for name in names]
 
 
 def _magentic(manager: Any, speaker: str) -> list[Turn]:
@@ -216,4 +229,21 @@ _RULES: dict[type[BaseGroupChatManager], Callable[[Any, str], list[Turn]]] = {
     SelectorGroupChatManager: _selector,
     SwarmGroupChatManager: _swarm,
     MagenticOneOrchestrator: _magentic,
+}
+
+
+def _first_selected(manager: Any) -> list[str]:
+    return [MANAGER] if _asks_model(manager) and len(manager._participant_names) > 1 else []
+
+
+def _first_of_swarm(manager: Any) -> list[str]:
+    handoffs = [m for m in manager._message_thread if isinstance(m, HandoffMessage)]
+    return [handoffs[-1].target if handoffs else manager._current_speaker]
+
+
+_FIRST: dict[type[BaseGroupChatManager], Callable[[Any], list[str]]] = {
+    RoundRobinGroupChatManager: lambda m: [m._participant_names[m._next_speaker_index]],
+    GraphFlowManager: lambda m: list(m._ready),
+    SelectorGroupChatManager: _first_selected,
+    SwarmGroupChatManager: _first_of_swarm,
 }

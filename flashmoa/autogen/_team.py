@@ -104,17 +104,19 @@ class TeamLink:
 
     def __init__(self, parts: Parts, settings: Settings, listener: Listener) -> None:
         self._clients = _clients(parts)
-        inner = [TeamLink(one, settings, listener) for one in _within(parts)]
-        self._inner = inner
+        within = {
+            (one.reader or one.owner).name: TeamLink(one, settings, listener)
+            for one in _within(parts)
+        }
+        self._inner = list(within.values())
         if not self._clients and not self._inner:
             raise ValueError(
                 "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to link"
             )
         roster = Roster(parts, settings.include)
         self._roster = roster
-        societies = {name: one._outlook for one in inner if (name := one._reader) is not None}
-        self._outlook = Outlook(roster, settings, listener, societies)
-        self._reader = parts.reader.name if parts.reader is not None else None
+        outlooks = {name: one._outlook for name, one in within.items()}
+        self._outlook = Outlook(roster, settings, listener, outlooks)
         before: TeamLink | None = getattr(parts.owner, _LINK, None)
         if before is not None:
             before._retire()

@@ -167,10 +167,10 @@ def memory(client: Client, counted: Counted) -> BaseGroupChat:
     return _three(client, agent(client, "two", memory=[kept], system_message=None), turns=3)
 
 
-class _Numbered(TextMessage):
+class Numbered(TextMessage):
     """Says how often it was asked what it says."""
 
-    type: Any = "_Numbered"
+    type: Any = "Numbered"
     counted: Any = None
 
     def to_model_message(self) -> UserMessage:
@@ -178,7 +178,7 @@ class _Numbered(TextMessage):
         return UserMessage(content=said, source=self.source)
 
 
-class _Saying(BaseChatAgent):
+class Saying(BaseChatAgent):
     """Calls no model."""
 
     def __init__(self, name: str, counted: Counted) -> None:
@@ -187,10 +187,10 @@ class _Saying(BaseChatAgent):
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
-        return (_Numbered,)
+        return (Numbered,)
 
     async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
-        said = _Numbered(content="I see.", source=self.name, counted=self._counted)
+        said = Numbered(content="I see.", source=self.name, counted=self._counted)
         return Response(chat_message=said)
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None: ...
@@ -199,8 +199,8 @@ class _Saying(BaseChatAgent):
 def message(client: Client, counted: Counted) -> BaseGroupChat:
     """Whoever has received it before a link is made to it would turn it into another text."""
     speaking = [agent(client, name) for name in ("one", "three", "four")]
-    members = [speaking[0], _Saying("two", counted), *speaking[1:]]
-    return RoundRobinGroupChat(members, max_turns=8, custom_message_types=[_Numbered])
+    members = [speaking[0], Saying("two", counted), *speaking[1:]]
+    return RoundRobinGroupChat(members, max_turns=8, custom_message_types=[Numbered])
 
 
 def manager(client: Client, counted: Counted) -> BaseGroupChat:

@@ -10,8 +10,10 @@ import pytest
 from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageToolCall
 
-# From a request: ``None`` for the engine's own answer, text, or a function's name and arguments.
-Script = Callable[[dict[str, Any]], str | tuple[str, dict[str, Any]] | None]
+FunctionCall = tuple[str, dict[str, Any]]
+# From a request: ``None`` for the engine's own answer, text, a function's name and arguments, or
+# several of these, with text before them where there is any (not for streamed answers).
+Script = Callable[[dict[str, Any]], str | FunctionCall | list[str | FunctionCall] | None]
 
 
 def script(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
@@ -23,23 +25,28 @@ def script(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
         result: Any = await real(self, **request)  # type: ignore[call-overload]
         if answer is None:
             return result
-        if request.get("stream"):
+        if request.get("stream") and not isinstance(answer, list):
             return _replaced(result, answer)
         message = result.choices[0].message
         if isinstance(answer, str):
             message.content = answer
         else:
-            message.content = None
-            message.tool_calls = [ChatCompletionMessageToolCall.model_validate(_call(*answer))]
+            parts = answer if isinstance(answer, list) else [answer]
+            message.content = next((one for one in parts if isinstance(one, str)), None)
+            message.tool_calls = [
+                ChatCompletionMessageToolCall.model_validate(_call(*one, number))
+                for number, one in enumerate(parts, 1)
+                if not isinstance(one, str)
+            ]
             result.choices[0].finish_reason = "tool_calls"
         return result
 
     monkeypatch.setattr(AsyncCompletions, "create", create)
 
 
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _call(name: str, arguments: dict[str, Any], number: int = 1) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": "call_1", "type": "function", "function": function}
+    return {"id": f"call_{number}", "type": "function", "function": function}
 
 
 async def _replaced(

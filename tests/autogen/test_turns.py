@@ -1,4 +1,4 @@
-"""Teams in which what is said decides who speaks: handoffs, an orchestrator, tools."""
+"""Teams in which what is said decides who speaks: an orchestrator, a selector, tools."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from autogen_agentchat.teams import (
     MagenticOneGroupChat,
     RoundRobinGroupChat,
     SelectorGroupChat,
-    Swarm,
 )
 from autogen_agentchat.tools import AgentTool
 
-from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkWaits
 
@@ -76,34 +75,6 @@ async def run_linked(team: BaseGroupChat, task: str) -> tuple[TaskResult, list[E
 
 def sayings(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
-
-
-async def test_a_swarm_is_linked_to_whom_it_may_hand_off(
-    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def said(request: dict[str, Any]) -> Any:
-        name = "bob" if "You are alice" in request["messages"][0]["content"] else "alice"
-        return (f"transfer_to_{name}", {})
-
-    script(monkeypatch, said)
-
-    def team() -> Swarm:
-        agents = [
-            agent(model_client, "alice", handoffs=["bob"]),
-            agent(model_client, "bob", handoffs=["alice"]),
-        ]
-        return Swarm(agents, termination_condition=MaxMessageTermination(10))
-
-    result, events = await run_linked(team(), guide[:900])
-    calls = found(events)
-    assert [call.agent for call in calls] == ["alice", "bob"] * 4 + ["alice"]
-    assert predicted("swarm", calls[1:])
-    # The whole prompt was known: at most the template's last tokens are left.
-    hits = [call for call in calls if call.status == "hit"]
-    assert all(call.late_tokens is not None and call.late_tokens <= 16 for call in hits)
-    plain = team()
-    watch(plain, lambda _: None)
-    assert sayings(await plain.run(task=guide[:900])) == sayings(result)
 
 
 async def test_an_orchestrator_reads_along(

@@ -114,11 +114,13 @@ class Roster:
         """The first turns of the next run of a team whose run has ended, of those who have been
         told something since they last called their model.
 
-        None of a ``SocietyOfMindAgent``'s team, which forgets all after each run.
+        None of a ``SocietyOfMindAgent``'s team, which forgets all after each run, and none after
+        a run that failed or was cancelled: its manager still waits for somebody.
         """
-        if self._parts.reader is not None:
+        manager = await self._find(MANAGER)
+        if self._parts.reader is not None or self.speaking():
             return []
-        turns = starting(await self._find(MANAGER))
+        turns = starting(manager)
         for turn in turns:
             await self._find(turn.agent)
         return [turn for turn in turns if self.received(turn.agent)]

@@ -6,16 +6,20 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from autogen_agentchat.messages import HandoffMessage
 from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import (
     DiGraph,
     DiGraphEdge,
     DiGraphNode,
     GraphFlowManager,
 )
+from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRobinGroupChatManager
+from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
+from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.autogen._speakers import Step, Turn, upcoming
+from flashmoa.autogen._speakers import MANAGER, Step, Turn, starting, upcoming
 
 Edges = set[tuple[int, int]]
 
@@ -96,3 +100,27 @@ def test_a_turn_limit_ends_the_outlook() -> None:
 
 def test_an_unknown_manager_tells_nothing() -> None:
     assert upcoming(SimpleNamespace(), "one") == []  # type: ignore[arg-type]
+    assert starting(SimpleNamespace()) == []  # type: ignore[arg-type]
+
+
+def standing(kind: type, **state: Any) -> Any:
+    """A manager of a team that has ended, without a runtime."""
+    manager: Any = kind.__new__(kind)
+    vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
+    return manager
+
+
+def test_who_begins_the_next_run() -> None:
+    handoff = HandoffMessage(content="Go.", source="one", target="three")
+    swarm = standing(SwarmGroupChatManager, _current_speaker="one")
+    assert starting(swarm) == [Turn("one", sure=False)]
+    swarm._message_thread.append(handoff)
+    assert starting(swarm) == [Turn("three", sure=False)]
+    order = standing(RoundRobinGroupChatManager, _next_speaker_index=1)
+    assert starting(order) == [Turn("two", sure=False)]
+    graph = standing(GraphFlowManager, _ready=["one", "two"])
+    assert starting(graph) == [Turn("one", sure=False), Turn("two", sure=False)]
+    selector = standing(SelectorGroupChatManager, _selector_func=None, _candidate_func=None)
+    assert starting(selector) == [Turn(MANAGER, sure=False)]
+    selector._selector_func = lambda thread: "one"
+    assert starting(selector) == []

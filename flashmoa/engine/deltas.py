@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -13,21 +14,38 @@ from flashmoa.engine.refusals import aborted
 from flashmoa.engine.wire import Delta, PromptUsage
 
 
+async def event_data(response: httpx.Response) -> AsyncGenerator[str]:
+    """The data of each server-sent event of an answer, as it arrives.
+
+    Only a line feed ends a line: ``Response.aiter_lines`` also breaks at separators like U+2028,
+    which texts in JSON may hold.
+    """
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip().decode(errors="replace")
+
+
 async def data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """The events of a stream. Raises: BadAnswer, RequestRefused."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        try:
-            event = json.loads(line.removeprefix("data: "))
-        except json.JSONDecodeError as error:
-            raise errors.BadAnswer(f"not a server-sent event: {line[:200]!r}") from error
-        if "error" in event:
-            problem = event["error"]
-            raise errors.RequestRefused(
-                str(problem.get("message", problem)), int(problem.get("code") or 400), "generation"
-            )
-        yield event
+    async with aclosing(event_data(response)) as several:
+        async for data in several:
+            if data == "[DONE]":
+                continue
+            try:
+                event = json.loads(data)
+            except json.JSONDecodeError as error:
+                raise errors.BadAnswer(f"not a server-sent event: {data[:200]!r}") from error
+            if "error" in event:
+                problem = event["error"]
+                raise errors.RequestRefused(
+                    str(problem.get("message", problem)),
+                    int(problem.get("code") or 400),
+                    "generation",
+                )
+            yield event
 
 
 async def generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:

@@ -1,0 +1,152 @@
+"""An OpenAI server whose attempts go wrong as they are told to, over real sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Literal
+
+import anyio
+from anyio.abc import SocketAttribute, SocketStream
+
+# What becomes of one attempt: it is answered (word by word with pauses between, or otherwise), its
+# connection is lost half-way, its answer ends there, hangs or becomes an error, or it is refused.
+Fate = Literal["fine", "slow", "other", "cut", "ends", "hang", "error", 500, 429, 404, "html"]
+WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
+TEXT = "".join(WORDS)
+OTHER = ["A ", "lazy ", "dog."]
+_BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+_USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 5,
+    "total_tokens": 12,
+    "prompt_tokens_details": {"cached_tokens": 3, "streamed_tokens": 2, "late_tokens": 4},
+    "prompt_stream": {"id": "s", "status": "hit"},
+}
+
+
+class FaultyEngine:
+    """Its requests' fates, in order; those after the last one are answered.
+
+    Attributes:
+        bodies: of the requests there were.
+    """
+
+    def __init__(self, url: str, fates: Sequence[Fate]) -> None:
+        self.url = url
+        self.bodies: list[dict[str, Any]] = []
+        self._fates = list(fates)
+
+    async def serve(self, client: SocketStream) -> None:
+        async with client:
+            with suppress(*_BROKEN):
+                await self._answer(client)
+
+    async def _answer(self, client: SocketStream) -> None:
+        head, _, body = (await client.receive()).partition(b"\r\n\r\n")
+        length = int(_header(head, b"content-length") or 0)
+        while len(body) < length:
+            body += await client.receive()
+        request = json.loads(body)
+        self.bodies.append(request)
+        fate: Fate = self._fates.pop(0) if self._fates else "fine"
+        await self._meet(client, fate, bool(request.get("stream")))
+
+    async def _meet(self, client: SocketStream, fate: Fate, stream: bool) -> None:
+        if isinstance(fate, int):
+            retry = b"Retry-After-Ms: 40\r\n" if fate == 429 else b""
+            await _send(client, fate, _ERROR | {"code": fate}, retry)
+        elif fate == "html":
+            await client.send(_head(200, b"text/html", b"Content-Length: 4\r\n") + b"html")
+        elif stream:
+            await _stream(client, fate)
+        elif fate in ("cut", "ends"):
+            await client.send(
+                _head(200, b"application/json", b"Content-Length: 999\r\n") + b'{"id"'
+            )
+        elif fate == "error":
+            await _send(client, 503, _ERROR | {"code": 503})
+        else:
+            if fate in ("hang", "slow"):
+                await anyio.sleep(30 if fate == "hang" else _SLOW * len(WORDS))
+            await _send(client, 200, _completion(OTHER if fate == "other" else WORDS))
+
+
+# Seconds before each word.
+_SLOW = 0.15
+_ERROR = {"object": "error", "message": "busy", "type": "Busy", "param": None}
+_REASONS = {200: b"OK", 404: b"Not Found", 429: b"Too Many", 500: b"Bad", 503: b"Busy"}
+
+
+def _head(status: int, kind: bytes, more: bytes) -> bytes:
+    line = b"HTTP/1.1 %d %s\r\n" % (status, _REASONS[status])
+    fields = b"Content-Type: %s\r\nX-Request-Id: r1\r\nConnection: close\r\n" % kind
+    return line + fields + more + b"\r\n"
+
+
+def _header(head: bytes, name: bytes) -> bytes | None:
+    for line in head.split(b"\r\n"):
+        if line.lower().startswith(name + b":"):
+            return line.partition(b":")[2].strip()
+    return None
+
+
+async def _send(client: SocketStream, status: int, body: Any, more: bytes = b"") -> None:
+    content = json.dumps(body).encode()
+    length = b"Content-Length: %d\r\n" % len(content)
+    await client.send(_head(status, b"application/json", length + more) + content)
+
+
+def _completion(words: Sequence[str]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": "".join(words), "reasoning_content": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    return {**_BASE, "object": "chat.completion", "choices": [choice], "usage": _USAGE}
+
+
+_BASE = {"id": "c1", "created": 1, "model": "m", "metadata": {"weight_version": "default"}}
+
+
+async def _stream(client: SocketStream, fate: Fate) -> None:
+    await client.send(_head(200, b"text/event-stream", b"Transfer-Encoding: chunked\r\n"))
+    words = OTHER if fate == "other" else WORDS
+    await _event(client, _chunk({"role": "assistant", "content": ""}))
+    for number, word in enumerate(words):
+        if number == 3 and fate in ("cut", "ends", "hang", "error"):
+            if fate == "hang":
+                await anyio.sleep(30)
+            if fate == "error":
+                await _event(client, {"error": _ERROR | {"code": 503}})
+                await _event(client, "[DONE]")
+            if fate != "cut":
+                await client.send(b"0\r\n\r\n")
+            return
+        if fate == "slow":
+            await anyio.sleep(_SLOW)
+        await _event(client, _chunk({"content": word}))
+    await _event(client, _chunk({}, "stop"))
+    await _event(client, {**_chunk({}), "choices": [], "usage": _USAGE})
+    await _event(client, "[DONE]")
+    await client.send(b"0\r\n\r\n")
+
+
+def _chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return {**_BASE, "object": "chat.completion.chunk", "choices": [choice], "usage": None}
+
+
+async def _event(client: SocketStream, event: Any) -> None:
+    data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
+    line = f"data: {data}\n\n".encode()
+    await client.send(b"%x\r\n%s\r\n" % (len(line), line))
+
+
+@asynccontextmanager
+async def faulty_engine(*fates: Fate) -> AsyncGenerator[FaultyEngine]:
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as group:
+        port = listener.extra(SocketAttribute.local_port)
+        engine = FaultyEngine(f"http://127.0.0.1:{port}", fates)
+        group.start_soon(listener.serve, engine.serve)
+        yield engine
+        group.cancel_scope.cancel()

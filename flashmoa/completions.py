@@ -1,31 +1,29 @@
 """Watching OpenAI completions: text as it arrives, and the usage fields that others drop.
 
 An agent framework's client is kept as it is, so that it behaves as users know it. What it sends
-passes through here: a call that carries a :class:`WatchedBody` as ``extra_body`` is watched.
-Needs ``openai``, which the extras for such frameworks install.
+passes through here: a call that carries a :class:`WatchedBody` as ``extra_body`` is watched. That
+changes nothing about its retries, exceptions and timeouts. Needs ``openai``, which the extras for
+such frameworks install.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, cast
 
 from openai import (
     APIConnectionError,
     APIError,
-    APIStatusError,
     APITimeoutError,
     AsyncOpenAI,
     AuthenticationError,
     NotFoundError,
 )
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletion
 
-from flashmoa.engine import BadAnswer, PromptUsage
+from flashmoa.engine import PromptUsage
+from flashmoa.taps import first_text, heard, tap
 
 
 def _nobody(_text: str) -> None:
@@ -36,7 +34,7 @@ def _nobody(_text: str) -> None:
 class Watch:
     """One call. ``on_text`` gets the answer's text as it arrives, without any reasoning.
 
-    ``taps``: an answer that is asked for as a whole is streamed, and put together again.
+    ``taps``: so does one that is asked for as a whole.
     """
 
     on_text: Callable[[str], None] = _nobody
@@ -55,11 +53,12 @@ class WatchedBody(dict[str, Any]):
 def watch_completions(client: AsyncOpenAI) -> None:
     """Make a client's chat completions report to the watch of their call."""
     completions = client.chat.completions
+    tap(client._client)  # What all requests go through, each attempt of its own.
 
     async def create(**request: Any) -> Any:
         try:
             return await watched(request)
-        except (APIError, BadAnswer) as error:
+        except APIError as error:
             _explain(error, str(client.base_url).rstrip("/").removesuffix("/v1"))
             raise
 
@@ -69,18 +68,17 @@ def watch_completions(client: AsyncOpenAI) -> None:
         body = request.get("extra_body")
         if not isinstance(body, WatchedBody):
             return await send(completions, **request)
-        if body.watch.taps and not request.get("stream"):
-            return await _tapped(partial(send, completions), request, body.watch)
-        result = await send(completions, **request)
         if request.get("stream"):
-            return _WatchedStream(result, body.watch)
+            return _WatchedStream(await send(completions, **request), body.watch)
+        with heard(body.watch.on_text) if body.watch.taps else nullcontext():
+            result = await send(completions, **request)
         body.watch.usage = _usage(result)
         return result
 
     completions.create = create  # type: ignore[method-assign]
 
 
-def _explain(error: APIError | BadAnswer, url: str) -> None:
+def _explain(error: APIError, url: str) -> None:
     """Say at the end of its traceback which engine it was, and what may be done."""
     if isinstance(error, APITimeoutError):
         return
@@ -88,44 +86,11 @@ def _explain(error: APIError | BadAnswer, url: str) -> None:
         advice = "cannot be reached. Is the engine running? `flashmoa serve` starts one."
     elif isinstance(error, AuthenticationError):
         advice = "takes another API key, or needs one; give the client api_key=..."
-    elif isinstance(error, NotFoundError | BadAnswer):
+    elif isinstance(error, NotFoundError):
         advice = f"is no engine, or not its URL; `flashmoa doctor --engine {url}` looks closer."
     else:
         return
     error.add_note(f"FlashMoA: {url} {advice}")
-
-
-async def _tapped(
-    send: Callable[..., Awaitable[Any]], request: dict[str, Any], watch: Watch
-) -> ChatCompletion:
-    """The whole answer, from a stream: who asked goes on with it as if it had come at once."""
-    asked: dict[str, Any] = request.get("stream_options") or {}
-    options = {**asked, "include_usage": True}
-    state = ChatCompletionStreamState[Any]()
-    answered = begun = False
-    try:
-        chunks = await send(**{**request, "stream": True, "stream_options": options})
-        async with aclosing(_watched(chunks, watch)) as watched:
-            async for chunk in watched:
-                answered, begun = True, begun or bool(chunk.choices)
-                state.handle_chunk(chunk)
-    except (APIStatusError, APIConnectionError):
-        raise
-    except APIError:
-        # What would have been a status comes as an event in a stream, where nobody retries.
-        if begun:
-            raise
-        result = await send(**request)
-        watch.usage = _usage(result)
-        return result
-    if not answered:
-        raise BadAnswer("the answer holds no chat completion")
-    # Not its "final completion", which is an error where the answer was cut at max_tokens.
-    whole: dict[str, Any] = state.current_completion_snapshot.to_dict()
-    for choice in whole["choices"]:
-        # Of a server that repeats it in each chunk, there would be several in a row.
-        choice["message"]["role"] = "assistant"
-    return ChatCompletion.model_validate(whole)
 
 
 class _WatchedStream:
@@ -155,8 +120,8 @@ async def _watched(chunks: AsyncIterator[Any], watch: Watch) -> AsyncGenerator[A
         async for chunk in chunks:
             if chunk.usage is not None:
                 watch.usage = _usage(chunk)
-            if chunk.choices and chunk.choices[0].delta.content:
-                watch.on_text(chunk.choices[0].delta.content)
+            if text := first_text(chunk):
+                watch.on_text(text)
             yield chunk
     finally:
         # AutoGen, for one, leaves the response open when it is cancelled.

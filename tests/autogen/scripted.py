@@ -6,76 +6,80 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import httpx
 import pytest
-from openai.resources.chat.completions import AsyncCompletions
-from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageToolCall
+from openai._base_client import AsyncHttpxClientWrapper
 
 FunctionCall = tuple[str, dict[str, Any]]
-# From a request: ``None`` for the engine's own answer, text, a function's name and arguments, or
-# several of these, with text before them where there is any (not for streamed answers).
-Script = Callable[[dict[str, Any]], str | FunctionCall | list[str | FunctionCall] | None]
+Said = str | FunctionCall | list[str | FunctionCall]
+# From a request's body: ``None`` for the engine's own answer, text, a function's name and arguments,
+# or several of these, with text before them where there is any.
+Script = Callable[[dict[str, Any]], Said | None]
 
 
 def script(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
-    """From here on, answers of engines are replaced once they have been computed."""
-    real = AsyncCompletions.create
+    """From here on, answers of engines to OpenAI's clients are replaced once they are computed."""
+    real = httpx.AsyncClient.send
 
-    async def create(self: AsyncCompletions, **request: Any) -> Any:
-        answer = said(request)
-        result: Any = await real(self, **request)  # type: ignore[call-overload]
-        if answer is None:
-            return result
-        if request.get("stream") and not isinstance(answer, list):
-            return _replaced(result, answer)
-        message = result.choices[0].message
-        if isinstance(answer, str):
-            message.content = answer
-        else:
-            parts = answer if isinstance(answer, list) else [answer]
-            message.content = next((one for one in parts if isinstance(one, str)), None)
-            message.tool_calls = [
-                ChatCompletionMessageToolCall.model_validate(_call(*one, number))
-                for number, one in enumerate(parts, 1)
-                if not isinstance(one, str)
-            ]
-            result.choices[0].finish_reason = "tool_calls"
-        return result
+    async def send(
+        self: httpx.AsyncClient, request: httpx.Request, **options: Any
+    ) -> httpx.Response:
+        answer = said(json.loads(request.content))
+        response = await real(self, request, **options)
+        if answer is None or response.is_error:
+            return response
+        if options.get("stream"):
+            response.stream = _Replaced(response, answer)
+            return response
+        whole = response.json()
+        _replace(whole["choices"][0], "message", answer)
+        return httpx.Response(response.status_code, json=whole, request=request)
 
-    monkeypatch.setattr(AsyncCompletions, "create", create)
+    monkeypatch.setattr(AsyncHttpxClientWrapper, "send", send)
 
 
-def _call(name: str, arguments: dict[str, Any], number: int = 1) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": f"call_{number}", "type": "function", "function": function}
+class _Replaced(httpx.AsyncByteStream):
+    """An answer's events, of which the first one with text says what is scripted, and all of it."""
+
+    def __init__(self, response: httpx.Response, answer: Said) -> None:
+        self._events, self._answer = response.stream, answer
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        assert isinstance(self._events, httpx.AsyncByteStream)
+        body = b"".join([piece async for piece in self._events])
+        is_said = False
+        for line in body.decode().split("\n\n"):
+            data = line.removeprefix("data: ")
+            if not data.startswith("{"):
+                yield f"{line}\n\n".encode()
+                continue
+            event = json.loads(data)
+            for choice in event["choices"]:
+                if choice["delta"].get("content"):
+                    choice["delta"]["content"] = None
+                    if not is_said:
+                        _replace(choice, "delta", self._answer)
+                    is_said = True
+                if choice.get("finish_reason") and not isinstance(self._answer, str):
+                    choice["finish_reason"] = "tool_calls"
+            yield f"data: {json.dumps(event)}\n\n".encode()
+
+    async def aclose(self) -> None:
+        assert isinstance(self._events, httpx.AsyncByteStream)
+        await self._events.aclose()
 
 
-async def _replaced(
-    chunks: Any, answer: str | tuple[str, dict[str, Any]]
-) -> AsyncGenerator[ChatCompletionChunk]:
-    kept = [chunk async for chunk in chunks]
-    with_text = [chunk for chunk in kept if chunk.choices and chunk.choices[0].delta.content]
-    for chunk in with_text[1:]:
-        chunk.choices[0].delta.content = ""
-    delta = with_text[0].choices[0].delta
-    if isinstance(answer, str):
-        delta.content = answer
-        for chunk in kept:
-            yield chunk
+def _replace(choice: dict[str, Any], where: str, answer: Said) -> None:
+    parts = answer if isinstance(answer, list) else [answer]
+    calls = [_call(*one) for one in parts if not isinstance(one, str)]
+    choice[where]["content"] = next((one for one in parts if isinstance(one, str)), None)
+    if not calls:
         return
-    delta.content = None
-    delta.tool_calls = (
-        ChatCompletionChunk.model_validate(
-            {
-                **with_text[0].to_dict(),
-                "choices": [
-                    {"index": 0, "delta": {"tool_calls": [{"index": 0, **_call(*answer)}]}}
-                ],
-            }
-        )
-        .choices[0]
-        .delta.tool_calls
-    )
-    for chunk in kept:
-        if chunk.choices and chunk.choices[0].finish_reason:
-            chunk.choices[0].finish_reason = "tool_calls"
-        yield chunk
+    numbered = [{"index": n, "id": f"call_{n + 1}", **call} for n, call in enumerate(calls)]
+    choice[where]["tool_calls"] = numbered
+    if where == "message":
+        choice["finish_reason"] = "tool_calls"
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}

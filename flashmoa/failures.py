@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-import httpx
-
 from flashmoa.engine import FlashMoAError
 
 Action = Literal["abort", "finalize"]
@@ -83,8 +81,13 @@ def failure_of(error: BaseException) -> Failure:
     cause: BaseException | None = error
     seen: set[int] = set()  # A cause may lead back to itself.
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, TimeoutError | httpx.TimeoutException):
+        if isinstance(cause, TimeoutError) or _is_clients_timeout(cause):
             return "timeout"
         seen.add(id(cause))
         cause = cause.__cause__
     return "error"
+
+
+def _is_clients_timeout(error: BaseException) -> bool:
+    """Whether it is a timeout of httpx, or of httpx2, which OpenAI's client 3 has below it."""
+    return any(kind.__name__ == "TimeoutException" for kind in type(error).__mro__)

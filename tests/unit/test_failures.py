@@ -36,6 +36,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (EngineTimeout("late"), "timeout"),
         (TimeoutError(), "timeout"),
         (httpx.ReadTimeout("late"), "timeout"),
+        (type("ReadTimeout", (type("TimeoutException", (Exception,), {}),), {})(), "timeout"),
         (
             caused(
                 openai.APITimeoutError(request=httpx.Request("POST", "http://x")),

@@ -48,12 +48,14 @@ class Link:
         on_failure: what becomes of it when an upstream agent fails.
         unused_seconds: how long to wait for the downstream request once the prompt is
             complete; then the engine's KV is given back.
+        stream_ttl_seconds: after what time the engine gives it back should this process vanish;
+            by default the engine client's.
         listener: is told what happens.
 
     Run :meth:`run` in a task group; cancelling it closes the stream.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - users set them by name
         self,
         engine: EngineClient,
         prompt: Prompt,
@@ -61,6 +63,7 @@ class Link:
         agent: str,
         on_failure: OnFailure = "abort",
         unused_seconds: float = 30.0,
+        stream_ttl_seconds: float | None = None,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
@@ -69,8 +72,7 @@ class Link:
         self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
-        self._feed = PromptFeed(engine, prompt, self._advance)
-        self._ended = anyio.Event()
+        self._feed = PromptFeed(engine, prompt, self._advance, ttl_seconds=stream_ttl_seconds)
         self._over: str | None = None
         # When a slot's writer was last heard of, by the event loop's clock.
         self._heard: dict[str, float] = {}
@@ -152,7 +154,6 @@ class Link:
         if not self.is_over:
             self._over = reason
             self._feed.stop()
-            self._ended.set()
 
     async def run(self) -> None:
         """Open the stream, follow the frontier, and close it again, whatever happens."""
@@ -216,19 +217,19 @@ class Link:
 
     async def _await_use(self) -> None:
         with anyio.move_on_after(self._unused_seconds):
-            await self._ended.wait()
+            await self._feed.hold()
         self.end("unused")
 
     async def _give_back(self) -> None:
         reason = self._over or "closed"
-        # A used stream is closed by its request.
-        if reason != "used":
-            await self.delete_stream()
-        self._listener(
-            LinkClosed(
-                agent=self.agent, engine=self.engine.url, stream_id=self.stream_id, reason=reason
-            )
-        )
+        try:
+            # A used stream is closed by its request.
+            if reason != "used":
+                await self.delete_stream()
+        finally:
+            stream_id, url = self.stream_id, self.engine.url
+            closed = LinkClosed(agent=self.agent, engine=url, stream_id=stream_id, reason=reason)
+            self._listener(closed)
 
     async def delete_stream(self) -> None:
         """Give the stream's KV back now, even when cancelled; harmless to repeat."""

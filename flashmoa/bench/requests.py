@@ -180,7 +180,7 @@ class Feeder:
     async def _run(self) -> None:
         try:
             await self._feed.run()
-            await self._over.wait()
+            await self._feed.hold()
         finally:
             if not self._taken:
                 await self._feed.delete()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from math import isfinite
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,6 +31,8 @@ class EngineClient:
         api_key: what the server was started with, if anything.
         timeout: seconds for one answer, and between two pieces of a streamed one.
         headers: sent with every request.
+        stream_ttl_seconds: how long the engine keeps a prompt stream of this client, of a link for
+            instance, once the client has vanished.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
@@ -43,8 +46,10 @@ class EngineClient:
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 600.0,
         headers: Mapping[str, str] | None = None,
+        stream_ttl_seconds: float = 30.0,
     ) -> None:
         self.url = engine_url(base_url)
+        self.stream_ttl_seconds = checked_ttl(stream_ttl_seconds)
         sent = dict(headers or {})
         if api_key:
             sent["Authorization"] = f"Bearer {api_key}"
@@ -148,6 +153,13 @@ class EngineClient:
         """Add the ``seq``-th piece (from 0); repeating one is harmless."""
         body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
         return await self._call("POST", f"/prompt_streams/{stream_id}/append", StreamState, body)
+
+    async def keep_alive(self, stream_id: str) -> StreamState:
+        """Have a prompt stream live on for its ``ttl_seconds``, as an append does.
+
+        Raises: PluginMissing where the plugin is older than this route.
+        """
+        return await self._call("POST", f"/prompt_streams/{stream_id}/keep_alive", StreamState)
 
     async def stream_state(self, stream_id: str) -> StreamState:
         return await self._call("GET", f"/prompt_streams/{stream_id}", StreamState)
@@ -304,6 +316,13 @@ class EngineClient:
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
                     raise errors.BadAnswer(not_an_engine(self.url, path))
                 yield data_events(response)
+
+
+def checked_ttl(seconds: float) -> float:
+    """A prompt stream's lifetime, in seconds. Raises: ValueError."""
+    if not (isfinite(seconds) and seconds > 0):
+        raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
+    return seconds
 
 
 class _Rendered(BaseModel):

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from flashmoa import Link, Prompt, Slot
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, StreamGone, StreamUnknown
 from flashmoa.engine.local import LocalEngine
 from flashmoa.failures import Action
 from flashmoa.observe import Event, LinkClosed
@@ -99,3 +99,33 @@ async def test_a_link_to_a_plain_or_dead_engine_ends_quietly(
             await link.run()
         assert link.take_over() is None
         assert [type(event) for event in events] == [LinkClosed]
+
+
+async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words) -> None:
+    """Longer than the engine keeps one of a client that has vanished, before and after its text."""
+    head, events = words(100, 84), list[Event]()
+    async with EngineClient(engine.url, timeout=60, stream_ttl_seconds=1.0) as client:
+        prompt = Prompt([head, Slot("A"), " go"])
+        link = Link(client, prompt, agent="B", listener=events.append)
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run)
+            await anyio.sleep(3.0)
+            link.feed("A", " some of it")
+            link.close_slot("A")
+            await anyio.sleep(3.0)
+            text = f"{head} some of it go"
+            _, usage = await generate(client, text, 3, link.take_over())
+        assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+        assert [event.reason for event in events if isinstance(event, LinkClosed)] == ["used"]
+        await settled(client)
+
+
+async def test_a_vanished_clients_stream_expires(client: EngineClient, words: Words) -> None:
+    opened = await client.open_stream(text=words(100, 85), ttl_seconds=1.0)
+    assert opened.ttl_seconds == 1.0
+    assert (await client.keep_alive(opened.id)).id == opened.id
+    assert (await settled(client)).pinned_streams == 0
+    with pytest.raises(StreamGone):
+        await client.keep_alive(opened.id)
+    with pytest.raises(StreamUnknown):
+        await client.keep_alive("nobody")

@@ -27,7 +27,7 @@ class TaskHost:
     def __init__(self) -> None:
         self._hosts: set[asyncio.Task[None]] = set()
         self._group: TaskGroup | None = None
-        self._last: list[Work] = []
+        self._last: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -57,7 +57,9 @@ class TaskHost:
         if not self._closed:
             self.start(work)
         elif self._hosts:  # Else it has been closed, and nobody would do it any more.
-            self._last.append(work)
+            last = asyncio.create_task(_contained(lambda: in_haste(work)))
+            self._last.add(last)
+            last.add_done_callback(self._last.discard)
 
     async def _run(self, first: Work) -> None:
         async with anyio.create_task_group() as group:
@@ -76,7 +78,7 @@ class TaskHost:
         if hosts:
             await asyncio.wait(hosts)
         while self._last:
-            await _contained(self._last.pop())
+            await asyncio.wait(set(self._last))
 
 
 class Repeated:
@@ -123,6 +125,13 @@ async def _contained(work: Work) -> None:
             raise
     except Exception:
         logger.exception("A link failed; its agents run unlinked")
+
+
+async def in_haste(work: Work) -> None:
+    """Do what a cancelled task has time for: to give back what it holds, if that is soon done."""
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await work()
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

@@ -14,11 +14,13 @@ from typing import Any, Self
 import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.client import checked_ttl
 from flashmoa.failures import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.links import Ahead
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 from flashmoa.readings import Reading
+from flashmoa.tasks import in_haste
 from flashmoa.texts import Text, mentioned, replaced
 
 Messages = Sequence[Mapping[str, Any]]
@@ -74,7 +76,7 @@ class Expected:
 
     async def give_back(self) -> None:
         """The request failed or will not be sent: its stream is not to wait for it."""
-        await self._reading.give_back()
+        await in_haste(self._reading.give_back)
 
 
 class Workflow:
@@ -85,11 +87,14 @@ class Workflow:
         on_failure: what becomes of a request when a text in it fails, unless it says otherwise.
         ahead: of a request, what is prefilled before it can be sent: its ``text`` as it is
             written, what is ``known`` of it beforehand, or ``nothing``; to compare with.
+        stream_ttl_seconds: after what time engines give back what is prefilled for requests to
+            come should this process vanish; by default as their clients say.
         listener: is told what happens.
 
     A context manager: leaving it ends its links, gives back the streams of requests that were
-    never sent, and waits for those it sends itself, or cancels them where it is left by an
-    exception. Its clients stay open.
+    never sent (an engine that does not answer within 0.3 s lets them expire), and waits for the
+    requests it sends itself, or cancels them where it is left by an exception. Its clients stay
+    open.
     """
 
     def __init__(
@@ -98,10 +103,12 @@ class Workflow:
         *,
         on_failure: OnFailure = "abort",
         ahead: Ahead = "text",
+        stream_ttl_seconds: float | None = None,
         listener: Listener = ignore,
     ) -> None:
         self._engine = engine
         self._ahead: Ahead = ahead
+        self._ttl = None if stream_ttl_seconds is None else checked_ttl(stream_ttl_seconds)
         self._policy = FailurePolicy.of(on_failure)
         self._listener = contained(listener)
         self._texts: dict[str, Text] = {}
@@ -129,13 +136,11 @@ class Workflow:
                 raise
             return False
         finally:
+            # All that is given back is given back at once, and in haste.
+            for expected in self._expected:
+                self._linking.start_soon(expected._reading.release)
             self._linking.cancel_scope.cancel()
-            try:
-                await self._linking.__aexit__(None, None, None)
-            finally:
-                # A stream that was taken over, for a request that was not sent, is nobody's now.
-                for expected in self._expected:
-                    await expected.give_back()
+            await self._linking.__aexit__(None, None, None)
 
     def text(self, name: str = "text") -> Text:
         """A text that you write, from whatever source."""
@@ -188,9 +193,9 @@ class Workflow:
         name: str = "request",
         on_failure: OnFailure | None = None,
     ) -> Expected:
-        """Say what will be asked, by whatever client, and have its prompt prefilled."""
+        """Say what will be asked, by whatever client, and have its prompt prefilled meanwhile."""
         reading = self._reading(messages, name, on_failure)
-        await self._link(messages, reading, engine or self._engine, tools, template_args)
+        self._link(messages, reading, engine or self._engine, tools, template_args)
         expected = Expected(messages, reading)
         self._expected.append(expected)
         return expected
@@ -206,9 +211,11 @@ class Workflow:
         if len(set(names)) < len(names):
             raise ValueError(f"{name} reads two versions of one answer: {', '.join(names)}")
         streams = self._ahead == "text"
-        return Reading(texts, policy, name, self._listener, streams=streams)
+        return Reading(
+            texts, policy, name, self._listener, streams=streams, stream_ttl_seconds=self._ttl
+        )
 
-    async def _link(
+    def _link(
         self,
         messages: Messages,
         reading: Reading,
@@ -221,7 +228,7 @@ class Workflow:
             return await engine.render(shown, tools=tools, template_args=template_args)
 
         if self._ahead != "nothing":
-            self._linking.start_soon(await reading.link(engine, render))
+            self._linking.start_soon(reading.link(engine, render))
 
     async def _answer(
         self,
@@ -242,7 +249,7 @@ class Workflow:
                 if reading.is_waiting:
                     template_args = parameters.get("chat_template_kwargs")
                     tools = parameters.get("tools")
-                    await self._link(messages, reading, engine, tools, template_args)
+                    self._link(messages, reading, engine, tools, template_args)
                 expected = Expected(messages, reading)
                 await self._send(answer, expected, engine, parameters, report)
             except BaseException as error:
@@ -251,7 +258,7 @@ class Workflow:
                     answer.fail(error)
                 else:
                     answer.fail(UpstreamCancelled(f"{answer.name} was cancelled"))
-                await reading.give_back()
+                self._linking.start_soon(reading.give_back)
                 if not isinstance(error, Exception):
                     raise
 

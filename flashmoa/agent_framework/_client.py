@@ -22,6 +22,7 @@ from flashmoa.agent_framework._calls import Call, Watcher
 from flashmoa.agent_framework._requests import capture
 from flashmoa.completions import watch_completions
 from flashmoa.engine import EngineClient, self_hosted_url
+from flashmoa.tasks import all_of
 
 # What the framework's usage does not have; see ``PromptUsage``.
 _DETAILS = ("streamed_tokens", "late_tokens")
@@ -40,6 +41,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             environment, else where SGLang listens by default.
         api_key: what the server was started with, if anything.
         default_headers: sent with every request.
+        stream_ttl_seconds: after what time the engine gives back what links have prefilled should
+            this process vanish.
         **kwargs: as the stock client's.
 
     Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
@@ -59,6 +62,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers: Mapping[str, str] | None = None,
+        stream_ttl_seconds: float = 30.0,
         **kwargs: Any,
     ) -> None:
         url = self_hosted_url(base_url)
@@ -70,15 +74,19 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             **kwargs,
         )
         watch_completions(cast("Any", self.client))
-        self.engine = EngineClient(url, api_key=api_key, headers=default_headers)
+        self.engine = EngineClient(
+            url,
+            api_key=api_key,
+            headers=default_headers,
+            stream_ttl_seconds=stream_ttl_seconds,
+        )
         # A linked workflow keeps its link; a client must not keep the workflow.
         self.watchers: WeakSet[Watcher] = WeakSet()
 
     async def close(self) -> None:
         """Close every link of this client's workflows, then its connections."""
         try:
-            for watcher in list(self.watchers):
-                await watcher.close()
+            await all_of([watcher.close for watcher in list(self.watchers)])
             await self.engine.close()
         finally:
             await self.client.close()

@@ -37,6 +37,7 @@ from flashmoa.failures import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.readings import Reading
 from flashmoa.scoring import Candidate, Scores
+from flashmoa.tasks import all_of
 from flashmoa.texts import Text
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
@@ -57,6 +58,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             that refuse them (Mistral, Gemma); in AutoGen's teams most messages are of users.
         auto_link: link the teams of its agents by themselves, at their first call.
         on_failure: what becomes of links to its prompts when a text in them fails.
+        stream_ttl_seconds: after what time the engine gives back what links have prefilled should
+            this process vanish.
         listener: is told of its calls, and of links to their prompts; but not of calls of teams
             that ``link`` was called with, which tell a listener of their own. It stays with this
             object: neither ``dump_component`` nor a pickle has it.
@@ -72,6 +75,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         auto_link: bool = False,
         merge_user_messages: bool = False,
         on_failure: OnFailure = "abort",
+        stream_ttl_seconds: float = 30.0,
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
@@ -84,6 +88,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             kwargs["model_info"] = model_info(kwargs.get("model"), self._synchronous)
         super().__init__(**kwargs)
         self.on_failure = FailurePolicy.of(on_failure)
+        self._stream_ttl_seconds = stream_ttl_seconds
         self._listener = contained(listener)
         self._auto_link = auto_link
         self._merge_user_messages = merge_user_messages
@@ -97,6 +102,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             api_key=None if key == "EMPTY" else key,
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
+            stream_ttl_seconds=self._stream_ttl_seconds,
         )
         model = self._create_args["model"]
         self.watchers = Watchers(self.engine.url, model, self._listener, auto_link=self._auto_link)
@@ -126,6 +132,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             auto_link=self._auto_link,
             merge_user_messages=self._merge_user_messages,
             on_failure=self.on_failure,
+            stream_ttl_seconds=self._stream_ttl_seconds,
         )
 
     async def create(
@@ -306,8 +313,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     async def close(self) -> None:
         """Close every link of this client's teams, then its connections."""
         try:
-            await self.watchers.close()
-            await self._promises.close()
+            # At once: each may wait for an engine that does not answer.
+            await all_of([self.watchers.close, self._promises.close])
             await self.engine.close()
         finally:
             await super().close()

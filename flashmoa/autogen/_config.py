@@ -23,6 +23,7 @@ class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigMode
     auto_link: bool = False
     merge_user_messages: bool = False
     on_failure: OnFailure = FailurePolicy()
+    stream_ttl_seconds: float = 30.0
 
 
 def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:

@@ -138,7 +138,7 @@ class Promises:
         return replaced(content, await Reading(texts, self._policy, "result").whole())
 
     def give_back(self, reading: Reading) -> None:
-        """A request that had taken a link over has failed."""
+        """A request that reads failed, or will not be sent; nobody waits for this."""
         self._host.finish(reading.give_back)
 
     async def close(self) -> None:
@@ -168,11 +168,11 @@ class Promises:
             async def rendered(by: Mapping[str, str]) -> str:
                 return await render(_replaced(messages, by))
 
-            self._host.start(await reading.link(self._engine, rendered))
+            self._host.start(reading.link(self._engine, rendered))
         try:
             return _replaced(messages, await reading.whole()), reading
         except BaseException:
-            await reading.give_back()
+            self.give_back(reading)
             raise
 
 

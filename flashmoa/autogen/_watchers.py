@@ -11,6 +11,7 @@ from autogen_core._message_handler_context import MessageHandlerContext
 from flashmoa.autogen._calls import CallObserver, CallWatcher, ReportedCall, Request
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.calls import CallReporter
+from flashmoa.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,7 @@ class Watchers:
         return CallReporter(self._listener, agent=agent, engine=self._engine, model=self._model)
 
     async def close(self) -> None:
-        for watcher in list(self._watchers):
-            await watcher.close()
+        await all_of([watcher.close for watcher in list(self._watchers)])
 
     def _teams(self, held: str | None) -> list[CallObserver]:
         agent = calling_agent()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
 from anyio.abc import SocketAttribute, SocketStream
@@ -16,7 +16,7 @@ Fate = Literal["fine", "slow", "other", "cut", "ends", "hang", "error", 500, 429
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)
 OTHER = ["A ", "lazy ", "dog."]
-_BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 _USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 5,
@@ -40,59 +40,57 @@ class FaultyEngine:
 
     async def serve(self, client: SocketStream) -> None:
         async with client:
-            with suppress(*_BROKEN):
-                await self._answer(client)
+            with suppress(*BROKEN):
+                _, _, request = await received(client)
+                self.bodies.append(request)
+                fate: Fate = self._fates.pop(0) if self._fates else "fine"
+                await self._meet(client, fate, bool(request.get("stream")))
 
-    async def _answer(self, client: SocketStream) -> None:
-        head, _, body = (await client.receive()).partition(b"\r\n\r\n")
-        length = int(_header(head, b"content-length") or 0)
-        while len(body) < length:
-            body += await client.receive()
-        request = json.loads(body)
-        self.bodies.append(request)
-        fate: Fate = self._fates.pop(0) if self._fates else "fine"
-        await self._meet(client, fate, bool(request.get("stream")))
-
-    async def _meet(self, client: SocketStream, fate: Fate, stream: bool) -> None:
+    async def _meet(self, client: SocketStream, fate: Fate, is_streamed: bool) -> None:
         if isinstance(fate, int):
             retry = b"Retry-After-Ms: 40\r\n" if fate == 429 else b""
-            await _send(client, fate, _ERROR | {"code": fate}, retry)
+            await send(client, fate, _ERROR | {"code": fate}, retry)
         elif fate == "html":
             await client.send(_head(200, b"text/html", b"Content-Length: 4\r\n") + b"html")
-        elif stream:
-            await _stream(client, fate)
+        elif is_streamed:
+            await stream(client, fate)
         elif fate in ("cut", "ends"):
             await client.send(
                 _head(200, b"application/json", b"Content-Length: 999\r\n") + b'{"id"'
             )
         elif fate == "error":
-            await _send(client, 503, _ERROR | {"code": 503})
+            await send(client, 503, _ERROR | {"code": 503})
         else:
             if fate in ("hang", "slow"):
                 await anyio.sleep(30 if fate == "hang" else _SLOW * len(WORDS))
-            await _send(client, 200, _completion(OTHER if fate == "other" else WORDS))
+            await send(client, 200, _completion(OTHER if fate == "other" else WORDS))
 
 
 # Seconds before each word.
 _SLOW = 0.15
 _ERROR = {"object": "error", "message": "busy", "type": "Busy", "param": None}
-_REASONS = {200: b"OK", 404: b"Not Found", 429: b"Too Many", 500: b"Bad", 503: b"Busy"}
+_REASONS = {200: b"OK"}
 
 
 def _head(status: int, kind: bytes, more: bytes) -> bytes:
-    line = b"HTTP/1.1 %d %s\r\n" % (status, _REASONS[status])
+    line = b"HTTP/1.1 %d %s\r\n" % (status, _REASONS.get(status, b"No"))
     fields = b"Content-Type: %s\r\nX-Request-Id: r1\r\nConnection: close\r\n" % kind
     return line + fields + more + b"\r\n"
 
 
-def _header(head: bytes, name: bytes) -> bytes | None:
-    for line in head.split(b"\r\n"):
-        if line.lower().startswith(name + b":"):
-            return line.partition(b":")[2].strip()
-    return None
+async def received(client: SocketStream) -> tuple[str, str, dict[str, Any]]:
+    """A request's method, path and JSON."""
+    head, _, body = (await client.receive()).partition(b"\r\n\r\n")
+    first, *fields = head.decode().split("\r\n")
+    lengths = [int(one[15:]) for one in fields if one.lower().startswith("content-length:")]
+    while len(body) < sum(lengths):
+        body += await client.receive()
+    method, path, _ = first.split(" ")
+    return method, path, json.loads(body or b"{}")
 
 
-async def _send(client: SocketStream, status: int, body: Any, more: bytes = b"") -> None:
+async def send(client: SocketStream, status: int, body: Any, more: bytes = b"") -> None:
+    """Answer with JSON."""
     content = json.dumps(body).encode()
     length = b"Content-Length: %d\r\n" % len(content)
     await client.send(_head(status, b"application/json", length + more) + content)
@@ -107,7 +105,8 @@ def _completion(words: Sequence[str]) -> dict[str, Any]:
 _BASE = {"id": "c1", "created": 1, "model": "m", "metadata": {"weight_version": "default"}}
 
 
-async def _stream(client: SocketStream, fate: Fate) -> None:
+async def stream(client: SocketStream, fate: Fate) -> None:
+    """Answer with a chat completion's chunks."""
     await client.send(_head(200, b"text/event-stream", b"Transfer-Encoding: chunked\r\n"))
     words = OTHER if fate == "other" else WORDS
     await _event(client, _chunk({"role": "assistant", "content": ""}))
@@ -143,10 +142,24 @@ async def _event(client: SocketStream, event: Any) -> None:
 
 @asynccontextmanager
 async def faulty_engine(*fates: Fate) -> AsyncGenerator[FaultyEngine]:
+    async with listening(lambda url: FaultyEngine(url, fates)) as engine:
+        yield engine
+
+
+class Serving(Protocol):
+    async def serve(self, client: SocketStream) -> None: ...
+
+
+T = TypeVar("T", bound=Serving)
+
+
+@asynccontextmanager
+async def listening(make: Callable[[str], T]) -> AsyncGenerator[T]:
+    """What is made of its URL, serving there."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as group:
         port = listener.extra(SocketAttribute.local_port)
-        engine = FaultyEngine(f"http://127.0.0.1:{port}", fates)
+        engine = make(f"http://127.0.0.1:{port}")
         group.start_soon(listener.serve, engine.serve)
         yield engine
         group.cancel_scope.cancel()

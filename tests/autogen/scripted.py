@@ -12,8 +12,8 @@ from openai._base_client import AsyncHttpxClientWrapper
 
 FunctionCall = tuple[str, dict[str, Any]]
 Said = str | FunctionCall | list[str | FunctionCall]
-# From a request's body: ``None`` for the engine's own answer, text, a function's name and arguments,
-# or several of these, with text before them where there is any.
+# From a request's body: ``None`` for the engine's own answer, text, a function's name and
+# arguments, or several of these, with text before them where there is any.
 Script = Callable[[dict[str, Any]], Said | None]
 
 

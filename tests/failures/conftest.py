@@ -61,10 +61,9 @@ def make() -> Make:
             temperature=0,
             max_tokens=tokens,
             extra_body={"ignore_eos": True},
-            max_retries=0,
             # Not asked of the engine: a relay in this event loop could not answer meanwhile.
             model_info=MODEL,
-            **more,
+            **{"max_retries": 0, **more},
         )
 
     return client

@@ -24,6 +24,8 @@ Make = Callable[..., FlashMoAChatCompletionClient]
 HAD_ARRIVED, WHOLE = "what had arrived, prefilled", "the whole text, unlinked"
 # A stall that is waited for need not take long here.
 BRIEF = 0.4
+# Within this long an answer must have begun that OpenAI's client is to give up waiting for.
+PATIENCE = 1.5
 
 
 def policy(failure: Failure, action: Action) -> FailurePolicy:

@@ -14,9 +14,9 @@ from flashmoa.observe import Event
 from ..engine.baseline import Baseline
 from .matrix import (
     ACTIONS,
-    BRIEF,
     FAILURES,
     HAD_ARRIVED,
+    PATIENCE,
     WHOLE,
     Make,
     ended,
@@ -50,7 +50,7 @@ async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
     token = CancellationToken()
     async with nothing_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
-        writing = make(upstream_relay.url, 150, timeout=BRIEF if failure == "timeout" else 60.0)
+        writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         reading = make(downstream.url, on_failure=policy(failure, action), listener=events.append)
         draft = (await writing.promise(asks(guide[:300]), cancellation_token=token)).content
         review = await reading.promise(asks(f"{guide[:900]}\n{draft}\nBetter?"))

@@ -24,8 +24,8 @@ from ..engine.baseline import Baseline
 from ..engine.support import special_engine
 from .matrix import (
     ACTIONS,
-    BRIEF,
     FAILURES,
+    PATIENCE,
     Make,
     ended,
     failures,
@@ -105,7 +105,7 @@ async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
     task = guide[:600]
     async with nothing_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
-        writing = make(upstream_relay.url, 150, timeout=BRIEF if failure == "timeout" else 60.0)
+        writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         # The one client-wide, the other for this link.
         client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
         linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
@@ -132,6 +132,29 @@ async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
         assert cell.link == "abort"
     else:
         assert cell.link == ("used" if failure == "stall" else "unused")
+
+
+async def test_a_writer_that_breaks_off_is_asked_again(
+    upstream_relay: Relay,
+    engine: LocalEngine,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+) -> None:
+    """By OpenAI's client, as unlinked; and what it wrote is read on from where it broke off."""
+    task = guide[:600]
+    plain = await texts(make, engine, downstream, task)
+    async with nothing_left(*baselines):
+        upstream_relay.arm("reset")
+        writing = make(upstream_relay.url, 150, max_retries=2)
+        pair = Pair(writing, make(downstream.url), task)
+        outcome = await pair.outcome()
+        assert upstream_relay.has_struck
+        assert [message.to_text() for message in pair.run.result().messages] == plain
+        await pair.close()
+    assert outcome == "3 messages, the last one hit"
+    ended("team", "error, and asked again", "", outcome, pair.events)
 
 
 @pytest.mark.parametrize("which", ["writer's", "reviewer's"])

@@ -9,6 +9,7 @@ the downstream request is computed as it would have been without it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Literal
 
 import anyio
@@ -50,6 +51,7 @@ class Link:
             complete; then the engine's KV is given back.
         stream_ttl_seconds: after what time the engine gives it back should this process vanish;
             by default the engine client's.
+        namespace: of the downstream request's KV; by default the engine client's.
         listener: is told what happens.
 
     Run :meth:`run` in a task group; cancelling it closes the stream.
@@ -64,6 +66,7 @@ class Link:
         on_failure: OnFailure = "abort",
         unused_seconds: float = 30.0,
         stream_ttl_seconds: float | None = None,
+        namespace: Mapping[str, str] | None = None,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
@@ -72,7 +75,9 @@ class Link:
         self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
-        self._feed = PromptFeed(engine, prompt, self._advance, ttl_seconds=stream_ttl_seconds)
+        self._feed = PromptFeed(
+            engine, prompt, self._advance, ttl_seconds=stream_ttl_seconds, namespace=namespace
+        )
         self._over: str | None = None
         # When a slot's writer was last heard of, by the event loop's clock.
         self._heard: dict[str, float] = {}

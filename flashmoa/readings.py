@@ -67,11 +67,16 @@ class Reading:
         """Whether any of its texts is still being written."""
         return not all(text.is_complete for text in self._texts)
 
-    def link(self, engine: EngineClient, render: Render) -> Run:
+    def link(
+        self, engine: EngineClient, render: Render, namespace: Mapping[str, str] | None = None
+    ) -> Run:
         """Link its prompt to the texts; returns what to run meanwhile.
 
         Nothing waits for that: a request that comes before its prompt is rendered goes out
         unlinked. Where there can be no link, why is logged.
+
+        Args:
+            namespace: of the request's KV; by default the engine client's.
         """
         self._engine = engine.url
         self._rendering = rendering = anyio.CancelScope()
@@ -85,7 +90,7 @@ class Reading:
                 return
             self._rendering = None
             if prompt is not None:
-                self._link = self._linked(engine, prompt, waiting)
+                self._link = self._linked(engine, prompt, waiting, namespace)
                 await self._link.run()
 
         return run
@@ -104,13 +109,20 @@ class Reading:
             logger.warning("No link to %s this time: %s", self._agent, error)
         return None
 
-    def _linked(self, engine: EngineClient, prompt: Prompt, waiting: Sequence[Text]) -> Link:
+    def _linked(
+        self,
+        engine: EngineClient,
+        prompt: Prompt,
+        waiting: Sequence[Text],
+        namespace: Mapping[str, str] | None,
+    ) -> Link:
         link = Link(
             engine,
             prompt,
             agent=self._agent,
             on_failure=self._policy,
             stream_ttl_seconds=self._stream_ttl_seconds,
+            namespace=namespace,
             listener=self._listener,
         )
         for text in waiting if self._streams else ():

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import anyio
 
-from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
 from flashmoa.engine.client import checked_ttl
 from flashmoa.failures import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.links import Ahead
@@ -183,7 +183,7 @@ class Workflow:
         )
         return answer
 
-    async def expect(
+    async def expect(  # noqa: PLR0913 - all but the messages have a default
         self,
         messages: Messages,
         *,
@@ -192,10 +192,16 @@ class Workflow:
         template_args: Mapping[str, Any] | None = None,
         name: str = "request",
         on_failure: OnFailure | None = None,
+        namespace: Mapping[str, str] | None = None,
     ) -> Expected:
-        """Say what will be asked, by whatever client, and have its prompt prefilled meanwhile."""
+        """Say what will be asked, by whatever client, and have its prompt prefilled meanwhile.
+
+        Args:
+            namespace: of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path`` that the
+                request will have, if any.
+        """
         reading = self._reading(messages, name, on_failure)
-        self._link(messages, reading, engine or self._engine, tools, template_args)
+        self._link(messages, reading, engine or self._engine, tools, template_args, namespace)
         expected = Expected(messages, reading)
         self._expected.append(expected)
         return expected
@@ -222,13 +228,14 @@ class Workflow:
         engine: EngineClient,
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any] | None,
+        namespace: Mapping[str, str] | None,
     ) -> None:
         async def render(texts: Mapping[str, str]) -> str:
             shown = [_with_texts(message, texts) for message in messages]
             return await engine.render(shown, tools=tools, template_args=template_args)
 
         if self._ahead != "nothing":
-            self._linking.start_soon(reading.link(engine, render))
+            self._linking.start_soon(reading.link(engine, render, namespace))
 
     async def _answer(
         self,
@@ -249,7 +256,9 @@ class Workflow:
                 if reading.is_waiting:
                     template_args = parameters.get("chat_template_kwargs")
                     tools = parameters.get("tools")
-                    self._link(messages, reading, engine, tools, template_args)
+                    # As the request has it, or else as its client.
+                    namespace = kv_namespace(parameters) or None
+                    self._link(messages, reading, engine, tools, template_args, namespace)
                 expected = Expected(messages, reading)
                 await self._send(answer, expected, engine, parameters, report)
             except BaseException as error:

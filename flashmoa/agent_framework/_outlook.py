@@ -206,7 +206,8 @@ class Outlook:
             return
         if this is not self._round or name in this.speakers:
             return
-        link = Link(engine, prompt, agent=name, listener=self._listener)
+        namespace = run.request.namespace
+        link = Link(engine, prompt, agent=name, namespace=namespace, listener=self._listener)
         for slot in prompt.slots:
             this.text(slot.name).follow(link)
         this.links[name] = link

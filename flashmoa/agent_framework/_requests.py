@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent_framework import Message
 
+from flashmoa.engine import kv_namespace
+
 if TYPE_CHECKING:
     from flashmoa.agent_framework._client import FlashMoAChatClient
 
@@ -31,6 +33,12 @@ class Request:
             tools=self.body.get("tools"),
             template_args=extra_body.get("chat_template_kwargs"),
         )
+
+    @property
+    def namespace(self) -> dict[str, str]:
+        """Of its KV."""
+        extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
+        return kv_namespace({"model": self.body.get("model"), **extra_body})
 
 
 class Captured(Exception):

@@ -32,7 +32,7 @@ from flashmoa.autogen._scoring import score
 from flashmoa.autogen._synchronous import SynchronousEngine
 from flashmoa.autogen._watchers import Watchers, caller_name, calling_agent
 from flashmoa.completions import Watch, watch_completions
-from flashmoa.engine import EngineClient, self_hosted_url
+from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
 from flashmoa.failures import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.readings import Reading
@@ -96,15 +96,15 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     def _start(self) -> None:
         watch_completions(cast("Any", self._client))
-        key = self._raw_config["api_key"]
+        key, model = self._raw_config["api_key"], self._create_args["model"]
         self.engine = EngineClient(
             self._raw_config["base_url"],
             api_key=None if key == "EMPTY" else key,
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
             stream_ttl_seconds=self._stream_ttl_seconds,
+            namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
         )
-        model = self._create_args["model"]
         self.watchers = Watchers(self.engine.url, model, self._listener, auto_link=self._auto_link)
         self._promises = Promises(self.engine, self.on_failure, self._listener)
 

@@ -19,6 +19,7 @@ from flashmoa.engine.errors import (
 )
 from flashmoa.engine.feed import Growing, PromptFeed
 from flashmoa.engine.logprobs import NextLogprobs
+from flashmoa.engine.namespaces import kv_namespace
 from flashmoa.engine.urls import engine_url, self_hosted_url
 from flashmoa.engine.wire import (
     Costs,
@@ -61,5 +62,6 @@ __all__ = [
     "StreamUse",
     "TooManyStreams",
     "engine_url",
+    "kv_namespace",
     "self_hosted_url",
 ]

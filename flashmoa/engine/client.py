@@ -33,6 +33,7 @@ class EngineClient:
         headers: sent with every request.
         stream_ttl_seconds: how long the engine keeps a prompt stream of this client, of a link for
             instance, once the client has vanished.
+        namespace: of its prompt streams' KV, as :func:`kv_namespace` tells it of a request.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
@@ -47,8 +48,10 @@ class EngineClient:
         timeout: float | httpx.Timeout = 600.0,
         headers: Mapping[str, str] | None = None,
         stream_ttl_seconds: float = 30.0,
+        namespace: Mapping[str, str] | None = None,
     ) -> None:
         self.url = engine_url(base_url)
+        self._namespace = dict(namespace or {})
         self.stream_ttl_seconds = checked_ttl(stream_ttl_seconds)
         sent = dict(headers or {})
         if api_key:
@@ -124,20 +127,21 @@ class EngineClient:
         input_ids: Sequence[int] | None = None,
         add_special_tokens: bool | None = None,
         ttl_seconds: float | None = None,
-        cache_salt: str | None = None,
+        namespace: Mapping[str, str] | None = None,
     ) -> StreamState:
         """Open a prompt stream with its first piece.
 
         Args:
             add_special_tokens: ``False`` for text rendered by a chat template, which carries
                 its own.
+            namespace: as the client's, and in its place.
         """
         body = {
             "text": text,
             "input_ids": input_ids,
             "add_special_tokens": add_special_tokens,
             "ttl_seconds": ttl_seconds,
-            "cache_salt": cache_salt,
+            **(self._namespace if namespace is None else namespace),
         }
         return await self._call("POST", "/prompt_streams", StreamState, body)
 

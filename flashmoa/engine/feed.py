@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import anyio
@@ -55,6 +55,7 @@ class PromptFeed:
         add_special_tokens: whether the text has none yet.
         ttl_seconds: how long the engine keeps the stream of a client that has vanished; by
             default the client's ``stream_ttl_seconds``.
+        namespace: of the stream's KV; by default the client's.
 
     Run :meth:`run` in a task, and then :meth:`hold` where the stream is not used at once; say
     :meth:`changed` when the prompt has grown.
@@ -72,8 +73,10 @@ class PromptFeed:
         *,
         add_special_tokens: bool = False,
         ttl_seconds: float | None = None,
+        namespace: Mapping[str, str] | None = None,
     ) -> None:
         self.stream_id: str | None = None
+        self._namespace = namespace
         self._engine = engine
         self._ttl = engine.stream_ttl_seconds if ttl_seconds is None else ttl_seconds
         # When the engine has to be told something, by the event loop's clock.
@@ -137,12 +140,14 @@ class PromptFeed:
         opened: list[StreamState] = []
 
         async def ask() -> None:
-            if isinstance(first, str):
-                state = await self._engine.open_stream(
-                    text=first, add_special_tokens=self._special, ttl_seconds=self._ttl
-                )
-            else:
-                state = await self._engine.open_stream(input_ids=first, ttl_seconds=self._ttl)
+            is_text = isinstance(first, str)
+            state = await self._engine.open_stream(
+                text=first if isinstance(first, str) else None,
+                input_ids=None if isinstance(first, str) else first,
+                add_special_tokens=self._special if is_text else None,
+                ttl_seconds=self._ttl,
+                namespace=self._namespace,
+            )
             # From here on it is given back on every path.
             self.stream_id = state.id
             opened.append(state)

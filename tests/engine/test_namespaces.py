@@ -7,13 +7,15 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 import torch
 from flashmoa_sglang import releases
 from safetensors.torch import save_file
 
-from flashmoa.engine import EngineClient
+from flashmoa import Workflow
+from flashmoa.engine import EngineClient, kv_namespace
 from flashmoa.engine.local import LocalEngine, LocalEngines
 
 from .support import GREEDY, prefilled, settled, special_engine
@@ -67,6 +69,21 @@ async def test_a_stream_serves_only_requests_with_its_salt(
             assert became(answer) == status
             assert answer["output_ids"] == alone["output_ids"]
     await settled(client)
+
+
+@pytest.mark.parametrize(
+    ("body", "namespace"),
+    [
+        ({"model": "m"}, {}),
+        ({"model": "base:a", "lora_path": "b"}, {"lora_path": "a"}),
+        ({"model": "m", "lora_path": "b", "cache_salt": ""}, {"lora_path": "b"}),
+        ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
+    ],
+)
+def test_a_request_tells_the_namespace_of_its_kv(
+    body: dict[str, str], namespace: dict[str, str]
+) -> None:
+    assert kv_namespace(body) == namespace
 
 
 def build_adapter(folder: Path, model: Path, seed: int) -> Path:
@@ -163,4 +180,26 @@ async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
             failure = (await http.get(f"/prompt_streams/{stream}")).json()["failure"]
         assert "nobodys" in failure
         await client.delete_stream(stream)
+        await settled(client)
+
+
+async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request(
+    adapted: LocalEngine, words: Words
+) -> None:
+    async with EngineClient(adapted.url, timeout=60) as client:
+        for namespace in ({"lora_path": "a"}, {"cache_salt": "mine"}, {"extra_key": "b"}, {}):
+            async with Workflow(client) as flow:
+                draft = flow.text("draft")
+                asked = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
+                answer = flow.ask(asked, max_tokens=4, temperature=0, **namespace)
+                draft.write(words(40, 605))
+                with anyio.fail_after(60):
+                    while (await client.info()).kv[0].pinned_streams == 0:  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
+                draft.close()
+                await answer
+            assert answer.usage is not None and answer.usage.prompt_stream is not None
+            assert answer.usage.prompt_stream.status == "hit"
+            assert answer.usage.streamed_tokens
+            await client.flush_cache()
         await settled(client)

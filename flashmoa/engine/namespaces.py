@@ -1,0 +1,22 @@
+"""What keeps the KV of some requests apart from that of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FIELDS = ("cache_salt", "extra_key", "lora_path")
+
+
+def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
+    """Tell the namespace of a request's KV: cache salt, extra key, LoRA adapter, if it has any.
+
+    A prompt stream serves requests of its own namespace only. The adapter may be part of the
+    model's name, ``base:adapter``, which goes before ``lora_path``, as in SGLang.
+
+    Args:
+        body: of a chat completion or a generation.
+    """
+    found = {name: body[name] for name in _FIELDS if isinstance(body.get(name), str) and body[name]}
+    adapter = str(body.get("model") or "").partition(":")[2].strip()
+    return {**found, "lora_path": adapter} if adapter else found

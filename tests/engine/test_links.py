@@ -104,15 +104,15 @@ async def test_a_link_to_a_plain_or_dead_engine_ends_quietly(
 async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words) -> None:
     """Longer than the engine keeps one of a client that has vanished, before and after its text."""
     head, events = words(100, 84), list[Event]()
-    async with EngineClient(engine.url, timeout=60, stream_ttl_seconds=1.0) as client:
+    async with EngineClient(engine.url, timeout=60, stream_ttl_seconds=2.0) as client:
         prompt = Prompt([head, Slot("A"), " go"])
         link = Link(client, prompt, agent="B", listener=events.append)
         async with anyio.create_task_group() as group:
             group.start_soon(link.run)
-            await anyio.sleep(3.0)
+            await anyio.sleep(3.5)
             link.feed("A", " some of it")
             link.close_slot("A")
-            await anyio.sleep(3.0)
+            await anyio.sleep(3.5)
             text = f"{head} some of it go"
             _, usage = await generate(client, text, 3, link.take_over())
         assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.bench.models import tiny_model
-from flashmoa.engine.local import local_engines
+from flashmoa.engine.local import WITHOUT_OVERLAP, local_engines
 
 # Tokens that an engine on this CPU has KV for.
 _POOL = 12000
@@ -98,8 +98,9 @@ async def on_this_cpu(
             engines = await stack.enter_async_context(local_engines())
         with console.status("starting engine A on core 0 and engine B on core 1"):
             memory = ["--max-total-tokens", str(_POOL), "--enable-cache-report"]
-            a = await engines.start(small, core=0, arguments=memory, wait=False)
-            b = await engines.start(large, core=1, arguments=memory)
+            settings = [*memory, *WITHOUT_OVERLAP]
+            a = await engines.start(small, core=0, arguments=settings, wait=False)
+            b = await engines.start(large, core=1, arguments=settings)
             await a.wait_until_ready()
         console.print(f"engine A (core 0): {a.url}   engine B (core 1): {b.url}\n")
         yield a.url, b.url

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from flashmoa.bench.models import texts, tiny_model
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.local import LocalEngine, local_engines
+from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
 
 # A stock SGLang server; the CPU platform stays, it is an entry point of another group.
 _STOCK = {"SGLANG_PLUGINS": "none"}
@@ -158,8 +158,7 @@ def _arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[s
     more: list[str] = arguments.plugin_arguments if role.plugin else []
     return [
         *("--max-total-tokens", str(tokens)),
-        # On a CPU nothing overlaps: each token would only be told a step late.
-        "--disable-overlap-schedule",
+        *WITHOUT_OVERLAP,
         *arguments.engine_arguments,
         *more,
         *role.arguments,

@@ -26,7 +26,7 @@ from flashmoa.bench.models import single_token_words, texts, tiny_model
 from flashmoa.bench.report import Report, terminal
 from flashmoa.bench.rounds import order
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import local_engines
+from flashmoa.engine.local import WITHOUT_OVERLAP, local_engines
 from flashmoa.links import Link
 from flashmoa.prompts import Prompt, Slot
 
@@ -268,9 +268,9 @@ async def _main(arguments: argparse.Namespace) -> None:
     report = Report("pair", arguments)
     report.head(console)
     async with local_engines() as engines:
-        memory = ["--max-total-tokens", "16000"]
-        a = await engines.start(model, core=arguments.core, arguments=memory, wait=False)
-        b = await engines.start(model, core=arguments.core + 1, arguments=memory)
+        settings = ["--max-total-tokens", "16000", *WITHOUT_OVERLAP]
+        a = await engines.start(model, core=arguments.core, arguments=settings, wait=False)
+        b = await engines.start(model, core=arguments.core + 1, arguments=settings)
         await a.wait_until_ready()
         async with EngineClient(a.url) as client_a, EngineClient(b.url) as client_b:
             bench = Bench(client_a, client_b, words, arguments.seed)

@@ -27,6 +27,9 @@ from anyio.streams.text import TextReceiveStream
 
 from flashmoa.engine.errors import EngineError
 
+# Arguments of engines that are measured on a CPU: nothing overlaps there, so that SGLang's overlap
+# schedule would only tell each token a step late.
+WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 _START_SECONDS = 180.0
 _STOP_SECONDS = 5.0
 # Below those that connections get, and SGLang's own.

@@ -20,6 +20,7 @@ from flashmoa.autogen._turn import RunningTurn
 from flashmoa.failures import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, both, contained, ignore
 from flashmoa.observe.trace import Trace
+from flashmoa.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +128,7 @@ class TeamLink:
     async def close(self) -> None:
         """End every link and wait until their engines have the KV back; the team runs on."""
         self._retire()
-        await self._outlook.host.close()
-        for inner in self._inner:
-            await inner.close()
+        await all_of([self._outlook.host.close, *(inner.close for inner in self._inner)])
 
     def begin(self, agent_type: str, agent_key: str, request: Request) -> RunningTurn | None:
         """A client is about to send a request, maybe for one of this team's agents."""

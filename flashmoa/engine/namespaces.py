@@ -12,11 +12,13 @@ def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     """Tell the namespace of a request's KV: cache salt, extra key, LoRA adapter, if it has any.
 
     A prompt stream serves requests of its own namespace only. The adapter may be part of the
-    model's name, ``base:adapter``, which goes before ``lora_path``, as in SGLang.
+    model's name, ``base:adapter``; which part that is the engine knows.
 
     Args:
         body: of a chat completion or a generation.
+
+    Returns: fields of the body that opens a prompt stream.
     """
     found = {name: body[name] for name in _FIELDS if isinstance(body.get(name), str) and body[name]}
-    adapter = str(body.get("model") or "").partition(":")[2].strip()
-    return {**found, "lora_path": adapter} if adapter else found
+    model = body.get("model")
+    return {**found, "model": model} if isinstance(model, str) and ":" in model else found

@@ -75,7 +75,7 @@ async def test_a_stream_serves_only_requests_with_its_salt(
     ("body", "namespace"),
     [
         ({"model": "m"}, {}),
-        ({"model": "base:a", "lora_path": "b"}, {"lora_path": "a"}),
+        ({"model": "base:a", "lora_path": "b"}, {"model": "base:a", "lora_path": "b"}),
         ({"model": "m", "lora_path": "b", "cache_salt": ""}, {"lora_path": "b"}),
         ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
     ],
@@ -167,6 +167,23 @@ async def test_a_stream_without_the_adapter_is_declined_and_says_so(
         await settled(client)
 
 
+async def test_a_refused_request_of_another_namespace_leaves_the_stream_to_the_next(
+    adapted: LocalEngine, words: Words
+) -> None:
+    text = words(300, 606)
+    async with (
+        EngineClient(adapted.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
+    ):
+        stream = await opened(http, text, lora_path="a")
+        await prefilled(client, stream, 299)
+        body = {"text": text + " of", "lora_path": "nobodys", "prompt_stream_id": stream}
+        assert (await http.post("/generate", json=body)).status_code == 400
+        answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
+        assert became(answer) == "hit"
+        await settled(client)
+
+
 async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
     adapted: LocalEngine, words: Words
 ) -> None:
@@ -187,7 +204,13 @@ async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request
     adapted: LocalEngine, words: Words
 ) -> None:
     async with EngineClient(adapted.url, timeout=60) as client:
-        for namespace in ({"lora_path": "a"}, {"cache_salt": "mine"}, {"extra_key": "b"}, {}):
+        for namespace in (
+            {"lora_path": "a"},
+            {"model": "base:b"},
+            {"cache_salt": "mine"},
+            {"extra_key": "b"},
+            {},
+        ):
             async with Workflow(client) as flow:
                 draft = flow.text("draft")
                 asked = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]

@@ -92,7 +92,7 @@ def test_a_timed_forward_is_timed_with_speculative_decoding(
     monkeypatch.setattr("flashmoa_sglang.releases.to_tokenizer", lambda _, news: told.append(news))
     engine = scheduler("null", True)
     side: Any = SimpleNamespace(
-        timer=ForwardTimer(engine), role="null", direct="direct", publishes_early=True
+        timer=ForwardTimer(engine), role="null", direct="direct", pins_results=False
     )
     req = increment()
     req.sampling_params.custom_params = RequestMark(timed=True).to_custom_params()

@@ -36,6 +36,7 @@ def test_a_rank_far_above_the_others_gets_no_more_siblings() -> None:
 def test_tokens_are_compared_with_tokens() -> None:
     ids = array("q", range(100))
     assert choose_rank(2, [(0, GUIDE), (1, ids)], [*range(90), 7]) == 1
+    assert choose_rank(2, [(0, array("q", range(9000))), (1, ids)], list(range(9000))) == 0
     assert choose_rank(2, [(0, GUIDE), (0, ids)], GUIDE[:80]) == 0
 
 

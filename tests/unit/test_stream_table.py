@@ -15,6 +15,7 @@ torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang import releases  # noqa: E402
 from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
+from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
 from flashmoa_sglang.http.errors import Draining  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
@@ -153,6 +154,23 @@ class Manager(SimpleNamespace):
             server_args=SimpleNamespace(dp_size=1),
         )
         self.__dict__.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "served", "adapter"),
+    [
+        ({"model": "base:a"}, "base", "a"),
+        ({"model": "base:a"}, "/models/base", "a"),
+        ({"model": "s3://bucket/m"}, "s3://bucket/m", None),
+        ({"model": "qwen:8b:a", "lora_path": "b"}, "qwen:8b", "a"),
+        ({"lora_path": "b"}, "base", "b"),
+        ({}, "base", None),
+    ],
+)
+def test_an_adapter_is_part_of_the_model_s_name_or_given(
+    fields: dict[str, str], served: str, adapter: str | None
+) -> None:
+    assert bodies.Prompt(text="x", **fields).terms(served).lora_path == adapter
 
 
 async def test_what_sglang_chose_counts_and_not_what_was_given(

@@ -74,6 +74,7 @@ class Engine:
         self.max_total_num_tokens = total
         self.max_running_requests = 64
         self.enable_hierarchical_cache = False
+        self.enable_priority_preemption = False
         self.grammar_manager = Grammars()
         # Where either release keeps it.
         self.new_token_ratio = ratio
@@ -154,6 +155,13 @@ class Adder:
         self.tree_cache.flashmoa = side  # type: ignore[attr-defined]
         self.can_run_list: list[Any] = []
         self.taken = 0
+        self.asked = 0
+
+    page_size = 1
+
+    @property
+    def rem_total_tokens(self) -> int:
+        return self.left
 
     @property
     def left(self) -> int:
@@ -163,6 +171,7 @@ class Adder:
         return "continue" if self.left > 0 else "no token"
 
     def add(self, req: Any) -> str:
+        self.asked += 1
         tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
         if tokens > self.left:
             return "no token"
@@ -175,7 +184,7 @@ class Adder:
 def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
     """1,000 tokens are free, and eight streams hold 1,000 each."""
     monkeypatch.setattr("flashmoa_sglang.releases.is_without_room", lambda said: said == "no token")
-    monkeypatch.setattr("flashmoa_sglang.releases.go_on", lambda: "continue")
+    monkeypatch.setattr("flashmoa_sglang.releases.cached_tokens", lambda _: 0)
     tree = Tree(1000)
     pins = StreamPins(tree)
     for stream in "abcdefgh":
@@ -197,12 +206,26 @@ def test_no_more_streams_give_way_than_requests_need(adder: Adder) -> None:
     assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
 
 
-def test_an_increment_without_room_makes_no_stream_give_way_and_keeps_nobody_waiting(
-    adder: Adder,
+def test_sglang_is_asked_once_more_however_many_streams_give_way(adder: Adder) -> None:
+    """It may count how often a request found no room."""
+    assert admit(Adder.add, adder, request(4000, 4000)) == "continue"
+    assert adder.asked == 2
+
+
+def test_an_increment_without_room_makes_no_stream_give_way_and_leaves_the_queue(
+    adder: Adder, dropped: list[str]
 ) -> None:
-    assert admit(Adder.add, adder, request(1500, 0, stream="z")) == "continue"
-    assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
-    assert adder.can_run_list == []
+    increment = request(1500, 0, stream="z")
+    assert admit(Adder.add, adder, increment) == "no token"
+    side: Any = adder.tree_cache.flashmoa  # type: ignore[attr-defined]
+    assert len(side.pins) == 8
+    assert side.is_short_for_streams
+    # Though there seems to be room: what it has cached is evictable, and counted.
+    engine = Engine(50_000, 0.1, [])
+    engine.waiting_queue = [increment]
+    waiting.prepare(engine, engine.running)
+    assert dropped == ["no room in the KV pool"]
+    assert engine.flashmoa.refused == {"z": 1500}
 
 
 def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:
@@ -232,6 +255,59 @@ def test_streams_without_room_are_told_once_when_there_is_some(
         engine.tree_cache.free = free
         room.offer(engine, engine.running)
     assert told == [("a",), ("b",)]
+
+
+def test_a_large_increment_without_room_keeps_no_smaller_one_waiting(
+    dropped: list[str], told: list[tuple[str, ...]]
+) -> None:
+    engine = Engine(3000, 0.1, [], total=16_000)
+    engine.waiting_queue = [request(5000, 0, stream="a"), request(50, 0, stream="b")]
+    waiting.prepare(engine, engine.running)
+    assert len(dropped) == 1
+    engine.flashmoa.refused["b"] = 50
+    room.offer(engine, engine.running)
+    assert told == [("b",)]
+
+
+def test_room_that_a_queued_increment_takes_is_offered_to_nobody(
+    dropped: list[str], told: list[tuple[str, ...]]
+) -> None:
+    """Or the other stream would ask, be refused, be told, and so on."""
+    engine = Engine(3000, 0.1, [], total=16_000)
+    engine.waiting_queue = [request(1500, 0, stream="a"), request(1000, 0, stream="b")]
+    waiting.prepare(engine, engine.running)
+    assert len(dropped) == 1
+    for _ in range(3):
+        room.offer(engine, engine.running)
+    assert told == []
+
+
+def test_an_increment_of_a_stream_that_is_over_is_not_waited_for(dropped: list[str]) -> None:
+    engine = Engine(100, 0.1, [])
+    engine.flashmoa.pins.release("a")
+    engine.waiting_queue = [request(5000, 0, stream="a")]
+    waiting.prepare(engine, engine.running)
+    assert len(dropped) == 1
+    assert engine.flashmoa.refused == {}
+
+
+def test_requests_stand_before_increments(dropped: list[str]) -> None:
+    engine = Engine(50_000, 0.1, [])
+    increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
+    # Nobody is held back for ever.
+    increment.flashmoa_held = 99
+    engine.waiting_queue = [increment, first, second]
+    waiting.prepare(engine, engine.running)
+    assert engine.waiting_queue == [first, second, increment]
+
+
+def test_streams_give_way_beforehand_where_requests_are_preempted() -> None:
+    engine = Engine(500, 0.1, [])
+    for stream in "abc":
+        engine.flashmoa.pins.replace(stream, Pin(None, None))
+    engine.waiting_queue = [request(1500, 0)]
+    room.make(engine, engine.running)
+    assert len(engine.flashmoa.pins) == 1
 
 
 def test_a_stream_that_has_ended_is_told_nothing(told: list[tuple[str, ...]]) -> None:

@@ -112,7 +112,7 @@ class Api:
         try:
             done = await self._engine.prefill(
                 ids,
-                terms=prompt.terms(),
+                terms=prompt.terms(self._engine.model["name"]),
                 http_request=request,
             )
         except Superseded as error:
@@ -144,7 +144,9 @@ class Api:
         stream = PromptStream(
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=buffer,
-            terms=replace(body.terms(), dp_rank=self._table.rank_for(piece)),
+            terms=replace(
+                body.terms(self._engine.model["name"]), dp_rank=self._table.rank_for(piece)
+            ),
         )
         self._table.add(stream, piece)
         self._table.open(stream)

@@ -63,10 +63,17 @@ class Prompt(_Piece):
     lora_path: StrictStr | None = None
     priority: StrictInt | None = None
 
-    def terms(self) -> Terms:
-        """The adapter is that of ``model``, "base:adapter" as in SGLang's chats, before that of
-        ``lora_path``."""
-        adapter = (self.model or "").partition(":")[2].strip()
+    def terms(self, served: str) -> Terms:
+        """What SGLang is to be told beside the tokens.
+
+        The adapter is that of ``model``, "base:adapter" as in SGLang's chats, before that of
+        ``lora_path``.
+
+        Args:
+            served: the model's name, which may have a colon itself.
+        """
+        model = (self.model or "").removeprefix(served)
+        adapter = model.partition(":")[2].strip()
         return Terms(
             self.priority,
             self.cache_salt or None,

@@ -39,6 +39,7 @@ class Final:
         # SGLang encodes some prompts in several pieces; all of them so far.
         self._text = ""
         self._claimed = False
+        self._reads_kv = True
         self.usage: dict[str, Any] | None = None
 
     def encode(self, text: str, special: bool) -> list[int] | None:
@@ -60,9 +61,7 @@ class Final:
             raise ValueError(f"{hints.STREAM} goes with one prompt; send a batch without it.")
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
-            self._table.close(stream, "used")
-            self._stream = stream = None
-            self.status = "other_namespace"
+            stream, self.status, self._reads_kv = None, "other_namespace", False
         if stream is None:
             _put_expectation(obj, expected_output)
             return
@@ -105,7 +104,8 @@ class Final:
         if "cached_tokens" not in meta:
             return
         cached = meta["cached_tokens"]
-        streamed = min(cached, self._stream.computed) if self._stream is not None else 0
+        stream = self._stream if self._reads_kv else None
+        streamed = min(cached, stream.computed) if stream is not None else 0
         if self.usage is None:
             metrics.final(self.status, meta["prompt_tokens"] - cached)
         self.usage = {
@@ -115,7 +115,7 @@ class Final:
             "prompt_stream": {
                 "id": self.stream_id,
                 "status": self.status,
-                "prefills": [asdict(span) for span in self._stream.spans] if self._stream else [],
+                "prefills": [asdict(span) for span in stream.spans] if stream else [],
             },
         }
         meta.update(self.usage)

@@ -72,6 +72,8 @@ class Prefiller:
     async def _increment(self, stream: PromptStream, target: int) -> None:
         offers = stream.offers
         try:
+            if not stream.may_grow():  # It has ended since.
+                return
             done = await self._engine.prefill(
                 stream.certain()[:target],
                 stream=stream.id,

@@ -6,10 +6,13 @@ a mixture) belong to one rank, unless it has far more streams than another.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 # Characters or tokens in common that make two streams siblings.
 _WORTH = 64
+# As many of them are compared at most.
+_MOST = 2048
 # How many more streams than the least loaded rank the siblings' rank may have.
 _UNEVEN = 16
 
@@ -21,8 +24,10 @@ def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Pr
 
     Args:
         ranks: how many there are.
-        streams: the rank and the prompt of each open stream.
+        streams: the rank and the prompt of each open stream; token ids as an ``array("q")``.
     """
+    if not isinstance(beginning, str):
+        beginning = array("q", beginning[:_MOST])
     loads = [0] * ranks
     shared = [0] * ranks
     for rank, prompt in streams:
@@ -35,10 +40,10 @@ def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Pr
 
 
 def _common(first: Prompt, second: Prompt) -> int:
-    """The length of the common prefix, if it is of ``_WORTH`` at least; else 0."""
+    """The length of the common prefix, up to ``_MOST``; 0 if it is below ``_WORTH``."""
     if isinstance(first, str) != isinstance(second, str) or not _same(first, second, _WORTH):
         return 0
-    low, high = _WORTH, min(len(first), len(second))
+    low, high = _WORTH, min(len(first), len(second), _MOST)
     while low < high:
         middle = (low + high + 1) // 2
         if _same(first, second, middle):
@@ -51,6 +56,4 @@ def _common(first: Prompt, second: Prompt) -> int:
 def _same(first: Prompt, second: Prompt, length: int) -> bool:
     if min(len(first), len(second)) < length:
         return False
-    if isinstance(first, str):
-        return first[:length] == second[:length]
-    return list(first[:length]) == list(second[:length])
+    return first[:length] == second[:length]

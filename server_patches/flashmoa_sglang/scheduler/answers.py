@@ -36,7 +36,7 @@ def stream_output(
         original(streamer, reqs, return_logprob, skip_req)
         return
     side.timer.stop(ours)
-    if not side.publishes_early:
+    if side.pins_results:
         for req in filter(is_increment, ours):
             side.pins.replace(mark_of(req).stream, releases.pin_cached(streamer.tree_cache, req))
     rest = [req for req in reqs if req not in ours]

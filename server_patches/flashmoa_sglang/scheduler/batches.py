@@ -34,21 +34,19 @@ def next_prefill_batch(
     room.offer(scheduler, running)
     if not _anybody_waits(scheduler):
         return original(scheduler, *args, **kwargs)
+    if scheduler.enable_priority_preemption:
+        room.make(scheduler, running)
     turns = {id(req): turn for turn, req in enumerate(scheduler.waiting_queue)}
     held = prepare(scheduler, running)
     try:
         if gathers(scheduler, running):
             return _nobody(scheduler, running)
         if not _only_streams_want(scheduler):
-            return _build(original, scheduler, *args, **kwargs)
+            return _build(original, scheduler, running, *args, **kwargs)
         with _in_the_gaps(scheduler, running) as may_go:
             if not may_go:
                 return _nobody(scheduler, running)
-            full = running.batch_is_full
-            result = _build(original, scheduler, *args, **kwargs)
-            # That an increment found no room says nothing about requests.
-            releases.running_after(scheduler, result).batch_is_full = full
-            return result
+            return _build(original, scheduler, running, *args, **kwargs)
     finally:
         side.batch = None
         if held:
@@ -74,10 +72,17 @@ def _nobody(scheduler: Any, running: Any) -> Any:
     return releases.no_batch(running)
 
 
-def _build(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _build(
+    original: Callable[..., Any], scheduler: Any, running: Any, *args: Any, **kwargs: Any
+) -> Any:
     side: Side = scheduler.flashmoa
     side.batch = side.shared_batch(scheduler)
+    side.is_short_for_streams = _only_streams_want(scheduler)
+    full = running.batch_is_full
     result = original(scheduler, *args, **kwargs)
+    if side.is_short_for_streams:
+        # That an increment found no room says nothing about requests.
+        releases.running_after(scheduler, result).batch_is_full = full
     batch = releases.new_batch(result)
     if batch is not None:
         _settle(scheduler, batch)
@@ -100,13 +105,24 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
             return original(adder, req, *args, **kwargs)
         return side.batch.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
 
+    def joined() -> bool:
+        return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
     result = ask()
-    if is_increment(req):
-        # That it finds no room says nothing about the requests behind it.
-        return releases.go_on() if releases.is_without_room(result) else result
+    if is_increment(req) and releases.is_without_room(result):
+        side.is_short_for_streams = True
+        # It leaves the queue before the next batch, so that nobody waits behind it.
+        req.flashmoa_found_no_room = not joined()
+        return result
     while releases.is_without_room(result) and side.pins.give_way():
-        joined = bool(adder.can_run_list) and adder.can_run_list[-1] is req
-        result = adder.budget_state() if joined else ask()
+        if joined():
+            result = adder.budget_state()
+            continue
+        # Asked as seldom as possible: SGLang may count how often a request found no room.
+        needs = room.asked_of_pool(req, adder.page_size)
+        while adder.rem_total_tokens <= needs and side.pins.give_way():
+            pass
+        result = ask()
     return result
 
 

@@ -36,6 +36,10 @@ class StreamPins:
     def __contains__(self, stream: object) -> bool:
         return stream in self._pins
 
+    def is_released(self, stream: str) -> bool:
+        """Whether a stream is over; increments of it may still be on their way."""
+        return stream in self._released
+
     def replace(self, stream: str, new: releases.Pin) -> None:
         """Pin a stream's longer prefix, then give up the shorter one."""
         old = self._pins.pop(stream, None)

@@ -21,20 +21,22 @@ def refused(scheduler: Any, running: Any) -> set[int]:
 
     Their streams are remembered, and told by :func:`offer` when there is room for them.
     """
-    tree, side, queue = scheduler.tree_cache, scheduler.flashmoa, scheduler.waiting_queue
+    side, queue = scheduler.flashmoa, scheduler.waiting_queue
     increments = [(position, req) for position, req in enumerate(queue) if is_increment(req)]
     if not increments:
         return set()
-    left = _left(scheduler, running, {mark.stream for req in queue if (mark := mark_of(req))})
+    left = _left(scheduler, running, _streams_of(queue))
     without = set[int]()
     for position, req in increments:
-        # Once is enough: it changes little while the request waits.
-        if not hasattr(req, "flashmoa_uncached"):
-            req.flashmoa_uncached = releases.uncached(tree, req)
-        left -= req.flashmoa_uncached
-        if left < 0:
-            without.add(position)
-            side.refused[mark_of(req).stream] = req.flashmoa_uncached
+        needs = _uncached(scheduler.tree_cache, req)
+        if needs <= left and not getattr(req, "flashmoa_found_no_room", False):
+            left -= needs
+            continue
+        without.add(position)
+        stream = mark_of(req).stream
+        if not side.pins.is_released(stream):
+            # Its cached prefix is evictable, too, where it was told that there is no room.
+            side.refused[stream] = needs if needs > left else len(req.origin_input_ids)
     return without
 
 
@@ -42,23 +44,41 @@ def offer(scheduler: Any, running: Any) -> None:
     """Tell streams that were refused, in that order, once there is room for what they need.
 
     Without this each of them would have to ask again and again, and each question carries a
-    whole prompt.
+    whole prompt. What does not fit keeps nobody behind it waiting.
     """
     waiting: dict[str, int] = scheduler.flashmoa.refused
     if not waiting:
         return
-    left = _left(scheduler, running, waiting)
+    queue, tree = scheduler.waiting_queue, scheduler.tree_cache
+    left = _left(scheduler, running, _streams_of(queue).union(waiting))
+    left -= sum(_uncached(tree, req) for req in queue if is_increment(req))
     served: list[str] = []
     for stream, tokens in waiting.items():
-        left -= tokens
-        if left < 0:
-            break
-        served.append(stream)
+        if tokens <= left:
+            left -= tokens
+            served.append(stream)
     if not served:
         return
     for stream in served:
         del waiting[stream]
     releases.to_tokenizer(scheduler, releases.wrapped(RoomAgain(tuple(served))))
+
+
+def make(scheduler: Any, running: Any) -> None:
+    """Have streams give way beforehand to the largest request that waits.
+
+    For priority preemption: SGLang looks for running requests to preempt before it asks whether
+    there is room, and KV that streams hold counts as used there.
+    """
+    needs = [_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req)]
+    if needs:
+        scheduler.flashmoa.pins.make_room(max(needs) + _promised(scheduler, running))
+
+
+def asked_of_pool(req: Any, page: int) -> int:
+    """KV slots that SGLang asks for before it admits a request, in tokens."""
+    left = len(req.origin_input_ids) + len(req.output_ids) - releases.cached_tokens(req)
+    return left + _output_left(req) + page
 
 
 def left_of_chunked(scheduler: Any) -> int:
@@ -68,6 +88,17 @@ def left_of_chunked(scheduler: Any) -> int:
         return 0
     left = len(req.origin_input_ids) + len(req.output_ids) - releases.computed_until(req)
     return (left // page + 2) * page
+
+
+def _streams_of(queue: Any) -> set[str | None]:
+    return {mark.stream for req in queue if (mark := mark_of(req))}
+
+
+def _uncached(tree_cache: Any, req: Any) -> int:
+    # Once is enough: it changes little while the request waits.
+    if not hasattr(req, "flashmoa_uncached"):
+        req.flashmoa_uncached = releases.uncached(tree_cache, req)
+    return req.flashmoa_uncached
 
 
 def _left(scheduler: Any, running: Any, streams: Collection[str | None]) -> int:

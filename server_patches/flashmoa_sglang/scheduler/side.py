@@ -20,6 +20,7 @@ class Side:
     ``batch``: the prefill batch that is being put together. ``work``: what the engine has
     done so far, in prefill tokens. ``pause``: decode steps until prompt streams may go on.
     ``refused``: prompt streams that found no room in the KV pool, and the tokens each needs.
+    ``is_short_for_streams``: what SGLang says of room while a batch is built concerns streams only.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -30,6 +31,7 @@ class Side:
         # overlap schedule, the forward before it may still be writing what was published early.
         is_prefill_engine = releases.role(scheduler) == "prefill"
         self.publishes_early = not (is_prefill_engine and scheduler.enable_overlap)
+        self.pins_results = not self.publishes_early and releases.can_pin(scheduler)
         self.role = releases.role(scheduler)
         self.costs = UNMEASURED
         self.batch: SharedBatch | None = None
@@ -39,6 +41,7 @@ class Side:
         self.work = 0.0
         self.pause = 0
         self.refused: dict[str, int] = {}
+        self.is_short_for_streams = False
         self.avoided = 0
         self.rode_along = 0
         self._told = Happened(0, 0)

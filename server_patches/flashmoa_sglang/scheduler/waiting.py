@@ -30,7 +30,8 @@ def prepare(scheduler: Any, running: Any) -> list[Any]:
         releases.keep_kv(req)
     _drop(scheduler, superseded(_view(queue)), "a longer request of its stream is queued")
     _drop(scheduler, room.refused(scheduler, running), NO_ROOM)
-    queue = scheduler.waiting_queue
+    # Behind an increment that finds no room, SGLang would look at nobody.
+    queue = sorted(scheduler.waiting_queue, key=is_increment)
     positions = held_back(_view(queue))
     held = [queue[position] for position in positions]
     for req in held:

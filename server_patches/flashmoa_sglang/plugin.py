@@ -131,6 +131,7 @@ SCHEDULER_HOOKS = [
     Hook(releases.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
     Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.size),
+    *(Hook(target, "around", function) for target, function in releases.MENDED_IN_SCHEDULER),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),

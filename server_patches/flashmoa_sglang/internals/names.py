@@ -132,6 +132,8 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         "attention": _srt("layers.attention.torch_native_backend:TorchNativeAttnBackend"),
         "forward_batch": FORWARD_BATCH,
         "get_memory()": ARGUMENTS,
+        "logprobs": PLAIN,
+        "stage": PLAIN,
     },
     "releases/v0_5_23.py": {
         # It looks up what it is asked for among these.

@@ -82,6 +82,7 @@ steps_together = _chosen("steps_together")
 STREAM_OUTPUT = _chosen("STREAM_OUTPUT")
 CREATE_OFFLOADER = _chosen("CREATE_OFFLOADER")
 MENDED = _chosen("MENDED")
+MENDED_IN_SCHEDULER = _chosen("MENDED_IN_SCHEDULER")
 forgetting = _chosen("forgetting")
 # The scheduler.
 running_batch = _chosen("running_batch")

@@ -116,6 +116,12 @@ def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) 
         manager.rid_to_state.pop(message.rid, None)
 
 
+MENDED_IN_SCHEDULER: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (
+        "sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw",
+        v0_5_18.token_ids_logprobs,
+    ),
+)
 # A request whose client is gone is aborted two seconds later, which is right.
 MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
     (f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenize_or_forget),

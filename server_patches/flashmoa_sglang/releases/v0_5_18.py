@@ -84,6 +84,32 @@ def discard_states(original: Callable[..., None], manager: Any, obj: Any) -> Non
     original(manager, obj)
 
 
+def token_ids_logprobs(
+    original: Callable[..., Any],
+    logprobs: Any,
+    token_ids_logprobs_list: Any,
+    stage: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around ``get_token_ids_logprobs_raw``: a tensor for each request of a decode step.
+
+    Under the overlap schedule SGLang turns all of them into lists later, and a list that stands for
+    a request which asked for none ends the scheduler: a scored prompt beside any other request.
+    """
+    values, ids = original(logprobs, token_ids_logprobs_list, stage, *args, **kwargs)
+    if kwargs.get("no_copy_to_cpu") and stage.name == "DECODE":
+        none = logprobs.new_empty((0,))
+        asked = zip(token_ids_logprobs_list, values, strict=True)
+        values = [none if tokens is None else row for tokens, row in asked]
+    return values, ids
+
+
+# What the release does wrong in its scheduler where the plugin depends on it; as below.
+MENDED_IN_SCHEDULER: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw", token_ids_logprobs),
+)
+
 # What the release does wrong where the plugin depends on it: targets, and what goes around.
 MENDED: tuple[tuple[str, Callable[..., Any]], ...] = (
     (

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader"
 # It aborts what nobody reads by itself (``_release_req_states_on_failure``).
 MENDED: tuple[tuple[str, Callable[..., Any]], ...] = ()
+MENDED_IN_SCHEDULER: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
 
 def resolved(server_args: Any) -> Any:

@@ -87,12 +87,12 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
                 if sum(states):
                     filled.set()
                 await anyio.sleep(0.02)
+    rode = (await kv(client)).rode_along - rode_before
+    assert rode > 0 if rides else rode == 0
     for prompt, (text, tokens) in answers.items():
         assert 100 <= tokens < 3000
         alone, _ = await generate(client, prompt, tokens + 8)
         assert alone.startswith(text)
-    rode = (await kv(client)).rode_along - rode_before
-    assert rode > 0 if rides else rode == 0
     texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
     linked: list[str] = []
     for text, stream in zip(texts, streams, strict=True):

@@ -27,7 +27,9 @@ SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.9
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    extra = ["--flashmoa-intra-turn", "level"] if request.param == "level by level" else []
+    # One of them without the overlap schedule, which is the default.
+    level = ["--flashmoa-intra-turn", "level", "--disable-overlap-schedule"]
+    extra = level if request.param == "level by level" else []
     share = ["--flashmoa-stream-share", SHARES[request.param]]
     async with special_engine(engines, model, *share, *extra) as engine:
         yield engine

@@ -25,6 +25,7 @@ WAYS = {
     "within one forward": ["--page-size", "1"],
     "pages of 16, lpm": ["--page-size", "16", "--schedule-policy", "lpm"],
     "level by level": ["--flashmoa-intra-turn", "level", "--schedule-policy", "dfs-weight"],
+    "without the overlap schedule": ["--disable-overlap-schedule"],
     "chunks of 512": ["--chunked-prefill-size", "512", "--page-size", "16"],
 }
 

@@ -27,12 +27,11 @@ class Side:
         self.options = Options.from_environment()
         self.pins = StreamPins(scheduler.tree_cache)
         self.direct = releases.tokenizer_channel(scheduler)
+        self.role = releases.role(scheduler)
         # A prefill engine of a PD pair sends cached KV on before its own forward has run; under the
         # overlap schedule, the forward before it may still be writing what was published early.
-        is_prefill_engine = releases.role(scheduler) == "prefill"
-        self.publishes_early = not (is_prefill_engine and scheduler.enable_overlap)
+        self.publishes_early = not (self.role == "prefill" and scheduler.enable_overlap)
         self.pins_results = not self.publishes_early and releases.can_pin(scheduler)
-        self.role = releases.role(scheduler)
         self.costs = UNMEASURED
         self.batch: SharedBatch | None = None
         self.gathering: Gathering | None = None

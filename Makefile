@@ -14,8 +14,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
-SOURCES := flashmoa server_patches examples tests docs
-PROJECTS := pyproject.toml server_patches/pyproject.toml
+SOURCES := flashmoa server_patches benchmarks examples tests docs
+PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.toml
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
@@ -40,7 +40,7 @@ $(READY): requirements/*.txt $(PROJECTS)
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen,agent-framework,datasets,examples,moa,opentelemetry,router]' -e server_patches -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,examples,moa,opentelemetry,router]' -e server_patches -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/embedder.txt -r requirements/routers.txt
 	@touch $@
@@ -52,7 +52,7 @@ test: $(READY)
 	@$(BIN)/python -m pytest
 
 soak: $(READY)
-	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/engine/test_soak.py -s
+	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/integration/plugin/test_soak.py -s
 
 test-releases: $(RELEASE_TESTS)
 
@@ -61,7 +61,7 @@ test-conformance: $(READY)
 
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"
-	@$(<D)/bin/python -m pytest tests/engine tests/unit/test_plugin_hooks.py tests/unit/test_internals.py
+	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
 
 .venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
 .venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)
@@ -72,7 +72,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@$(RELEASE_PIP) -r requirements/torch.txt
 	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
 	@$(RELEASE_PIP) -r $<
-	@$(RELEASE_PIP) -e . -e server_patches $$(grep -E '^(pytest|hypothesis)' requirements/dev.txt) -c $<
+	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(pytest|hypothesis)' requirements/dev.txt) -c $<
 	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
 	@$(RELEASE_PIP) --no-deps sglang==$*
 	@touch $@

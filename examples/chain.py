@@ -18,11 +18,11 @@ from pathlib import Path
 
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
+from flashmoa_bench import chain
+from flashmoa_bench.duo import duo, duo_arguments, run_program
 from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient as Client
-from flashmoa.bench import chain
-from flashmoa.bench.duo import duo, duo_arguments, run_program
 
 GUIDE = Path(__file__).parent / "guides" / "nepal.md"
 DOCUMENTS = [GUIDE]

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+from flashmoa_bench.models import tiny_model
 
-from flashmoa.bench.models import tiny_model
 from flashmoa.engine.local import local_engines
 
 GUIDE = Path(__file__).parent / "guides" / "nepal.md"

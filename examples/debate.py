@@ -12,9 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flashmoa_bench.duo import duo, duo_arguments, run_program
 from rich.console import Console
 
-from flashmoa.bench.duo import duo, duo_arguments, run_program
 from flashmoa.moa import Debate, Model, Steps
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes

@@ -22,11 +22,11 @@ from autogen_agentchat.agents import (
     PerSourceFilter,
 )
 from autogen_agentchat.teams import DiGraphBuilder, GraphFlow
+from flashmoa_bench.duo import duo, duo_arguments, run_program
+from flashmoa_bench.runs import run_once
 from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient as Client
-from flashmoa.bench.duo import duo, duo_arguments, run_program
-from flashmoa.bench.runs import run_once
 from flashmoa.observe.timeline import draw, lanes
 
 PAPER = Path(__file__).parent / "papers" / "handoffs.md"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flashmoa_bench.duo import duo, duo_arguments, run_program
 from rich.console import Console
 
-from flashmoa.bench.duo import duo, duo_arguments, run_program
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Staircase
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes

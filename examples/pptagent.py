@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoa_bench.duo import duo, duo_arguments, run_program
 from pptx import Presentation
 from rich.console import Console
 
 from flashmoa import Answer, EngineClient, Text, Workflow
-from flashmoa.bench.duo import duo, duo_arguments, run_program
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes
 

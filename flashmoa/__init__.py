@@ -6,10 +6,10 @@ teams; what is here is neutral of any agent framework.
 """
 
 from flashmoa.engine import EngineClient, FlashMoAError
-from flashmoa.failures import FailurePolicy, UpstreamCancelled
-from flashmoa.links import Link
-from flashmoa.prompts import Prompt, Slot
-from flashmoa.texts import Text
+from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
+from flashmoa.linking.link import Link
+from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa.linking.streamed_text import Text
 from flashmoa.workflow import Answer, Expected, Workflow
 
 __version__ = "0.1.0"

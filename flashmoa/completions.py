@@ -23,7 +23,7 @@ from openai import (
 )
 
 from flashmoa.engine import PromptUsage
-from flashmoa.taps import first_text, heard, tap
+from flashmoa.openai_tap import first_text, heard, tap
 
 
 def _nobody(_text: str) -> None:

@@ -13,15 +13,15 @@ from typing import Any, Self
 
 import anyio
 
+from flashmoa._concurrency import in_haste
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
 from flashmoa.engine.client import checked_ttl
-from flashmoa.failures import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.links import Ahead
+from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
+from flashmoa.linking.link import Ahead
+from flashmoa.linking.pending_request import Reading
+from flashmoa.linking.streamed_text import Text, mentioned, replaced
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
-from flashmoa.readings import Reading
-from flashmoa.tasks import in_haste
-from flashmoa.texts import Text, mentioned, replaced
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -6,10 +6,10 @@ import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from flashmoa_bench.duo import on_this_cpu
+from flashmoa_bench.family.models import SIZES, model_folder
 from rich.console import Console
 
-from flashmoa.bench.duo import on_this_cpu
-from flashmoa.bench.family.models import SIZES, model_folder
 from flashmoa.engine.local import local_engines
 
 _EXAMPLES = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ async def start() -> Engines:
 
 
 async def start_family() -> Engines:
-    """The three trained models of :mod:`flashmoa.bench.family`: on the engines of
+    """The three trained models of :mod:`flashmoa_bench.family`: on the engines of
     FLASHMOA_FAMILY, three URLs from small to large, or on three that are started here."""
     given = os.environ.get("FLASHMOA_FAMILY", "").split()
     async with AsyncExitStack() as stack:

@@ -8,9 +8,9 @@ from typing import Any, Protocol, Self
 from agent_framework import Content
 
 from flashmoa.completions import Watch, WatchedBody
-from flashmoa.links import Link
+from flashmoa.linking.link import Link
+from flashmoa.linking.streamed_text import Text
 from flashmoa.observe.calls import CallReporter
-from flashmoa.texts import Text
 
 
 class Watcher(Protocol):

@@ -18,11 +18,11 @@ from agent_framework import (
 from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
+from flashmoa._concurrency import all_of
 from flashmoa.agent_framework._calls import Call, Watcher
 from flashmoa.agent_framework._requests import capture
 from flashmoa.completions import watch_completions
 from flashmoa.engine import EngineClient, self_hosted_url
-from flashmoa.tasks import all_of
 
 # What the framework's usage does not have; see ``PromptUsage``.
 _DETAILS = ("streamed_tokens", "late_tokens")

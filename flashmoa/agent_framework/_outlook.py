@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 from agent_framework import AgentExecutorResponse, Executor, Message, Workflow
 
+from flashmoa._concurrency import Repeated, TaskHost
 from flashmoa.agent_framework._calls import Call
 from flashmoa.agent_framework._deliveries import Delivery, deliveries
 from flashmoa.agent_framework._dry_runs import (
@@ -21,13 +22,12 @@ from flashmoa.agent_framework._dry_runs import (
     rewrites,
 )
 from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.links import Link, report_plain_engine
+from flashmoa.linking.link import Link, report_plain_engine
+from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
-from flashmoa.prompts import Prompt
-from flashmoa.stand_ins import StandIns
-from flashmoa.tasks import Repeated, TaskHost
-from flashmoa.texts import Text
 
 logger = logging.getLogger(__name__)
 

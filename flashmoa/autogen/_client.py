@@ -14,6 +14,7 @@ from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
 from pydantic import SecretStr
 
+from flashmoa._concurrency import all_of
 from flashmoa.autogen._calls import (
     CallObserver,
     JsonOutput,
@@ -33,12 +34,11 @@ from flashmoa.autogen._synchronous import SynchronousEngine
 from flashmoa.autogen._watchers import Watchers, caller_name, calling_agent
 from flashmoa.completions import Watch, watch_completions
 from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
-from flashmoa.failures import FailurePolicy, OnFailure
+from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
+from flashmoa.linking.pending_request import Reading
+from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, contained, ignore
-from flashmoa.readings import Reading
 from flashmoa.scoring import Candidate, Scores
-from flashmoa.tasks import all_of
-from flashmoa.texts import Text
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
 

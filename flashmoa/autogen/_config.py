@@ -10,7 +10,7 @@ from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigMode
 
 from flashmoa.autogen._synchronous import SynchronousEngine
 from flashmoa.engine import EngineError
-from flashmoa.failures import FailurePolicy, OnFailure
+from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 
 # A client may be made before its engine is there.
 _PATIENCE_SECONDS = 2.0

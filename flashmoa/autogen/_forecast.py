@@ -21,8 +21,8 @@ from autogen_core.models import LLMMessage
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._rendering import render
-from flashmoa.prompts import Prompt, Slot
-from flashmoa.stand_ins import StandIns
+from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.prompt import Prompt, Slot
 
 # The slot that nobody fills: what comes here is not certain yet.
 UNCERTAIN = "(not certain yet)"

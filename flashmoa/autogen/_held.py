@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from flashmoa.autogen._forecast import UNCERTAIN
 from flashmoa.autogen._roster import Basis, Roster
 from flashmoa.autogen._speakers import SUMMARY, Turn
-from flashmoa.links import Link
-from flashmoa.prompts import Prompt
+from flashmoa.linking.link import Link
+from flashmoa.linking.prompt import Prompt
 
 
 class HeldLinks:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from flashmoa._concurrency import Repeated, TaskHost
 from flashmoa.autogen._calls import Request
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._forecast import UNCERTAIN, NotForecastable, forecast
@@ -17,12 +18,11 @@ from flashmoa.autogen._roster import Basis, Roster
 from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn
 from flashmoa.autogen._turn import RunningTurn
 from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.failures import FailurePolicy
-from flashmoa.links import Ahead, Link, report_plain_engine
+from flashmoa.linking.failure_policy import FailurePolicy
+from flashmoa.linking.link import Ahead, Link, report_plain_engine
+from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.prompt import Prompt
 from flashmoa.observe import LinkDeclined, Listener
-from flashmoa.prompts import Prompt
-from flashmoa.stand_ins import StandIns
-from flashmoa.tasks import Repeated, TaskHost
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from autogen_core.models import (
     RequestUsage,
 )
 
+from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineClient, PromptUsage
-from flashmoa.failures import FailurePolicy, UpstreamCancelled
+from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
+from flashmoa.linking.pending_request import Reading
+from flashmoa.linking.streamed_text import Text, marks, mentioned, replaced
 from flashmoa.observe import Listener
-from flashmoa.readings import Reading
-from flashmoa.tasks import TaskHost
-from flashmoa.texts import Text, marks, mentioned, replaced
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashmoa.engine import EngineClient
-from flashmoa.links import Link
-from flashmoa.prompts import Prompt
+from flashmoa.linking.link import Link
+from flashmoa.linking.prompt import Prompt
 
 _CHARACTERS_PER_TOKEN = 3
 

@@ -25,7 +25,7 @@ from flashmoa.autogen._shadows import (
 )
 from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn, starting, summary, upcoming
 from flashmoa.autogen._stock import own_code
-from flashmoa.stand_ins import StandIns
+from flashmoa.linking.placeholders import StandIns
 
 # Some message of somebody; what matters is that there is one.
 _ANOTHER = TextMessage(content="?", source="x")

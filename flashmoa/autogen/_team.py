@@ -10,6 +10,7 @@ from typing import Any
 from autogen_agentchat.agents import SocietyOfMindAgent
 from autogen_agentchat.teams import BaseGroupChat
 
+from flashmoa._concurrency import all_of
 from flashmoa.autogen._calls import Request
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._outlook import Outlook, Settings
@@ -17,10 +18,9 @@ from flashmoa.autogen._parts import Parts
 from flashmoa.autogen._roster import Roster
 from flashmoa.autogen._shadows import client_of
 from flashmoa.autogen._turn import RunningTurn
-from flashmoa.failures import FailurePolicy, OnFailure
+from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, both, contained, ignore
 from flashmoa.observe.trace import Trace
-from flashmoa.tasks import all_of
 
 logger = logging.getLogger(__name__)
 

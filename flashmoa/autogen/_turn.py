@@ -9,8 +9,8 @@ from autogen_core.models import CreateResult
 
 from flashmoa.autogen._calls import Request
 from flashmoa.engine import PromptUsage
-from flashmoa.failures import failure_of
-from flashmoa.links import Link
+from flashmoa.linking.failure_policy import failure_of
+from flashmoa.linking.link import Link
 from flashmoa.observe import LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
 

@@ -8,10 +8,10 @@ from weakref import WeakSet
 from autogen_core import AgentId
 from autogen_core._message_handler_context import MessageHandlerContext
 
+from flashmoa._concurrency import all_of
 from flashmoa.autogen._calls import CallObserver, CallWatcher, ReportedCall, Request
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.calls import CallReporter
-from flashmoa.tasks import all_of
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"flashmoa bench: there is no benchmark {name!r}\n{usage()}", file=sys.stderr, end="")
         return 2
     try:
-        return int(import_module(f"flashmoa.bench.{name}").main(arguments[1:]))
+        return int(import_module(f"flashmoa_bench.{name}").main(arguments[1:]))
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:

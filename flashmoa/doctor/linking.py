@@ -6,9 +6,9 @@ from typing import Any
 
 from flashmoa.doctor.findings import Finding, mend, note, ok
 from flashmoa.engine import EngineClient, EngineError, RequestRefused, StreamUse
+from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.prompt import Prompt
 from flashmoa.observe import Event, LinkClosed
-from flashmoa.prompts import Prompt
-from flashmoa.stand_ins import StandIns
 from flashmoa.workflow import Workflow
 
 # White space that templates may strip.

@@ -17,7 +17,6 @@ from flashmoa.engine.errors import (
     StreamUnknown,
     TooManyStreams,
 )
-from flashmoa.engine.feed import Growing, PromptFeed
 from flashmoa.engine.logprobs import NextLogprobs
 from flashmoa.engine.namespaces import kv_namespace
 from flashmoa.engine.urls import engine_url, self_hosted_url
@@ -44,13 +43,11 @@ __all__ = [
     "EngineTimeout",
     "EngineUnreachable",
     "FlashMoAError",
-    "Growing",
     "KvState",
     "MalformedRequest",
     "NextLogprobs",
     "PluginMissing",
     "Prefilled",
-    "PromptFeed",
     "PromptTooLarge",
     "PromptUsage",
     "RequestRefused",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashmoa.engine import EngineError
-from flashmoa.failures import UpstreamCancelled
+from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.moa.answers import AgentAnswer, MixtureFailed
 from flashmoa.moa.cluster import Cluster, Member, Room, Slot
 from flashmoa.moa.early_exit import Answers

@@ -16,7 +16,7 @@ from autogen_agentchat.messages import (
 from autogen_core import CancellationToken
 from autogen_core.models import RequestUsage
 
-from flashmoa.failures import UpstreamCancelled
+from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.moa.answers import MixtureResult
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.prompts import Message

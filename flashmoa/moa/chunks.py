@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from flashmoa.failures import UpstreamCancelled
+from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.patience import patiently
 from flashmoa.moa.prompts import AggregationPrompt
 from flashmoa.moa.steps import CHARACTERS, Schedule, Steps
-from flashmoa.texts import Text
 from flashmoa.workflow import Answer, Workflow
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 
 from flashmoa.engine import PromptUsage
-from flashmoa.failures import UpstreamCancelled
+from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.answers import AgentAnswer, Round
 from flashmoa.moa.models import Model
 from flashmoa.moa.seam import Seam
@@ -18,7 +19,6 @@ from flashmoa.moa.steps import Steps, last_words
 from flashmoa.moa.view import Messages, View
 from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
-from flashmoa.texts import Text
 from flashmoa.workflow import Expected, Workflow
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import anyio
 
-from flashmoa.failures import UpstreamCancelled
+from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.answers import AgentAnswer, Decision, MixtureFailed
 from flashmoa.moa.early_exit import Answers
 from flashmoa.moa.patience import patiently
 from flashmoa.moa.shares import fair_shares
-from flashmoa.texts import Text
 from flashmoa.workflow import Answer
 
 logger = logging.getLogger(__name__)

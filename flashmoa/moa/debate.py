@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from flashmoa.links import Ahead
+from flashmoa.linking.link import Ahead
 from flashmoa.moa.agents import Times
 from flashmoa.moa.answers import DebateResult
 from flashmoa.moa.debate_climb import DebateClimb

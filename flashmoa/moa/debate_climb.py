@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.agents import Times, explained
 from flashmoa.moa.answers import AgentAnswer, DebateResult, MixtureFailed
 from flashmoa.moa.chunks import Chunks, cut_all
@@ -21,7 +22,6 @@ from flashmoa.moa.steps import Steps
 from flashmoa.moa.view import View
 from flashmoa.moa.vote import Extract, vote
 from flashmoa.observe import Listener
-from flashmoa.texts import Text
 from flashmoa.workflow import Answer, Workflow
 
 

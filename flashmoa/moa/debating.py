@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from flashmoa.failures import UpstreamCancelled
+from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.agents import Agents, Times, explained, room_of
 from flashmoa.moa.answers import DebateResult
 from flashmoa.moa.debate_prompt import DebatePrompt, Told
 from flashmoa.moa.models import Model
 from flashmoa.moa.vote import Extract, vote
-from flashmoa.texts import Text
 from flashmoa.workflow import Answer, Workflow
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from flashmoa.links import Ahead
+from flashmoa.linking.link import Ahead
 from flashmoa.moa.agents import Times
 from flashmoa.moa.answers import MixtureResult
 from flashmoa.moa.early_exit import EarlyExit

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import anyio
 
-from flashmoa.texts import Text
+from flashmoa.linking.streamed_text import Text
 
 
 async def patiently(answer: Text, stall_seconds: float | None) -> AsyncGenerator[str]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from flashmoa.disconnects import while_connected
+from flashmoa._starlette import while_connected
 from flashmoa.moa.answers import MixtureFailed, MixtureResult
 from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.mixture import MixtureOfAgents

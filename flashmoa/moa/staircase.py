@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from flashmoa.links import Ahead
+from flashmoa.linking.link import Ahead
 from flashmoa.moa.climb import Climb, StaircaseResult
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt, Question, conversation

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.answers import MixtureFailed
 from flashmoa.moa.chunks import Chunks
 from flashmoa.moa.prompts import AggregationPrompt
 from flashmoa.moa.steps import Steps, prompt_of
-from flashmoa.texts import Text
 
 Messages = list[dict[str, Any]]
 

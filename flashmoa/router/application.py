@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa.disconnects import while_connected
+from flashmoa._starlette import while_connected
 from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.bodies import (

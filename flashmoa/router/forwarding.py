@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from flashmoa.disconnects import while_connected
+from flashmoa._starlette import while_connected
 from flashmoa.router.connections import Connections, EngineLost, reason
 from flashmoa.router.counters import Counters
 from flashmoa.router.dispatcher import Place

@@ -9,12 +9,12 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
+from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, NextLogprobs, PluginMissing, PromptUsage
 from flashmoa.scoring.answers import PrefillUsage, Scores, Selection
 from flashmoa.scoring.candidates import Border, Candidate, CandidateRefused
 from flashmoa.scoring.contexts import Context, Messages, answer_of, asked, kind_of, lettered
 from flashmoa.scoring.distribution import letters
-from flashmoa.tasks import all_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from flashmoa.tasks import all_of
+from flashmoa._concurrency import all_of
 
 T = TypeVar("T")
 R = TypeVar("R")

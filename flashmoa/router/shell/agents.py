@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from flashmoa.texts import Text
+from flashmoa.linking.streamed_text import Text
 
 
 class AgentFailed(Exception):

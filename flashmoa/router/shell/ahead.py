@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError, Prefilled, PromptFeed
-from flashmoa.prompts import Slot
+from flashmoa.engine import EngineClient, EngineError, Prefilled
+from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.prompt import Slot
+from flashmoa.linking.prompt_feed import PromptFeed
+from flashmoa.linking.streamed_text import replaced
 from flashmoa.router.shell.agents import AgentAnswer
 from flashmoa.router.shell.asks import Ask
 from flashmoa.router.shell.written import TextPrompt, TokenPrompt, Written
-from flashmoa.stand_ins import StandIns
-from flashmoa.texts import replaced
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa.disconnects import while_connected
+from flashmoa._starlette import while_connected
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.bodies import TooLarge, json_answer, read_body, refusal, request_object
 from flashmoa.router.connections import EngineLost, connections

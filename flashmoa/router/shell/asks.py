@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from flashmoa.linking.streamed_text import replaced
 from flashmoa.router.paths import CHAT
-from flashmoa.texts import replaced
 
 # The prompt of a request in text form, as a chat, or in token form.
 Form = Literal["text", "chat", "tokens"]
@@ -147,7 +147,7 @@ def _mark(part: Any, marks: dict[str, str]) -> str:
         raise ValueError(f"a part of a prompt is a text, tokens or an agent's name, not {part!r}")
     if name not in marks and len(marks) == _MOST_AGENTS:
         raise ValueError(f"a prompt has the answers of at most {_MOST_AGENTS} agents")
-    # As the marks of ``flashmoa.texts`` look; nobody can guess one.
+    # As the marks of ``flashmoa.linking.streamed_text`` look; nobody can guess one.
     return marks.setdefault(name, f"\u27e6agent:{secrets.token_hex(8)}\u27e7")
 
 

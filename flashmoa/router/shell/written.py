@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from flashmoa.engine import Growing
-from flashmoa.prompts import Prompt
+from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt_feed import Growing
 from flashmoa.router.shell.agents import AgentAnswer
 
 

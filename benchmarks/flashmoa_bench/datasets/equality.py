@@ -1,0 +1,65 @@
+r"""Whether two mathematical answers are the same, by Math-Verify (huggingface/Math-Verify).
+
+It reads LaTeX into SymPy: 14/3 is ``\dfrac{14}{3}``, ``\sqrt{117}`` is ``3\sqrt{13}``, 1, -2 is
+-2, 1. It is lenient in places: 10 and ``10\%`` are the same, and so are 2516 and 2516_8.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+from flashmoa_bench.datasets.answers import boxed, stated
+from flashmoa_bench.datasets.packages import package
+
+# Seconds for reading an answer, and for comparing: \boxed{9^{9^{9^9}}} would take forever.
+_TIMEOUT = 5
+_TEXT = re.compile(r"\\(?:text|mbox|textbf|mathrm|textrm)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[,;:! ]|[$]")
+# Between two words or numbers a space stays: 1 2 is not 12.
+_SPACES = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
+
+
+def check_installed() -> None:
+    """Raises: ModuleNotFoundError."""
+    _math_verify()
+
+
+def says(answer: str, known: str) -> bool:
+    r"""Whether what ``answer`` has in ``\boxed{}``, or says the answer is, equals ``known``.
+
+    To be called in the main thread: elsewhere nothing can end a comparison that takes forever.
+    """
+    given = boxed(answer)
+    if given is None:
+        if not (statements := stated(answer)):
+            return False
+        given = statements[0]
+        answer = f"The answer is {given}"
+    # Math-Verify is given the whole text: two boxes, \boxed{1} and \boxed{-2}, are one answer.
+    return _tidy(given) == _tidy(known) or _verified(answer, known)
+
+
+def _tidy(latex: str) -> str:
+    return _SPACES.sub("", _SPACING.sub("", _TEXT.sub(r"\1", latex)).strip()).rstrip(".")
+
+
+def _verified(answer: str, known: str) -> bool:
+    library = _math_verify()
+    forms = (
+        library.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
+        library.ExprExtractionConfig(try_extract_without_anchor=False),
+    )
+    # It keeps time by an alarm, which only the main thread can set.
+    seconds = _TIMEOUT if threading.current_thread() is threading.main_thread() else None
+
+    def read(text: str) -> Any:
+        return library.parse(text, forms, parsing_timeout=seconds)
+
+    known = f"\\boxed{{{known}}}"
+    return bool(library.verify(read(known), read(answer), timeout_seconds=seconds))
+
+
+def _math_verify() -> Any:
+    return package("math_verify", "comparing mathematical answers")

@@ -1,0 +1,88 @@
+"""Rows of JSONL and Parquet files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from flashmoa_bench.datasets.packages import package
+
+_PARQUET = b"PAR1"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question as published; ``number`` is its line (JSONL) or row (Parquet), from 1."""
+
+    file: Path
+    number: int
+    fields: Mapping[str, Any]
+
+    def get(self, *names: str) -> Any:
+        """The first of these fields that is there and not null, in upper or lower case."""
+        found = {name.lower(): value for name, value in self.fields.items()}
+        return next((found[name] for name in names if found.get(name) is not None), None)
+
+    def value(self, *names: str) -> Any:
+        """As :meth:`get`. Raises: ValueError where there is none of them."""
+        value = self.get(*names)
+        if value is None:
+            raise self.wrong(
+                f"no field {' or '.join(map(repr, names))}; there are {', '.join(self.fields)}"
+            )
+        return value
+
+    def text(self, *names: str) -> str:
+        """As :meth:`value`, numbers as text. Raises: ValueError where it is something else."""
+        value = self.value(*names)
+        if isinstance(value, str | int | float):
+            return str(value)
+        raise self.wrong(f"field {' or '.join(map(repr, names))} is no text: {value!r}")
+
+    @property
+    def id(self) -> str:
+        names = ("id", "unique_id", "question_id", "problem_idx", "key")
+        return str(self.number if (found := self.get(*names)) is None else found)
+
+    def wrong(self, problem: str) -> ValueError:
+        return ValueError(f"{self.file}, line {self.number}: {problem}")
+
+
+def rows(file: Path) -> list[Row]:
+    """Raises: ValueError where it cannot be read, or is empty; ModuleNotFoundError."""
+    try:
+        with file.open("rb") as start:
+            is_parquet = start.read(len(_PARQUET)) == _PARQUET
+        found = list(_parquet(file) if is_parquet else _jsonl(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not found:
+        raise ValueError(f"{file} has no questions")
+    return found
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    parquet = package("pyarrow.parquet", f"{file}, a Parquet file,")
+    try:
+        table = parquet.read_table(file)
+    except package("pyarrow", str(file)).ArrowException as error:
+        raise ValueError(f"{file} is no Parquet: {error}") from error
+    for number, fields in enumerate(table.to_pylist(), 1):
+        yield Row(file, number, fields)
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    # Not splitlines: questions may hold other line separators of Unicode.
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{file}, line {number} is no JSON object, one a line")
+        yield Row(file, number, cast("dict[str, Any]", fields))

@@ -1,0 +1,96 @@
+"""IFBench (allenai/IFBench_test): {key, prompt, instruction_id_list, kwargs}.
+
+Whether an answer follows an instruction is decided by the checkers of its authors' package; a
+prompt counts where all are followed (prompt-level accuracy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoa_bench.datasets.answers import without_thoughts
+from flashmoa_bench.datasets.files import Row
+from flashmoa_bench.datasets.items import Item
+from flashmoa_bench.datasets.packages import package
+
+_SOURCE = "git+https://github.com/allenai/IFBench"
+# Importing the package downloads it, where that is possible.
+_DATA = "python -m nltk.downloader punkt punkt_tab stopwords averaged_perceptron_tagger_eng"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One of a prompt's instructions; ``arguments`` are those of its checker."""
+
+    id: str
+    arguments: Mapping[str, Any]
+    prompt: str
+    checkers: Mapping[str, Any]
+
+    def is_followed(self, *answers: str) -> bool:
+        """By any of these. An answer of nothing but spaces follows nothing."""
+        checker = self.checkers[self.id](self.id)
+        checker.build_description(**self.arguments)
+        if "prompt" in (checker.get_instruction_args() or ()):
+            checker.build_description(prompt=self.prompt)
+        return any(answer.strip() and checker.check_following(answer) for answer in answers)
+
+
+def read(row: Row, *, loosely: bool = True) -> Item:
+    """Loosely is what IFBench's paper reports.
+
+    Raises: ValueError where an instruction is unknown or cannot be checked; ModuleNotFoundError.
+    """
+    instructions = _instructions(row)
+    try:
+        for instruction in instructions:
+            instruction.is_followed("A first sentence. A second one.")
+    except Exception as error:
+        # NLTK's own message is thirty lines long, and no KeyError.
+        problem = f"lack data: {_DATA}" if type(error) is LookupError else f"fail: {error!r}"
+        raise row.wrong(f"IFBench's checkers {problem}") from error
+
+    def score(answer: str) -> float:
+        answer = without_thoughts(answer)
+        answers = loose(answer) if loosely else [answer]
+        return float(all(_is_followed(instruction, answers) for instruction in instructions))
+
+    count = len(instructions)
+    group = f"{count} instruction{'s' if count != 1 else ''}"
+    return Item(row.id, row.text("prompt"), group, score)
+
+
+def loose(answer: str) -> list[str]:
+    """The answer, and without its first line, its last line and its asterisks: an introduction, a
+    closing remark and Markdown are forgiven (IFEval, arXiv 2311.07911, §2.2)."""
+    lines = answer.split("\n")
+    parts = (lines, lines[1:], lines[:-1], lines[1:-1])
+    whole, *trimmed = ["\n".join(part) for part in parts]
+    texts = [whole, *(text.strip() for text in trimmed)]
+    return texts + [text.replace("*", "") for text in texts]
+
+
+def _is_followed(instruction: Instruction, answers: Sequence[str]) -> bool:
+    try:
+        return instruction.is_followed(*answers)
+    except Exception:
+        # Checkers have been known to raise on odd answers, such as one without words.
+        return False
+
+
+def _instructions(row: Row) -> list[Instruction]:
+    registry = package("ifbench.instructions_registry", "IFBench", _SOURCE)
+    checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
+    ids, arguments = row.value("instruction_id_list"), row.value("kwargs")
+    if not ids or len(ids) != len(arguments):
+        raise row.wrong(f"{len(ids)} instructions, but arguments for {len(arguments)}")
+    if unknown := [id for id in ids if id not in checkers]:
+        raise row.wrong(f"IFBench's package has no instruction {', '.join(unknown)}; update it")
+    return [
+        Instruction(
+            id, {k: v for k, v in given.items() if v is not None}, row.text("prompt"), checkers
+        )
+        for id, given in zip(ids, arguments, strict=True)
+    ]

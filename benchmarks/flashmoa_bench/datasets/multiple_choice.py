@@ -1,0 +1,79 @@
+"""MMLU-ProX-Lite (li-lab/MMLU-ProX-Lite), a file for each language; MMLU-Pro has the same form.
+
+{question, option_0 to option_9 or options, answer or answer_index, category, question_id}. What is
+asked for is said in English whatever the language of the question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from flashmoa_bench.datasets.answers import boxed, stated, without_thoughts
+from flashmoa_bench.datasets.files import Row
+from flashmoa_bench.datasets.items import Item
+
+_LETTERS = "ABCDEFGHIJ"
+_FORM = (
+    'Think step by step, and end with the line "The answer is (X)", '
+    "where X is the letter of the right option."
+)
+# What may stand around a letter: brackets, bold, \text{}, and the word before it.
+_OPEN = r"(?:\\(?:text(?:bf)?|mathrm|boxed)|[\s*_($\[{（「]|\\[(\[]|[Oo]ption\b|[Cc]hoice\b)*"
+_FIRST = re.compile(rf"{_OPEN}([A-J])(?![A-Za-z0-9'’+-])")
+# A and I are words, too: "the answer is a ...", "I think ...".
+_WORD = re.compile(r"[AI] (?!because\b|since\b|as\b|and\b|which\b)[A-Za-z]")
+_BRACKETED = re.compile(r"[(（]([A-J])[)）]")
+_ALONE = re.compile(rf"{_OPEN}([A-J])[\s*_)$\]}}）」.。\\]*|([A-J])[.):]\s[^\n]*")
+
+
+def read(row: Row) -> Item:
+    """Raises: ValueError."""
+    options = _options(row)
+    known = _known(row)
+    if known not in options:
+        raise row.wrong(f"the answer is {known}, the options are {', '.join(options)}")
+    listed = "\n".join(f"{letter}. {text}" for letter, text in options.items())
+
+    def score(answer: str) -> float:
+        return float(choice(without_thoughts(answer)) == known)
+
+    question = f"{row.text('question')}\n\n{listed}\n\n{_FORM}"
+    return Item(row.id, question, row.text("category"), score)
+
+
+def choice(answer: str) -> str | None:
+    """The option that an answer chooses: in a box or after "the answer is"; else the only one in
+    brackets on its last line, which may be in any language, or all that is said."""
+    given = [boxed(answer) or "", *stated(answer)]
+    for said in given:
+        if (found := _FIRST.match(said)) and not _WORD.match(said, found.start(1)):
+            return found[1]
+    text = answer.strip()
+    named = set(_BRACKETED.findall(text.rpartition("\n")[2]))
+    if len(named) == 1:
+        return named.pop()
+    alone = _ALONE.fullmatch(text)
+    return (alone[1] or alone[2]) if alone else None
+
+
+def _options(row: Row) -> Mapping[str, str]:
+    listed = row.get("options")
+    if not isinstance(listed, list | tuple):
+        listed = [row.get(f"option_{number}") for number in range(len(_LETTERS))]
+    options = dict(zip(_LETTERS, cast("Sequence[Any]", listed), strict=False))
+    options = {letter: str(text) for letter, text in options.items() if text is not None}
+    if not options:
+        row.value("options", "option_0")
+    return options
+
+
+def _known(row: Row) -> str:
+    known = row.get("answer")
+    if isinstance(known, str) and known.strip() in tuple(_LETTERS):
+        return known.strip()
+    index = row.value("answer_index", "answer")
+    if isinstance(index, int | float) and index in range(len(_LETTERS)):
+        return _LETTERS[int(index)]
+    raise row.wrong(f"field 'answer' is no letter from A to J: {known!r}")

@@ -1,0 +1,52 @@
+"""The family's tokenizer: digits and what lines of the task begin with are one token each.
+
+Any other text is spelled in bytes.
+"""
+
+# torch, transformers and tokenizers do not tell all of their types.
+# pyright: basic
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmoa_bench.family.prompts import WORDS
+from flashmoa_bench.family.questions import NAMES
+
+_PAD, _END = "<|endoftext|>", "<|end|>"
+SPECIAL_TOKENS = (_PAD, _END, "<|system|>", "<|user|>", "<|assistant|>")
+_STARTS = [f"{space}{name} {sign} " for space in ("", " ") for name in NAMES for sign in "=+-*"]
+_WHOLE = (*WORDS, *_STARTS, *(f" {name}" for name in NAMES))
+# What a text is cut into: words never reach over ", b" or "r t", where streams of text are cut.
+PIECES = r" ?[a-j] [=+*-] | Answer:| 100|\n\d\.|\d| ?[A-Za-z]+|\s|[^\sA-Za-z\d]"
+_CHAT_TEMPLATE = """\
+{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def family_tokenizer(context: int) -> Any:
+    """A fast tokenizer for prompts of up to ``context`` tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    whole = [text.replace(" ", "Ġ").replace("\n", "Ċ") for text in _WHOLE]
+    pieces = dict.fromkeys([*SPECIAL_TOKENS, *alphabet, *whole])
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        pad_token=_PAD,
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )

@@ -1,0 +1,239 @@
+"""Train the family: three Qwen3 models that answer and combine answers.
+
+``python -m flashmoa_bench.family.train --out DIR`` writes a folder per size that SGLang and
+transformers load. The smallest learns first, the next begins with what it has learned, and so
+on (see ``growth``). The same seed gives the same lessons; a run that was stopped goes on from
+its last checkpoint.
+"""
+
+# torch, transformers and tokenizers do not tell all of their types.
+# pyright: basic
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from flashmoa_bench.family.courses import COURSES
+from flashmoa_bench.family.growth import grow
+from flashmoa_bench.family.lessons import Lesson
+from flashmoa_bench.family.network import CONTEXT, SHAPES, Network, configuration
+from flashmoa_bench.family.tokenizer import family_tokenizer
+
+_SAVED_EVERY = 10
+_TOLD_EVERY = 10
+_IGNORED = -100
+# Muon's rate beside AdamW's.
+_MUON = 5.0
+# The lessons of a step are sorted by length and go through the network in parts of so many
+# tokens, which stay in the processor's cache.
+_PART = 5000
+# Token ids of a prompt and of its answer.
+Row = tuple[list[int], list[int]]
+
+
+class Training:
+    """A course of ``COURSES``: network, optimisers, how far it is and what that took.
+
+    ``folder``: where checkpoints are, its own and that of the course it has grown from.
+    """
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        torch.manual_seed(seed)
+        self.name, self.seed, self.folder = name, seed, folder
+        self.course = COURSES[name]
+        self.shape = SHAPES[self.course.size]
+        self.tokenizer = family_tokenizer(CONTEXT)
+        self.network = Network(self.shape, len(self.tokenizer))
+        if self.course.grown_from:
+            self._grow(*self.course.grown_from)
+        inner = [weight for weight in self.network.model.layers.parameters() if weight.dim() == 2]
+        rest = [w for w in self.network.parameters() if not any(w is other for other in inner)]
+        # Muon learns such a task in far fewer steps than AdamW, which keeps to the vectors.
+        self.optimizers = [
+            torch.optim.Muon(inner, lr=self.course.rate, weight_decay=0.01),
+            torch.optim.AdamW(rest, lr=self.course.rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self.spent = {"step": 0, "tokens": 0, "wall_seconds": 0.0, "cpu_seconds": 0.0}
+        if self._checkpoint().exists():
+            kept: dict[str, Any] = torch.load(self._checkpoint())
+            self.network.load_state_dict(kept["network"])
+            for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.spent = kept["spent"]
+
+    def _checkpoint(self, step: int | None = None) -> Path:
+        """The latest, or the one of a step that another size grows from."""
+        return self.folder / f"{self.name}{'' if step is None else f'-{step}'}.checkpoint"
+
+    def _grow(self, name: str, step: int) -> None:
+        file = self.folder / f"{name}-{step}.checkpoint"
+        if not file.exists():
+            raise SystemExit(f"{self.name} grows from {file}: train {name} first")
+        kept: dict[str, Any] = torch.load(file)
+        smaller = Network(SHAPES[COURSES[name].size], len(self.tokenizer))
+        smaller.load_state_dict(kept["network"])
+        grow(smaller, self.network)
+
+    def run(self, console: Console) -> None:
+        while self.spent["step"] < self.course.steps:
+            before = time.perf_counter(), time.process_time()
+            loss, tokens = self._step(int(self.spent["step"]))
+            self.spent["step"] += 1
+            self.spent["tokens"] += tokens
+            self.spent["wall_seconds"] += time.perf_counter() - before[0]
+            self.spent["cpu_seconds"] += time.process_time() - before[1]
+            if self.spent["step"] % _TOLD_EVERY == 0:
+                console.print(self._progress(loss))
+            if self.spent["step"] % _SAVED_EVERY == 0:
+                self._keep()
+        self._keep()
+
+    def _step(self, step: int) -> tuple[float, int]:
+        vectors = self.course.rate_at(step)
+        for optimizer, rate in zip(self.optimizers, (vectors * _MUON, vectors), strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+        rows = encoded(self.tokenizer, self.course.lessons_at(self.seed, step))
+        answered = sum(len(answer) for _, answer in rows)
+        rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+        total, tokens = 0.0, 0
+        for part in parted(rows):
+            inputs, targets = padded(part)
+            wanted = targets != _IGNORED
+            logits = self.network.logits(self.network(inputs)[wanted])
+            loss = F.cross_entropy(logits, targets[wanted], reduction="sum") / answered
+            loss.backward()
+            total, tokens = total + loss.item(), tokens + inputs.numel()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return total, tokens
+
+    def _progress(self, loss: float) -> str:
+        spent = self.spent
+        return (
+            f"{self.name}: step {spent['step']} of {self.course.steps}, loss {loss:.4f}, "
+            f"{spent['wall_seconds']:.0f} s, {spent['cpu_seconds']:.0f} s of CPU, "
+            f"{spent['tokens'] / max(spent['cpu_seconds'], 1e-9):.0f} tokens per CPU second"
+        )
+
+    def _keep(self) -> None:
+        kept = {
+            "network": self.network.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "spent": self.spent,
+        }
+        grown = [course.grown_from for course in COURSES.values()]
+        step = int(self.spent["step"])
+        files = [self._checkpoint(step)] if (self.name, step) in grown else []
+        for file in (*files, self._checkpoint()):
+            scratch = file.with_suffix(".partial")
+            torch.save(kept, scratch)
+            scratch.replace(file)
+
+    def write(self, out: Path) -> None:
+        """The folder that engines load: weights in bfloat16, tokenizer, how it was made."""
+        from safetensors.torch import save_file
+
+        out.mkdir(parents=True, exist_ok=True)
+        weights = {
+            parameter: weight.detach().bfloat16().contiguous()
+            for parameter, weight in self.network.named_parameters()
+        }
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        configuration(self.shape, self.tokenizer).save_pretrained(out)
+        self.tokenizer.save_pretrained(out)
+        # Generation defaults come from this file; an empty one keeps SGLang's own.
+        (out / "generation_config.json").write_text("{}\n")
+        (out / "training.json").write_text(json.dumps(self.provenance(), indent=2) + "\n")
+
+    def provenance(self) -> dict[str, Any]:
+        return {
+            "command": "python -m flashmoa_bench.family.train --out DIR",
+            "seed": self.seed,
+            "parameters": sum(weight.numel() for weight in self.network.parameters()),
+            "shape": asdict(self.shape),
+            "courses": self._taken(),
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+
+    def _taken(self) -> dict[str, Any]:
+        """The courses that led here, the last one first, and what each took until it was used."""
+        taken, name, spent = dict[str, Any](), self.name, self.spent
+        while True:
+            course = COURSES[name]
+            rounded = {what: round(value) for what, value in spent.items()}
+            taken[name] = {**asdict(course), "spent": rounded}
+            if course.grown_from is None:
+                return taken
+            name, step = course.grown_from
+            spent = torch.load(self.folder / f"{name}-{step}.checkpoint")["spent"]
+
+
+def encoded(tokenizer: Any, learned: Sequence[Lesson]) -> list[Row]:
+    """Token ids of each lesson: of its prompt, and of its answer with the token that ends it."""
+    prompts = [
+        "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in lesson.messages)
+        + f"<|assistant|>{lesson.begun}"
+        for lesson in learned
+    ]
+    answers = [lesson.answer + tokenizer.eos_token for lesson in learned]
+    return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
+
+
+def parted(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows that are sorted by length in parts of at most ``_PART`` tokens, padding counted."""
+    part = list[Row]()
+    for row in rows:
+        if part and (len(part) + 1) * (len(row[0]) + len(row[1])) > _PART:
+            yield part
+            part = []
+        part.append(row)
+    yield part
+
+
+def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of shape (rows, longest); only tokens of answers are targets."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
+    inputs = torch.zeros(len(rows), longest, dtype=torch.long)
+    targets = torch.full((len(rows), longest), _IGNORED)
+    for row, (prompt, answer) in enumerate(rows):
+        text = torch.tensor(prompt + answer)
+        inputs[row, : len(text) - 1] = text[:-1]
+        targets[row, len(prompt) - 1 : len(text) - 1] = text[len(prompt) :]
+    return inputs, targets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--course", choices=list(COURSES), action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    console = Console()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.course or COURSES:
+        training = Training(name, arguments.seed, arguments.out)
+        training.run(console)
+        training.write(arguments.out / training.course.size)
+        console.print(f"{name}: wrote {arguments.out / training.course.size}")
+
+
+if __name__ == "__main__":
+    main()

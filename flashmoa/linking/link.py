@@ -1,0 +1,255 @@
+"""Links: from upstream text to the KV of a downstream prompt.
+
+While upstream agents write into a prompt's slots, its link sends whatever the stable
+frontier passes to the downstream engine, which prefills it (FlashAgents §3.1). A link never
+raises into the agents it serves: whatever goes wrong ends the link, says so as an event, and
+the downstream request is computed as it would have been without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+import anyio
+
+from flashmoa.engine import EngineClient, PluginMissing, StreamState
+from flashmoa.linking.failure_policy import Failure, FailurePolicy, OnFailure
+from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa.linking.prompt_feed import PromptFeed
+from flashmoa.observe import (
+    LinkAdvanced,
+    LinkClosed,
+    LinkOpened,
+    Listener,
+    UpstreamFailed,
+    contained,
+    ignore,
+)
+
+logger = logging.getLogger(__name__)
+
+# What is sent ahead of a request: nothing, what is known of its prompt beforehand, or also the
+# text of its upstream agents as they write it.
+Ahead = Literal["nothing", "known", "text"]
+
+_LATE = "too late"
+_plain_engines: set[str] = set()
+# What went wrong at which engine: once is enough to say so.
+_said: set[tuple[str, type[Exception]]] = set()
+
+
+class Link:
+    """One downstream prompt and the prompt stream it is sent to.
+
+    Args:
+        engine: where the downstream agent will run.
+        prompt: its future prompt; feed it through :meth:`feed` and :meth:`close_slot`.
+        agent: the downstream agent's name, for events.
+        on_failure: what becomes of it when an upstream agent fails.
+        unused_seconds: how long to wait for the downstream request once the prompt is
+            complete; then the engine's KV is given back.
+        stream_ttl_seconds: after what time the engine gives it back should this process vanish;
+            by default the engine client's.
+        namespace: of the downstream request's KV; by default the engine client's.
+        listener: is told what happens.
+
+    Run :meth:`run` in a task group; cancelling it closes the stream.
+    """
+
+    def __init__(  # noqa: PLR0913 - users set them by name
+        self,
+        engine: EngineClient,
+        prompt: Prompt,
+        *,
+        agent: str,
+        on_failure: OnFailure = "abort",
+        unused_seconds: float = 30.0,
+        stream_ttl_seconds: float | None = None,
+        namespace: Mapping[str, str] | None = None,
+        listener: Listener = ignore,
+    ) -> None:
+        self.engine = engine
+        self.prompt = prompt
+        self.agent = agent
+        self._policy = FailurePolicy.of(on_failure)
+        self._unused_seconds = unused_seconds
+        self._listener = contained(listener)
+        self._feed = PromptFeed(
+            engine, prompt, self._advance, ttl_seconds=stream_ttl_seconds, namespace=namespace
+        )
+        self._over: str | None = None
+        # When a slot's writer was last heard of, by the event loop's clock.
+        self._heard: dict[str, float] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return self._over is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its request came before its stream was open."""
+        return self._over == _LATE
+
+    @property
+    def stream_id(self) -> str | None:
+        """The prompt stream's id, once it is open."""
+        return self._feed.stream_id
+
+    def waits_for(self, name: str) -> bool:
+        """Whether a slot of that name is still open."""
+        return any(slot.name == name and slot.is_open for slot in self.prompt.slots)
+
+    def feed(self, name: str, text: str) -> None:
+        """Add text to the open slot ``name``; without one, nothing happens."""
+        for slot in self._open_slots(name):
+            slot.append(text)
+        self._heard[name] = anyio.current_time()
+        self._feed.changed()
+
+    def close_slot(self, name: str) -> None:
+        """Slot ``name`` is complete."""
+        for slot in self._open_slots(name):
+            slot.close()
+        self._feed.changed()
+
+    def fail_slot(self, name: str, failure: Failure = "error") -> None:
+        """The agent writing slot ``name`` failed: act by the link's policy."""
+        if self.is_over or not self.waits_for(name):
+            return
+        action = self._policy.action(failure)
+        self._listener(
+            UpstreamFailed(
+                agent=self.agent,
+                engine=self.engine.url,
+                upstream=name,
+                failure=failure,
+                action=action,
+            )
+        )
+        if action == "finalize":
+            self.close_slot(name)
+        else:
+            self.end("abort")
+
+    def become(self, prompt: Prompt) -> bool:
+        """Go on with a prompt in which more is certain; whether that was possible."""
+        if self.is_over or self.prompt.is_complete:
+            return False
+        try:
+            self.prompt.become(prompt)
+        except ValueError:
+            return False
+        self._feed.changed()
+        return True
+
+    def take_over(self) -> str | None:
+        """The downstream request is here: the stream's id for it, if there is one.
+
+        The link sends nothing more; the request carries the whole prompt.
+        """
+        if self.is_over:
+            return None
+        # A stream that is still being opened comes too late for its request.
+        self.end("used" if self.stream_id is not None else _LATE)
+        return self.stream_id
+
+    def end(self, reason: str) -> None:
+        """Give the link up."""
+        if not self.is_over:
+            self._over = reason
+            self._feed.stop()
+
+    async def run(self) -> None:
+        """Open the stream, follow the frontier, and close it again, whatever happens."""
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._watch_stalls)
+                await self._send()
+                group.cancel_scope.cancel()
+        except BaseException:
+            self._over = self._over if self.is_over else "closed"
+            raise
+        finally:
+            await self._give_back()
+
+    async def _send(self) -> None:
+        try:
+            await self._feed.run()
+            if self.stream_id is not None:
+                await self._await_use()
+        except PluginMissing as error:
+            self._over = "plain engine"
+            report_plain_engine(self.engine.url, error)
+        except Exception as error:
+            # An append that its own request overtook finds the stream used; that is no failure.
+            if not self.is_over:
+                self._over = f"{type(error).__name__}: {error}"
+                known = (self.engine.url, type(error)) in _said
+                _said.add((self.engine.url, type(error)))
+                level = logging.DEBUG if known else logging.WARNING
+                logger.log(level, "Link to %s ends: %s", self.agent, error)
+
+    async def _watch_stalls(self) -> None:
+        patience = self._policy.stall_seconds
+        while True:
+            now = anyio.current_time()
+            heard = {n: at for n, at in self._heard.items() if self.waits_for(n)}
+            for name, at in heard.items():
+                if now - at >= patience:
+                    self.fail_slot(name, "stall")
+            waiting = [at for at in heard.values() if now - at < patience]
+            # What is heard of first from now on cannot stall any sooner.
+            await anyio.sleep(min(waiting, default=now) + patience - now)
+
+    def _advance(self, state: StreamState) -> None:
+        """An answer of the engine, the first one when the stream is open."""
+        if state.next_seq == 0:
+            upstream = tuple(slot.name for slot in self.prompt.slots)
+            opened = LinkOpened(
+                agent=self.agent, engine=self.engine.url, upstream=upstream, stream_id=state.id
+            )
+            self._listener(opened)
+            return
+        advanced = LinkAdvanced(
+            agent=self.agent,
+            engine=self.engine.url,
+            stream_id=state.id,
+            received_tokens=state.received_tokens,
+            prefilled_tokens=state.prefilled_tokens,
+        )
+        self._listener(advanced)
+
+    async def _await_use(self) -> None:
+        with anyio.move_on_after(self._unused_seconds):
+            await self._feed.hold()
+        self.end("unused")
+
+    async def _give_back(self) -> None:
+        reason = self._over or "closed"
+        try:
+            # A used stream is closed by its request.
+            if reason != "used":
+                await self.delete_stream()
+        finally:
+            stream_id, url = self.stream_id, self.engine.url
+            closed = LinkClosed(agent=self.agent, engine=url, stream_id=stream_id, reason=reason)
+            self._listener(closed)
+
+    async def delete_stream(self) -> None:
+        """Give the stream's KV back now, even when cancelled; harmless to repeat."""
+        try:
+            await self._feed.delete()
+        except Exception as error:  # Even one of a client that has been closed.
+            logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
+
+    def _open_slots(self, name: str) -> list[Slot]:
+        return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]
+
+
+def report_plain_engine(url: str, problem: PluginMissing) -> None:
+    """An engine without the plugin is used as it is; once is enough to say so."""
+    if url not in _plain_engines:
+        _plain_engines.add(url)
+        logger.warning("%s. Its agents run unlinked.", problem)

@@ -1,0 +1,62 @@
+"""Teams on engines with chat templates of the main families: predicted, and answered the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from autogen_agentchat.base import TaskResult
+
+from flashmoa.autogen import link
+from flashmoa.engine.local import LocalEngines
+from flashmoa.observe import Event
+from tests.chat_templates import ALTERNATING, TEMPLATES
+from tests.integration.autogen.exactness import count, found, mostly_hit
+from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
+from tests.integration.support import settled, special_engine
+
+pytestmark = pytest.mark.anyio
+
+
+def said(result: TaskResult) -> list[tuple[str, str]]:
+    """Who said what; the reviewers finish in any order."""
+    return sorted((message.source, message.to_text()) for message in result.messages)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+async def test_teams_over_a_family(
+    engines: LocalEngines, model: Path, tmp_path: Path, guide: str, family: str
+) -> None:
+    template = tmp_path / f"{family}.jinja"
+    template.write_text(TEMPLATES[family])
+    arguments = ["--chat-template", str(template), "--enable-cache-report"]
+    async with special_engine(engines, model, *arguments) as engine:
+        client = Client(
+            model="tiny",
+            base_url=engine.url,
+            temperature=0,
+            max_tokens=40,
+            extra_body={"ignore_eos": True},
+            merge_user_messages=family in ALTERNATING,
+        )
+        try:
+            for build in (round_robin, filtered_fan):
+                await compare(client, build, guide[:800], family)
+            await settled(client.engine)
+        finally:
+            await client.close()
+
+
+async def compare(client: Client, build: Build, task: str, family: str) -> None:
+    await client.engine.flush_cache()
+    plain = said(await build(client).run(task=task))
+    await client.engine.flush_cache()
+    team, events = build(client), list[Event]()
+    running = link(team, listener=events.append)
+    linked = said(await team.run(task=task))
+    await running.close()
+    assert linked == plain
+    calls = found(events)[1:]
+    count(f"template: {family}", calls)
+    assert {call.status for call in calls} <= {"hit", "late"}
+    assert mostly_hit(calls)

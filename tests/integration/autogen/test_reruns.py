@@ -1,0 +1,227 @@
+"""Teams that are run again, reset, or stopped: no link outlives what it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import anyio
+import pytest
+from autogen_agentchat.agents import SocietyOfMindAgent
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.messages import TextMessage
+from autogen_agentchat.teams import (
+    BaseGroupChat,
+    DiGraphBuilder,
+    GraphFlow,
+    RoundRobinGroupChat,
+    SelectorGroupChat,
+)
+
+from flashmoa.autogen import link, watch
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, LinkOpened
+from tests.integration.autogen import overriding
+from tests.integration.autogen.exactness import count, found
+from tests.integration.autogen.teams import Build, Client, agent
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    client = Client(
+        model="tiny",
+        base_url=engine.url,
+        temperature=0,
+        max_tokens=30,
+        extra_body={"ignore_eos": True},
+    )
+    await client.engine.flush_cache()
+    yield client
+    await settled(client.engine)
+    await client.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    with anyio.fail_after(60):
+        while not holds():  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+
+
+def of(events: list[Event], kind: type[Event], name: str) -> list[Any]:
+    return [event for event in events if isinstance(event, kind) and event.agent == name]
+
+
+def stopped(client: Client) -> BaseGroupChat:
+    """The inner team's condition stops it while it is not known that it will."""
+    stop = MaxMessageTermination(3)
+    inner = RoundRobinGroupChat(
+        [agent(client, n) for n in ("in1", "in2", "in3")], termination_condition=stop
+    )
+    return RoundRobinGroupChat([agent(client, "one"), inner], max_turns=8)
+
+
+def stopped_society(client: Client) -> BaseGroupChat:
+    stop = MaxMessageTermination(3)
+    inner = RoundRobinGroupChat(
+        [agent(client, n) for n in ("in1", "in2", "in3")], termination_condition=stop
+    )
+    minds = SocietyOfMindAgent("minds", team=inner, model_client=client)
+    return RoundRobinGroupChat([agent(client, "one"), minds], max_turns=6)
+
+
+def stopped_selector(client: Client) -> BaseGroupChat:
+    inner = SelectorGroupChat(
+        [agent(client, n) for n in ("in1", "in2")],
+        model_client=client,
+        termination_condition=MaxMessageTermination(3),
+        max_selector_attempts=1,
+        allow_repeated_speaker=True,
+    )
+    return RoundRobinGroupChat([agent(client, "one"), inner], max_turns=6)
+
+
+@pytest.mark.parametrize(
+    "build", [stopped, stopped_society, stopped_selector], ids=lambda build: build.__name__
+)
+async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_run(
+    model_client: Client, guide: str, build: Build
+) -> None:
+    events: list[Event] = []
+    team = build(model_client)
+    linked = link(team, listener=events.append)
+    result = await team.run(task=guide[:600])
+    await linked.close()
+    plain = build(model_client)
+    watch(plain, lambda _: None)
+    unlinked = await plain.run(task=guide[:600])
+    assert [m.to_text() for m in result.messages] == [m.to_text() for m in unlinked.messages]  # type: ignore[union-attr]
+    calls = found(events)
+    count(build.__name__, calls)
+    assert {call.status for call in calls} <= {None, "hit", "late"}
+    assert "hit" in {call.status for call in calls}
+    assert not [event for event in events if isinstance(event, LinkDeclined)]
+
+
+@pytest.mark.parametrize("resets", [False, True])
+async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
+    model_client: Client, guide: str, resets: bool
+) -> None:
+    """Which follows at once, before anybody has found that the one before has ended."""
+    members = [agent(model_client, name) for name in ("one", "two", "three")]
+    team = RoundRobinGroupChat(members, termination_condition=MaxMessageTermination(3))
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    for task in (guide[:600], "And now?", "And then?"):
+        await team.run(task=task)
+        if resets:
+            await team.reset()
+    await linked.close()
+    calls = found(events)
+    count("stopped, and run again at once", calls)
+    assert {call.status for call in calls} <= {None, "hit", "late"}
+    assert "hit" in {call.status for call in calls}
+
+
+@pytest.mark.parametrize("between", ["nothing", "a reset", "another task"])
+async def test_what_is_known_of_the_next_runs_first_prompt_is_prefilled(
+    model_client: Client, guide: str, between: str
+) -> None:
+    members = [agent(model_client, name) for name in ("one", "two", "three")]
+    team = RoundRobinGroupChat(members, max_turns=3)
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    await team.run(task=guide[:600])
+    await until(lambda: of(events, LinkOpened, "one"))
+    if between == "a reset":
+        await team.reset()
+    await team.run(
+        task="And now?" if between != "another task" else TextMessage(content="And?", source="two")
+    )
+    await linked.close()
+    first = [call for call in found(events) if call.agent == "one"]
+    assert len(first) == 2
+    if between == "a reset":
+        assert first[1].status is None
+        assert of(events, LinkClosed, "one")[0].reason in {"mispredicted", "unused"}
+    else:
+        assert first[1].status == "hit"
+        # What the others said was there: the task and the template's ends are left.
+        assert first[1].late_tokens is not None and first[1].late_tokens < 60
+    assert {call.status for call in found(events)} <= {None, "hit", "late"}
+
+
+async def test_links_for_a_next_run_that_does_not_come_end(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoa.autogen._outlook._NEXT_RUN_SECONDS", 0.5)
+    team = RoundRobinGroupChat([agent(model_client, n) for n in ("one", "two")], max_turns=2)
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    await team.run(task=guide[:600])
+    await until(lambda: of(events, LinkClosed, "one"))
+    assert [event.reason for event in of(events, LinkClosed, "one")] == ["unused"]
+    await settled(model_client.engine)
+    await linked.close()
+
+
+async def test_all_who_begin_together_are_linked_in_the_next_run(
+    model_client: Client, guide: str
+) -> None:
+    a, b, c = (agent(model_client, name) for name in "abc")
+    builder = DiGraphBuilder()
+    for one in (a, b, c):
+        builder.add_node(one)
+    builder.add_edge(a, c).add_edge(b, c)
+    team = GraphFlow([a, b, c], graph=builder.build())
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    await team.run(task=guide[:600])
+    await until(lambda: of(events, LinkOpened, "a") and of(events, LinkOpened, "b"))
+    await team.run(task="And now?")
+    await linked.close()
+    calls = found(events)
+    assert [call.status for call in calls if call.agent in "ab"][2:] == ["hit", "hit"]
+    assert {call.status for call in calls} <= {None, "hit", "late"}
+
+
+async def test_an_agent_is_linked_again_when_what_kept_it_from_that_has_passed(
+    model_client: Client, guide: str
+) -> None:
+    """A message of a class of its own is not turned into text; the next one is a stock one."""
+    said: list[str] = []
+
+    def counted() -> int:
+        said.append("it")
+        return len(said)
+
+    class OnlyFirst(overriding.Saying):
+        async def on_messages(self, messages: Any, cancellation_token: Any) -> Any:
+            response = await super().on_messages(messages, cancellation_token)
+            if self.spoke:
+                text = response.chat_message.content
+                response.chat_message = TextMessage(content=text, source=self.name)
+            self.spoke = True
+            return response
+
+        spoke = False
+
+    members = [
+        agent(model_client, "one"),
+        OnlyFirst("two", counted),
+        agent(model_client, "three"),
+        agent(model_client, "four"),
+    ]
+    team = RoundRobinGroupChat(members, max_turns=8, custom_message_types=[overriding.Numbered])
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    await team.run(task=guide[:600])
+    await linked.close()
+    calls = found(events)
+    four = [call.status for call in calls if call.agent == "four"]
+    assert of(events, LinkDeclined, "four")
+    assert four[1] == "hit"
+    assert len(of(events, CallFinished, "four")) == 2
+    assert {call.status for call in calls} <= {None, "hit", "late"}

@@ -1,0 +1,145 @@
+"""Swarms: whoever may be handed off to is linked, and no handoff's message is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import anyio
+import pytest
+from autogen_agentchat.base import TaskResult
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.teams import Swarm
+from autogen_core.models import UserMessage
+
+from flashmoa.autogen import link, watch
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import Event, LinkDeclined, LinkOpened
+from tests.integration.autogen.exactness import Found, count, found, mostly_hit
+from tests.integration.autogen.scripted import script
+from tests.integration.autogen.teams import Client, agent
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    client = Client(
+        model="tiny",
+        base_url=engine.url,
+        temperature=0,
+        max_tokens=40,
+        extra_body={"ignore_eos": True},
+    )
+    await client.engine.flush_cache()
+    yield client
+    await settled(client.engine)
+    await client.close()
+
+
+async def run(build: Callable[[], Swarm], task: str) -> tuple[list[Found], list[Event]]:
+    """Run it linked and unlinked, and compare what was said."""
+    events: list[Event] = []
+    team = build()
+    linked = link(team, listener=events.append)
+    said = _sayings(await team.run(task=task))
+    await linked.close()
+    plain = build()
+    watch(plain, lambda _: None)
+    assert _sayings(await plain.run(task=task)) == said
+    return found(events), events
+
+
+def _sayings(result: TaskResult) -> list[tuple[str, str]]:
+    return [(message.source, message.to_text()) for message in result.messages]
+
+
+def speaker(request: dict[str, Any]) -> str:
+    return str(request["messages"][0]["content"]).split()[2].rstrip(".")
+
+
+async def test_whom_the_speaker_may_hand_off_to_is_linked_up_to_the_handoff(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(request: dict[str, Any]) -> Any:
+        return (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})
+
+    script(monkeypatch, said)
+
+    def team() -> Swarm:
+        agents = [
+            agent(model_client, "alice", handoffs=["bob"]),
+            agent(model_client, "bob", handoffs=["alice"]),
+        ]
+        return Swarm(agents, termination_condition=MaxMessageTermination(10))
+
+    calls, _ = await run(team, guide[:900])
+    assert [call.agent for call in calls] == ["alice", "bob"] * 4 + ["alice"]
+    count("swarm", calls[1:])
+    assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
+    message = UserMessage(
+        content="Transferred to alice, adopting the role of alice immediately.", source="bob"
+    )
+    # All before the handoff's message was there, but for the template's tokens around it and up to
+    # 8 that are too few for an increment.
+    left = 24 + await anyio.to_thread.run_sync(model_client.count_tokens, [message])
+    late = [call.late_tokens for call in calls if call.status == "hit"]
+    assert all(tokens is not None and tokens <= left for tokens in late)
+
+
+async def test_whom_the_speaker_cannot_hand_off_to_is_linked_when_another_one_can(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = iter(["analyst", "writer"] * 3)
+
+    def said(request: dict[str, Any]) -> Any:
+        name = next(turns, "writer") if speaker(request) == "planner" else "planner"
+        return (f"transfer_to_{name}", {})
+
+    script(monkeypatch, said)
+
+    def team() -> Swarm:
+        nonlocal turns
+        turns = iter(["analyst", "writer"] * 3)
+        agents = [
+            agent(model_client, "planner", handoffs=["analyst", "writer"]),
+            agent(model_client, "analyst", handoffs=["planner"]),
+            agent(model_client, "writer", handoffs=["planner"]),
+        ]
+        return Swarm(agents, termination_condition=MaxMessageTermination(10))
+
+    calls, events = await run(team, guide[:900])
+    assert {call.agent for call in calls} == {"planner", "analyst", "writer"}
+    count("swarm of three", calls[1:])
+    assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
+    assert not [event for event in events if isinstance(event, LinkDeclined)]
+    # Nobody is linked while one speaks who cannot hand off to it.
+    opened = [event.agent for event in events if isinstance(event, LinkOpened)]
+    assert opened[:2] == ["analyst", "writer"]
+
+
+@pytest.mark.parametrize("beside", ["I hand this over.", ("look", {"place": "lake"})])
+async def test_what_comes_with_a_handoff_is_not_mispredicted(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, beside: Any
+) -> None:
+    def said(request: dict[str, Any]) -> Any:
+        return [beside, (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})]
+
+    script(monkeypatch, said)
+
+    async def look(place: str) -> str:
+        """Look at a place."""
+        return f"a fine {place}"
+
+    def team() -> Swarm:
+        agents = [
+            agent(model_client, "alice", handoffs=["bob"], tools=[look]),
+            agent(model_client, "bob", handoffs=["alice"], tools=[look]),
+        ]
+        return Swarm(agents, termination_condition=MaxMessageTermination(9))
+
+    calls, _ = await run(team, guide[:900])
+    assert len(calls) > 3
+    count("swarm, more beside the handoff", calls[1:])
+    assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])

@@ -1,0 +1,167 @@
+"""Every stock team linked on real SGLang: each prompt predicted, each answer the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from autogen_agentchat.messages import TextMessage
+from autogen_core import CancellationToken
+
+from flashmoa.autogen import link, watch
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import Event
+from tests.integration.autogen.exactness import Found, count, found, mostly_hit
+from tests.integration.autogen.teams import (
+    Build,
+    Client,
+    agent,
+    bounded,
+    chain,
+    conditional,
+    custom,
+    cycle,
+    fan,
+    filtered_fan,
+    nested,
+    remembering,
+    round_robin,
+    selecting,
+    society,
+    streaming,
+)
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Told:
+    """What was said, by whom, in order, and how each call's prompt was found."""
+
+    said: list[tuple[str, str]]
+    calls: list[Found]
+
+
+async def told(
+    client: Client, build: Build, task: str, linked: bool, include: Sequence[str] = ()
+) -> Told:
+    await client.engine.flush_cache()
+    events: list[Event] = []
+    team = build(client)
+    running = watch(team, events.append)
+    if linked:
+        running = link(team, include=include, listener=events.append)
+    result = await team.run(task=task)
+    await running.close()
+    said = [(m.source, m.to_text()) for m in result.messages]
+    return Told(said, found(events))
+
+
+async def answered(client: Client, said: list[tuple[str, str]], name: str) -> tuple[str, str]:
+    """What an agent says to these messages, outside of any team."""
+    messages = [TextMessage(content=text, source=source) for source, text in said]
+    response = await agent(client, name).on_messages(messages, CancellationToken())
+    return name, response.chat_message.to_text()
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    client = Client(
+        model="tiny",
+        base_url=engine.url,
+        temperature=0,
+        max_tokens=40,
+        extra_body={"ignore_eos": True},
+    )
+    yield client
+    await client.close()
+
+
+# Calls that nothing can be known of before: the first ones, and an agent's second in a row.
+@pytest.mark.parametrize(
+    ("build", "unlinked"),
+    [
+        (round_robin, "one"),
+        (streaming, "one"),
+        (bounded, "one"),
+        (remembering, "one"),
+        (chain, "one"),
+        (fan, "chair"),
+        (filtered_fan, "chair"),
+        (conditional, "writer"),
+        (cycle, "writer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_every_linkable_call_is_predicted_and_nothing_changes(
+    model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: str
+) -> None:
+    task = guide[:800]
+    linked = await told(model_client, build, task, linked=True)
+    plain = await told(model_client, build, task, linked=False)
+    assert sorted(linked.said[:-1]) == sorted(plain.said[:-1])
+    last = plain.said[-1]
+    if build is fan:  # It reads the reviewers as they finish, which is a race.
+        last = await answered(model_client, linked.said[:-1], "meta")
+    assert linked.said[-1] == last
+    first, *calls = linked.calls
+    assert first.agent == unlinked and first.status is None
+    count(build.__name__, calls)
+    assert {call.status for call in calls} <= {"hit", "late"}
+    assert mostly_hit(calls)
+    await settled(client)
+
+
+@pytest.mark.parametrize(
+    ("build", "unlinked"),
+    [(selecting, ["(manager)"]), (nested, ["one", "in1"]), (society, ["one", "in1"])],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_teams_in_which_not_all_is_known(
+    model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: list[str]
+) -> None:
+    """What nobody can tell: the first call, and the first one of a team within the team."""
+    task = guide[:800]
+    plain = await told(model_client, build, task, linked=False)
+    linked = await told(model_client, build, task, linked=True)
+    assert linked.said == plain.said
+    calls = list(linked.calls)
+    for name in unlinked:
+        first = next(call for call in calls if call.agent == name)
+        assert first.status is None
+        calls.remove(first)
+    count(build.__name__, calls)
+    assert {call.status for call in calls} <= {"hit", "late"}
+    assert mostly_hit(calls)
+    await settled(client)
+
+
+@pytest.mark.parametrize("include", [(), ("mine",)])
+async def test_custom_agents_are_linked_on_request(
+    model_client: Client, client: EngineClient, guide: str, include: tuple[str, ...]
+) -> None:
+    task = guide[:800]
+    plain = await told(model_client, custom, task, linked=False)
+    linked = await told(model_client, custom, task, linked=True, include=include)
+    assert linked.said == plain.said
+    mine = [call for call in linked.calls if call.agent == "mine"]
+    assert len(mine) == 2
+    if include:
+        count("custom, included", linked.calls[1:])
+        assert {call.status for call in linked.calls[1:]} <= {"hit", "late"}
+        assert mostly_hit(linked.calls[1:])
+    else:
+        assert {call.status for call in mine} == {None}
+    await settled(client)
+
+
+async def test_names_that_are_wrong_are_said(model_client: Client) -> None:
+    with pytest.raises(ValueError, match=r"include names \['four'\]; the team has"):
+        link(round_robin(model_client), include=["four"])
+    with pytest.raises(ValueError, match=r"on_failure names \['four'\]; the team has"):
+        link(round_robin(model_client), on_failure={"four": "finalize"})
+    with pytest.raises(ValueError, match="error must be 'abort' or 'finalize'"):
+        link(round_robin(model_client), on_failure="ignore")  # type: ignore[arg-type]

@@ -1,0 +1,233 @@
+"""Teams in which what is said decides who speaks: an orchestrator, a selector, tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.base import Response, TaskResult
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.messages import TextMessage
+from autogen_agentchat.teams import (
+    BaseGroupChat,
+    MagenticOneGroupChat,
+    RoundRobinGroupChat,
+    SelectorGroupChat,
+)
+from autogen_agentchat.tools import AgentTool
+
+from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import Event, LinkWaits
+from tests.integration.autogen.exactness import Found, count, found, mostly_hit
+from tests.integration.autogen.scripted import script
+from tests.integration.autogen.teams import Custom
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+Client = FlashMoAChatCompletionClient
+
+
+def make(engine: LocalEngine, **more: Any) -> Client:
+    return Client(
+        model="tiny",
+        base_url=engine.url,
+        temperature=0,
+        max_tokens=40,
+        extra_body={"ignore_eos": True},
+        **more,
+    )
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    client = make(engine)
+    await client.engine.flush_cache()
+    yield client
+    await settled(client.engine)
+    await client.close()
+
+
+def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
+    return AssistantAgent(
+        name, model_client=client, system_message=f"You are {name}. " + "Be brief. " * 20, **more
+    )
+
+
+def predicted(kind: str, calls: list[Found]) -> bool:
+    """Whether all these calls were, of those that were not too early."""
+    count(kind, calls)
+    return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
+
+
+async def run_linked(team: BaseGroupChat, task: str) -> tuple[TaskResult, list[Event]]:
+    events: list[Event] = []
+    linked = link(team, listener=events.append)
+    result = await team.run(task=task)
+    await linked.close()
+    return result, events
+
+
+def sayings(result: TaskResult) -> list[tuple[str, str]]:
+    return [(message.source, message.to_text()) for message in result.messages]
+
+
+async def test_an_orchestrator_reads_along(
+    engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without structured output the ledger is an ordinary completion.
+    info: dict[str, Any] = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": True,
+        "family": "unknown",
+        "structured_output": False,
+        "multiple_system_messages": False,
+    }
+    client = make(engine, model_info=info)
+    await client.engine.flush_cache()
+    ledgers = 0
+
+    def said(request: dict[str, Any]) -> Any:
+        nonlocal ledgers
+        if "response_format" not in request:
+            return None
+        ledgers += 1
+        answers = {
+            "is_request_satisfied": ledgers == 4,
+            "is_progress_being_made": True,
+            "is_in_loop": False,
+            "instruction_or_question": "Go on.",
+            "next_speaker": ("coder", "writer")[ledgers % 2],
+        }
+        return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
+
+    script(monkeypatch, said)
+    agents = [agent(client, name) for name in ("coder", "writer")]
+    team = MagenticOneGroupChat(agents, model_client=client, max_turns=6)
+    _, events = await run_linked(team, guide[:600])
+    calls = found(events)
+    reading = [
+        call
+        for before, call in pairwise(calls)
+        if call.agent == "(manager)" and before.agent != "(manager)"
+    ]
+    assert len(reading) == 3
+    speaking = [call for call in calls if call.agent != "(manager)"]
+    assert predicted("magentic one", [*reading, *speaking])
+    assert ledgers == 4
+    await settled(client.engine)
+    await client.close()
+
+
+async def test_a_selector_and_its_candidates(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = iter(["two", "three", "one", "three", "two"] * 2)
+
+    def said(request: dict[str, Any]) -> Any:
+        text = request["messages"][-1]["content"]
+        return next(turns) if "You decide who speaks next" in text else None
+
+    script(monkeypatch, said)
+    agents = [agent(model_client, name) for name in ("one", "two", "three")]
+    team = SelectorGroupChat(
+        agents,
+        model_client=model_client,
+        selector_prompt=SELECTOR_PROMPT,
+        termination_condition=MaxMessageTermination(6),
+    )
+    _, events = await run_linked(team, guide[:600])
+    calls = found(events)
+    assert [call.agent for call in calls[::2]] == ["(manager)"] * 5
+    assert [call.agent for call in calls[1::2]] == ["two", "three", "one", "three", "two"]
+    # All but the very first, before which nothing is known of.
+    assert predicted("selector, our prompt", calls[1:])
+
+
+@pytest.mark.parametrize("reflect", [False, True])
+async def test_tools_are_waited_for_and_reflections_streamed(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, reflect: bool
+) -> None:
+    async def look(place: str) -> str:
+        return f"a fine {place}"
+
+    def said(request: dict[str, Any]) -> Any:
+        return ("look", {"place": "lake"}) if request.get("tools") else None
+
+    script(monkeypatch, said)
+    one = agent(model_client, "one", tools=[look], reflect_on_tool_use=reflect)
+    team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=4)
+    result, events = await run_linked(team, guide[:600])
+    readers = [call for call in found(events) if call.agent == "two"]
+    assert len(readers) == 2
+    assert predicted("tools, reflected on" if reflect else "tools", readers)
+    waits = {event.reason for event in events if isinstance(event, LinkWaits)}
+    assert waits == {"it has tools, so its answer may be a call"}
+    assert ("one", "a fine lake") in sayings(result) or reflect
+
+
+async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
+    events: list[Event] = []
+    client = make(engine, auto_link=True, listener=events.append)
+    await client.engine.flush_cache()
+    assert client.dump_component().config["auto_link"] is True
+    team = RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=4)
+    result = await team.run(task=guide[:600])
+    usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
+    assert all(isinstance(usage, EngineUsage) and usage.streamed_tokens for usage in usages)
+    assert [call.agent for call in found(events)] == ["one", "two", "three", "one"]
+    alone = await agent(client, "alone").run(task="Go.")
+    assert len(alone.messages) == 2
+    await client.close()
+    async with client.__class__(model="tiny", base_url=engine.url).engine as other:
+        await settled(other)
+
+
+async def test_linking_again_replaces_the_first_link(model_client: Client, guide: str) -> None:
+    team = RoundRobinGroupChat([agent(model_client, n) for n in ("one", "two")], max_turns=2)
+    first: list[Event] = []
+    link(team, listener=first.append)
+    _, events = await run_linked(team, guide[:600])
+    assert not first
+    assert [call.status for call in found(events)][1:] == ["hit"]
+
+
+async def test_a_tools_agent_is_not_taken_for_its_user(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(request: dict[str, Any]) -> Any:
+        return ("inner", {"task": "Look."}) if request.get("tools") else None
+
+    script(monkeypatch, said)
+    inner = AgentTool(agent(model_client, "inner"))
+    one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=False)
+    team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=2)
+    _, events = await run_linked(team, guide[:600])
+    calls = found(events)
+    assert [call.agent for call in calls] == ["one", "two"]
+    assert predicted("an agent as a tool", calls[1:])
+
+
+async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEngine) -> None:
+    class Own(Custom):
+        """Keeps its client where links do not look for it."""
+
+        def __init__(self, name: str, client: Client) -> None:
+            super().__init__(name, client)
+            self._llm = client
+            del self._model_client
+
+        async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
+            heard = [message.to_model_message() for message in messages]
+            text = str((await self._llm.create(heard)).content)
+            return Response(chat_message=TextMessage(content=text, source=self.name))
+
+    client = make(engine, auto_link=True)
+    team = RoundRobinGroupChat([Own("one", client), Own("two", client)], max_turns=2)
+    assert len((await team.run(task="Go.")).messages) == 3
+    await client.close()

@@ -1,0 +1,54 @@
+"""``flashmoa bench asyncep`` on real engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+from flashmoa_bench.asyncep import ROLES
+from flashmoa_bench.memory import peak_resident
+
+from flashmoa.cli import bench
+from flashmoa.engine.local import LocalEngines
+from tests.integration.support import EXPERTS, special_engine
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_benchmark_tells_what_copying_takes(
+    engines: LocalEngines, experts_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "asyncep.json"
+    # So that each batch is one forward, as where the benchmark starts its engines.
+    flags = ["--chunked-prefill-size", "512", "--max-prefill-tokens", "512"]
+    async with (
+        special_engine(engines, experts_model, *flags) as resident,
+        special_engine(engines, experts_model, *flags, "--flashmoa-asyncep", "h2d") as h2d,
+        special_engine(engines, experts_model, *flags, *ROLES[-1].arguments) as kv_free,
+    ):
+        command = ["asyncep", "--resident-url", resident.url, "--h2d-url", h2d.url]
+        command += ["--kv-free-url", kv_free.url]
+        command += ["--tokens", "64", "256", "--prompt", "100", "--repeats", "1"]
+        command += ["--peak-tflops", "1", "--json", str(out)]
+        assert await anyio.to_thread.run_sync(bench.main, command) == 0
+        peak = peak_resident(h2d.pid)
+    found = json.loads(out.read_text())["results"]
+    assert [(row["tokens"], row["way"]) for row in found["rows"]] == [
+        (size, way) for size in (64, 256) for way in ("resident", "h2d", "kv_free")
+    ]
+    assert all(row["mfu"] == row["teraflops"] > 0 for row in found["rows"])
+    apart = found["logprobs_apart"]
+    assert apart["h2d"] == 0 and apart["kv_free"] < 1e-4
+    whole, copied, kv_free = found["memory"]
+    assert kv_free["kv"] * EXPERTS.layers == whole["kv"]
+    assert kv_free["device_experts"] == whole["device_experts"]
+    assert whole["device_experts"] > copied["device_experts"] > 0 == whole["host_experts"]
+    assert (
+        copied["host_experts"] == whole["device_experts"] * (EXPERTS.layers - 1) // EXPERTS.layers
+    )
+    assert copied["misses"] == 0
+    # An engine that was not started by the benchmark may be anywhere.
+    assert copied["peak"] is None
+    assert peak is not None and peak > whole["device_experts"]

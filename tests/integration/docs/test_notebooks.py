@@ -1,0 +1,66 @@
+"""The notebooks run from top to bottom, on engines of this session."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import nbformat
+import pytest
+from flashmoa_bench.family.models import SIZES, model_folder
+from nbclient import NotebookClient
+
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.anyio
+
+FOLDER = ROOT / "examples" / "notebooks"
+# What a notebook prints, whatever the times are.
+ON_TWO_ENGINES = {
+    "mapreduce": ["the same texts: True", "of its"],
+    "quickstart": ["the same texts: True", "linked   writer"],
+    "timeline": ["hit", "late", "mispredicted"],
+}
+ON_THE_FAMILY = {"mixture": ["Find", "Answer:", "used"]}
+
+
+def test_every_notebook_is_run() -> None:
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == {*ON_TWO_ENGINES, *ON_THE_FAMILY}
+
+
+@pytest.mark.parametrize("name", ON_TWO_ENGINES)
+async def test_notebook(
+    name: str, engine: LocalEngine, downstream: LocalEngine, tmp_path: Path
+) -> None:
+    said = await printed(name, tmp_path, FLASHMOA_ENGINE=f"{engine.url} {downstream.url}")
+    assert all(part in said for part in ON_TWO_ENGINES[name]), said
+
+
+@pytest.mark.parametrize("name", ON_THE_FAMILY)
+async def test_notebook_on_the_family(name: str, engines: LocalEngines, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        urls: list[str] = []
+        for size in SIZES:
+            engine = await engines.start(
+                model_folder(size), core=1, arguments=["--max-total-tokens", "12000"]
+            )
+            stack.push_async_callback(engine.stop)
+            urls.append(engine.url)
+        said = await printed(name, tmp_path, FLASHMOA_FAMILY=" ".join(urls))
+    assert all(part in said for part in ON_THE_FAMILY[name]), said
+
+
+async def printed(name: str, scratch: Path, **environment: str) -> str:
+    """What a notebook prints when it is run from top to bottom."""
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), "clear it"
+    client = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": FOLDER}})
+    await client.async_execute(env={**os.environ, "IPYTHONDIR": str(scratch), **environment})
+    outputs = [output for cell in code for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data"}
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "Traceback" not in said and "Warning" not in said, said
+    return said

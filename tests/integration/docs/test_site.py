@@ -1,0 +1,40 @@
+"""The documentation site builds, whole, and its first program runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from flashmoa.engine.local import LocalEngine
+from tests.conftest import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
+    made = subprocess.run([*build, DOCS, tmp_path], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    pages = {page.relative_to(tmp_path).with_suffix(".md") for page in tmp_path.rglob("*.html")}
+    written = {page.relative_to(DOCS) for page in DOCS.rglob("*.md")}
+    assert written <= pages
+    # Nothing is fetched from elsewhere.
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(r'(src|<link[^>]*href)="(https?:)?//', page.read_text()), page
+
+
+@pytest.mark.anyio
+async def test_the_first_program(engine: LocalEngine, tmp_path: Path) -> None:
+    page = (DOCS / "index.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in program.splitlines() if line.strip()]) < 20
+    program = program.replace("http://127.0.0.1:30000", engine.url)
+    program = program.replace("max_tokens=400", "max_tokens=16")
+    run = await anyio.run_process([sys.executable, "-c", program], cwd=tmp_path, check=False)
+    assert run.returncode == 0, run.stderr.decode()
+    assert (tmp_path / "run.jsonl").exists()

@@ -1,0 +1,78 @@
+"""The examples of docs/recipes.md: linked they answer as unlinked, and find their prompts."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from flashmoa import EngineClient, Workflow
+from flashmoa.agent_framework import FlashMoAChatClient
+from flashmoa.engine import PromptUsage
+from flashmoa.observe import Event, LinkClosed
+from flashmoa.observe.calls import calls
+from tests.conftest import ROOT
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are programs: what they import lies beside them."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+@pytest.fixture
+async def idle(client: EngineClient) -> AsyncGenerator[EngineClient]:
+    """An engine that must be idle again in the end."""
+    await client.flush_cache()
+    yield client
+    await settled(client)
+
+
+async def test_openai_client(idle: EngineClient) -> None:
+    example: Any = importlib.import_module("openai_client")
+    async with AsyncOpenAI(base_url=f"{idle.url}/v1", api_key="none") as openai:
+        linked = await example.linked(openai, idle, "tiny")
+        unlinked = await example.unlinked(openai, "tiny")
+    assert linked.choices[0].message.content == unlinked.choices[0].message.content
+    usage = PromptUsage.from_openai(linked.usage.model_dump())
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+
+
+async def test_langgraph(idle: EngineClient) -> None:
+    example: Any = importlib.import_module("langgraph_chain")
+    model = example.chat(idle.url, "tiny")
+    events: list[Event] = []
+    async with Workflow(idle, listener=events.append) as flow:
+        linked = await example.LinkedGraph(model, flow).run(example.TASK)
+    unlinked = await example.LinkedGraph(model, None).run(example.TASK)
+    assert linked == unlinked and set(linked) == {"task", "draft", "review", "summary"}
+    closed = {event.agent: event.reason for event in events if isinstance(event, LinkClosed)}
+    assert closed == {"review": "used", "summary": "used"}
+    await model.root_async_client.close()
+
+
+async def test_agent_framework(idle: EngineClient) -> None:
+    example: Any = importlib.import_module("agent_framework_chain")
+    events: list[Event] = []
+    async with FlashMoAChatClient("tiny", base_url=idle.url) as client:
+        linked = await example.run(client, linked=True, listener=events.append)
+        assert linked == await example.run(client, linked=False)
+    found = [call.usage and call.usage.prompt_stream for call in calls(events)]
+    assert [stream and stream.status for stream in found] == [None, "hit", "hit"]
+
+
+async def test_arguments(
+    idle: EngineClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its users start it."""
+    example: Any = importlib.import_module("openai_client")
+    monkeypatch.setattr(sys, "argv", ["openai_client.py", "--engine", idle.url])
+    await example.main()
+    assert "The same unlinked: True" in capsys.readouterr().out

@@ -1,0 +1,79 @@
+"""Two engines with a relay before each, and the matrix printed at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from autogen_core.models import ModelFamily, ModelInfo
+
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.engine.local import LocalEngine
+from tests.integration.baseline import Baseline
+from tests.integration.failures.matrix import Make, cells
+from tests.integration.failures.relay import Relay, relay_to
+
+
+@pytest.fixture
+async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
+    async with relay_to(engine.url) as relay:
+        yield relay
+
+
+@pytest.fixture
+async def baselines(
+    engine: LocalEngine, downstream: LocalEngine
+) -> AsyncGenerator[tuple[Baseline, Baseline]]:
+    """Of the upstream's engine and of the downstream's."""
+    async with (
+        httpx.AsyncClient(base_url=engine.url, timeout=60) as one,
+        httpx.AsyncClient(base_url=downstream.url, timeout=60) as other,
+    ):
+        pair = Baseline(engine, one), Baseline(downstream, other)
+        for baseline in pair:
+            await baseline.http.post("/flush_cache?timeout=30")
+            await baseline.take()
+        yield pair
+
+
+MODEL = ModelInfo(
+    vision=False,
+    function_calling=False,
+    json_output=False,
+    family=ModelFamily.UNKNOWN,
+    structured_output=False,
+)
+
+
+@pytest.fixture
+def make() -> Make:
+    def client(url: str, tokens: int = 12, **more: Any) -> FlashMoAChatCompletionClient:
+        return FlashMoAChatCompletionClient(
+            model="tiny",
+            base_url=url,
+            temperature=0,
+            max_tokens=tokens,
+            extra_body={"ignore_eos": True},
+            # Not asked of the engine: a relay in this event loop could not answer meanwhile.
+            model_info=MODEL,
+            **{"max_retries": 0, **more},
+        )
+
+    return client
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not cells:
+        return
+    terminalreporter.section("failures of upstream agents, and what they ended in")
+    for cell in cells:
+        line = f"{cell.where:<9} {cell.failure:<26} {cell.action:<9} "
+        terminalreporter.write_line(f"{line}{cell.reader:<46} link: {cell.link}")
+    if path := os.environ.get("FLASHMOA_FAILURES"):
+        Path(path).write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")

@@ -1,0 +1,80 @@
+"""A promised answer fails that another call reads: every failure and policy."""
+
+from __future__ import annotations
+
+import pytest
+from autogen_core import CancellationToken
+from autogen_core.models import UserMessage
+
+from flashmoa.autogen._promises import _texts
+from flashmoa.engine.local import LocalEngine
+from flashmoa.linking.failure_policy import Action, Failure
+from flashmoa.observe import Event
+from tests.integration.baseline import Baseline
+from tests.integration.failures.matrix import (
+    ACTIONS,
+    FAILURES,
+    HAD_ARRIVED,
+    PATIENCE,
+    WHOLE,
+    Make,
+    ended,
+    failures,
+    is_linked,
+    nothing_left,
+    policy,
+    until,
+)
+from tests.integration.failures.relay import Relay
+
+pytestmark = pytest.mark.anyio
+
+
+def asks(text: str) -> list[UserMessage]:
+    return [UserMessage(content=text, source="user")]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
+    upstream_relay: Relay,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+    failure: Failure,
+    action: Action,
+) -> None:
+    events: list[Event] = []
+    token = CancellationToken()
+    async with nothing_left(*baselines):
+        upstream_relay.arm("reset" if failure == "error" else "stall")
+        writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
+        reading = make(downstream.url, on_failure=policy(failure, action), listener=events.append)
+        draft = (await writing.promise(asks(guide[:300]), cancellation_token=token)).content
+        review = await reading.promise(asks(f"{guide[:900]}\n{draft}\nBetter?"))
+        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        if failure == "cancel":
+            token.cancel()
+        if failure == "stall":
+            await until(lambda: bool(failures(events)))
+        arrived = _texts[str(draft)].written
+        if failure == "stall" and action == "abort":
+            upstream_relay.release()
+            arrived = await writing.result(str(draft))
+        try:
+            answer = await reading.result(str(review.content))
+        except Exception as error:
+            assert failure != "stall" and action == "abort"
+            reader = f"raises {type(error).__name__}"
+        else:
+            assert failure == "stall" or action == "finalize"
+            whole = asks(f"{guide[:900]}\n{arrived}\nBetter?")
+            assert arrived and answer == (await reading.create(whole)).content
+            reader = f"answers {HAD_ARRIVED if action == 'finalize' else WHOLE}"
+        upstream_relay.release()
+        for client in (writing, reading):
+            await client.close()
+    assert len(failures(events)) == 1 and failures(events)[0][1:] == (failure, action)
+    cell = ended("promise", failure, action, reader, events)
+    assert cell.link == ("abort" if action == "abort" else "used")

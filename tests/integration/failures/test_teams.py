@@ -1,0 +1,242 @@
+"""An agent of a linked team fails, or its team, its client or an engine goes: what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.base import TaskResult
+from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_core import CancellationToken
+
+from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.linking.failure_policy import Action, Failure
+from flashmoa.observe import Event, LinkClosed
+from tests.integration.autogen.exactness import found
+from tests.integration.baseline import Baseline
+from tests.integration.failures.matrix import (
+    ACTIONS,
+    FAILURES,
+    PATIENCE,
+    Make,
+    ended,
+    failures,
+    is_linked,
+    nothing_left,
+    policy,
+    until,
+)
+from tests.integration.failures.relay import Relay, relay_to
+from tests.integration.support import special_engine
+
+pytestmark = pytest.mark.anyio
+Client = FlashMoAChatCompletionClient
+
+
+class Pair:
+    """A writer and a reviewer, linked; the task runs."""
+
+    def __init__(self, writing: Client, reading: Client, task: str, **linking: Any) -> None:
+        self.events: list[Event] = []
+        agents = [
+            AssistantAgent("writer", model_client=writing, system_message="Write."),
+            AssistantAgent("reviewer", model_client=reading, system_message=task),
+        ]
+        self.clients = writing, reading
+        self.team = RoundRobinGroupChat(agents, max_turns=2)
+        self.linked: TeamLink = link(self.team, listener=self.events.append, **linking)
+        self.token = CancellationToken()
+        self.run: asyncio.Task[TaskResult] = asyncio.ensure_future(
+            self.team.run(task=task, cancellation_token=self.token)
+        )
+
+    async def close(self) -> None:
+        await self.linked.close()
+        for client in self.clients:
+            await client.close()
+
+    async def outcome(self) -> str:
+        """What the run ended in, and how its reviewer was answered."""
+        try:
+            result = await self.run
+        except asyncio.CancelledError:
+            return "the team is cancelled"
+        except Exception as error:
+            return f"the team raises {type(error).__name__}"
+        status = found(self.events)[-1].status
+        return f"{len(result.messages)} messages, the last one {status or 'unlinked'}"
+
+    def is_closed(self) -> bool:
+        return any(isinstance(event, LinkClosed) for event in self.events)
+
+
+async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: str) -> list[str]:
+    """What the two say unlinked."""
+    writing, reading = make(engine.url, 150), make(downstream.url)
+    agents = [
+        AssistantAgent("writer", model_client=writing, system_message="Write."),
+        AssistantAgent("reviewer", model_client=reading, system_message=task),
+    ]
+    result = await RoundRobinGroupChat(agents, max_turns=2).run(task=task)
+    for client in (writing, reading):
+        await client.close()
+    return [message.to_text() for message in result.messages]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
+    upstream_relay: Relay,
+    engine: LocalEngine,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+    failure: Failure,
+    action: Action,
+) -> None:
+    task = guide[:600]
+    async with nothing_left(*baselines):
+        upstream_relay.arm("reset" if failure == "error" else "stall")
+        writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
+        # The one client-wide, the other for this link.
+        client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
+        linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
+        pair = Pair(writing, make(downstream.url, **client_wide), task, **linking)
+        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        if failure == "cancel":
+            pair.token.cancel()
+        if failure == "stall":
+            await until(lambda: bool(failures(pair.events)))
+            upstream_relay.release()
+        outcome = await pair.outcome()
+        if failure == "stall":
+            plain = await texts(make, engine, downstream, task)
+            assert [message.to_text() for message in pair.run.result().messages] == plain
+        # Of its own accord: nobody has closed it yet.
+        await until(pair.is_closed)
+        await pair.close()
+        upstream_relay.release()
+    assert failures(pair.events) == [("writer", failure, action)]
+    # The writer may have one already for a next run of the team.
+    reading = [event for event in pair.events if event.agent == "reviewer"]
+    cell = ended("team", failure, action, outcome, reading)
+    if action == "abort":
+        assert cell.link == "abort"
+    else:
+        assert cell.link == ("used" if failure == "stall" else "unused")
+
+
+async def test_a_writer_that_breaks_off_is_asked_again(
+    upstream_relay: Relay,
+    engine: LocalEngine,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+) -> None:
+    """By OpenAI's client, as unlinked; and what it wrote is read on from where it broke off."""
+    task = guide[:600]
+    plain = await texts(make, engine, downstream, task)
+    async with nothing_left(*baselines):
+        upstream_relay.arm("reset")
+        writing = make(upstream_relay.url, 150, max_retries=2)
+        pair = Pair(writing, make(downstream.url), task)
+        outcome = await pair.outcome()
+        assert upstream_relay.has_struck
+        assert [message.to_text() for message in pair.run.result().messages] == plain
+        await pair.close()
+    assert outcome == "3 messages, the last one hit"
+    ended("team", "error, and asked again", "", outcome, pair.events)
+
+
+@pytest.mark.parametrize("which", ["writer's", "reviewer's"])
+async def test_a_client_is_closed(
+    upstream_relay: Relay,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+    which: str,
+) -> None:
+    async with nothing_left(*baselines):
+        upstream_relay.arm("stall")
+        pair = Pair(make(upstream_relay.url, 150), make(downstream.url), guide[:600])
+        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await pair.clients[which == "reviewer's"].close()
+        await until(pair.is_closed)
+        upstream_relay.release()
+        outcome = await pair.outcome()
+        await pair.close()
+    cell = ended("team", f"the {which} client is closed", "", outcome, pair.events)
+    assert cell.link == "closed"
+
+
+@pytest.fixture
+async def mortal(engines: LocalEngines, model: Any) -> AsyncGenerator[LocalEngine]:
+    """An engine to be killed."""
+    one = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
+    yield one
+    await one.stop()
+
+
+def kill(engine: LocalEngine) -> None:
+    os.killpg(engine.pid, signal.SIGKILL)
+
+
+async def test_the_upstream_engine_is_killed(
+    mortal: LocalEngine,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+) -> None:
+    async with nothing_left(*baselines):
+        pair = Pair(make(mortal.url, 4000), make(downstream.url), guide[:600])
+        await until(lambda: is_linked(pair.events))
+        kill(mortal)
+        outcome = await pair.outcome()
+        await until(pair.is_closed)
+        await pair.close()
+    cell = ended("team", "upstream engine killed", "abort", outcome, pair.events)
+    assert cell.link == "abort"
+    assert outcome.startswith("the team raises")
+
+
+async def test_the_downstream_engine_is_restarted(  # noqa: PLR0913 - fixtures
+    upstream_relay: Relay,
+    engine: LocalEngine,
+    downstream: LocalEngine,
+    engines: LocalEngines,
+    mortal: LocalEngine,
+    model: Any,
+    baselines: tuple[Baseline, Baseline],
+    make: Make,
+    guide: str,
+) -> None:
+    task = guide[:600]
+    plain = await texts(make, engine, downstream, task)
+    async with (
+        special_engine(engines, model) as fresh,
+        relay_to(mortal.url) as address,
+        nothing_left(*baselines),
+    ):
+        upstream_relay.arm("stall")
+        pair = Pair(make(upstream_relay.url, 150), make(address.url), task)
+        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        kill(mortal)
+        address.target = fresh.url
+        upstream_relay.release()
+        outcome = await pair.outcome()
+        assert [message.to_text() for message in pair.run.result().messages] == plain
+        await pair.close()
+    cell = ended("team", "downstream engine restarted", "", outcome, pair.events)
+    assert outcome.endswith("unlinked")
+    # It is gone, or there again and without the stream.
+    assert cell.link.startswith(("EngineUnreachable", "StreamUnknown"))

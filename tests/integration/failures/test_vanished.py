@@ -1,0 +1,53 @@
+"""A client that is killed holds nothing for longer than it said."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from subprocess import DEVNULL, PIPE
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from tests.integration.support import kv, settled
+
+pytestmark = pytest.mark.anyio
+
+CLIENT = """
+import sys, anyio, flashmoa
+
+async def main(url, known):
+    async with flashmoa.EngineClient(url) as engine:
+        async with flashmoa.Workflow(engine, stream_ttl_seconds=2) as flow:
+            draft = flow.text("draft")
+            flow.ask([{"role": "user", "content": f"{known} {draft}"}], max_tokens=4)
+            draft.write("Of this more will never come.")
+            await anyio.sleep_forever()
+
+anyio.run(main, *sys.argv[1:])
+"""
+
+
+async def test_the_links_of_a_killed_client_end_when_its_time_is_over(
+    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    await client.flush_cache()
+    command = [sys.executable, "-c", CLIENT, engine.url, words(300, 740)]
+    async with await anyio.open_process(command, stdin=DEVNULL, stdout=PIPE, stderr=None) as gone:
+        with anyio.fail_after(60):
+            while not (await kv(client)).pinned_streams:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+        # Its signs of life keep the stream for longer than it would last without.
+        until = anyio.current_time() + 4
+        while anyio.current_time() < until:
+            assert (await client.info()).prompt_streams == 1
+            await anyio.sleep(0.1)
+        gone.send_signal(signal.SIGKILL)
+        killed = anyio.current_time()
+        await gone.wait()
+        with anyio.fail_after(30):
+            await settled(client)
+    assert anyio.current_time() - killed < 20

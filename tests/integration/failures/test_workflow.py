@@ -1,0 +1,88 @@
+"""A text fails that another request reads: every failure and policy, without a framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashmoa import EngineClient, UpstreamCancelled, Workflow
+from flashmoa.engine import EngineTimeout, EngineUnreachable
+from flashmoa.engine.local import LocalEngine
+from flashmoa.linking.failure_policy import Action, Failure
+from flashmoa.observe import Event
+from tests.integration.baseline import Baseline
+from tests.integration.failures.matrix import (
+    ACTIONS,
+    BRIEF,
+    FAILURES,
+    HAD_ARRIVED,
+    WHOLE,
+    ended,
+    failures,
+    is_linked,
+    nothing_left,
+    policy,
+    until,
+)
+from tests.integration.failures.relay import Relay
+
+pytestmark = pytest.mark.anyio
+LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 12}
+RAISED = {"error": EngineUnreachable, "cancel": UpstreamCancelled, "timeout": EngineTimeout}
+
+
+def asks(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+async def said(engine: EngineClient, text: str) -> str:
+    async with engine.chat(asks(text), **SHORT) as deltas:
+        return "".join([delta.text async for delta in deltas])
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_an_answer_fails(
+    upstream_relay: Relay,
+    downstream: LocalEngine,
+    baselines: tuple[Baseline, Baseline],
+    guide: str,
+    failure: Failure,
+    action: Action,
+) -> None:
+    events: list[Event] = []
+    seconds = BRIEF if failure == "timeout" else 60.0
+    async with (
+        nothing_left(*baselines),
+        EngineClient(upstream_relay.url, timeout=seconds) as writing,
+        EngineClient(downstream.url) as reading,
+        Workflow(reading, on_failure=policy(failure, action), listener=events.append) as flow,
+    ):
+        upstream_relay.arm("reset" if failure == "error" else "stall")
+        draft = flow.ask(asks(guide[:300]), engine=writing, name="draft", **LONG)
+        review = flow.ask(asks(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
+        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        if failure == "cancel":
+            draft.cancel()
+        if failure == "stall":
+            await until(lambda: bool(failures(events)))
+        arrived = draft.written
+        if failure == "stall" and action == "abort":
+            upstream_relay.release()
+            arrived = await draft
+        if failure != "stall" and action == "abort":
+            with pytest.raises(RAISED[failure]) as caught:
+                await review
+            reader = f"raises {caught.typename}"
+        else:
+            assert await review == await said(reading, f"{guide[:900]}\n{arrived}\nBetter?")
+            assert review.usage is not None
+            is_hit = review.usage.prompt_stream is not None
+            assert is_hit == (action == "finalize")
+            reader = f"answers {HAD_ARRIVED if is_hit else WHOLE}"
+        upstream_relay.release()
+    assert failures(events) == [("draft", failure, action)]
+    cell = ended("Workflow", failure, action, reader, events)
+    assert cell.link == ("abort" if action == "abort" else "used")

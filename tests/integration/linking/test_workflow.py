@@ -1,0 +1,216 @@
+"""Calls linked without an agent framework."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+from openai import AsyncOpenAI
+
+from flashmoa import EngineClient, FailurePolicy, Workflow
+from flashmoa.engine import EngineError, PromptUsage
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import (
+    CallFailed,
+    CallFinished,
+    CallStarted,
+    Event,
+    LinkClosed,
+    LinkOpened,
+    UpstreamFailed,
+)
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture
+async def reader(downstream_client: EngineClient) -> AsyncGenerator[EngineClient]:
+    await downstream_client.flush_cache()
+    yield downstream_client
+    await settled(downstream_client)
+
+
+def asks(text: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
+async def said(engine: EngineClient, text: str) -> str:
+    async with engine.chat(asks(text), **PARAMETERS) as deltas:
+        return "".join([delta.text async for delta in deltas])
+
+
+def status(usage: PromptUsage | None) -> str | None:
+    return usage.prompt_stream.status if usage is not None and usage.prompt_stream else None
+
+
+async def test_answers_flow_into_prompts(
+    client: EngineClient, reader: EngineClient, guide: str
+) -> None:
+    """Three write at once, one reads them all, another one that."""
+    questions = [f"{guide[:300]} Part {number}?" for number in range(3)]
+    events: list[Event] = []
+    async with Workflow(client, listener=events.append) as flow:
+        parts = [flow.ask(asks(question), name="part", **PARAMETERS) for question in questions]
+        joined = "\n\n".join(f"{n}. {part}" for n, part in enumerate(parts, 1))
+        whole = flow.ask(asks(f"{guide[:1500]}\n{joined}\nAll?"), engine=reader, **PARAMETERS)
+        last = flow.ask(asks(f"In short: {whole}"), name="last", **PARAMETERS)
+        texts = [await part for part in parts]
+        assert f"{parts[0]}" == texts[0] and parts[0].is_complete
+    assert [part.name for part in parts] == ["part", "part-2", "part-3"]
+    assert status(whole.usage) == status(last.usage) == "hit"
+    told = [event for event in events if event.agent == "last"]
+    calls = [type(event) for event in told if isinstance(event, CallStarted | CallFinished)]
+    assert calls == [CallStarted, CallFinished]
+    (finished,) = [event for event in told if isinstance(event, CallFinished)]
+    assert (finished.text, finished.usage) == (await last, last.usage)
+    opened = [event for event in events if isinstance(event, LinkOpened)]
+    assert ("part", "part-2", "part-3") in {event.upstream for event in opened}
+    await client.flush_cache()
+    await reader.flush_cache()
+    expected = [await said(client, question) for question in questions]
+    assert texts == expected
+    joined = "\n\n".join(f"{n}. {text}" for n, text in enumerate(expected, 1))
+    expected_whole = await said(reader, f"{guide[:1500]}\n{joined}\nAll?")
+    assert await whole == expected_whole
+    assert await last == await said(client, f"In short: {expected_whole}")
+    await settled(client)
+
+
+async def test_two_calls_of_an_openai_client(
+    engine: LocalEngine, reader: EngineClient, guide: str
+) -> None:
+    writing = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none")
+    reading = AsyncOpenAI(base_url=f"{reader.url}/v1", api_key="none")
+    settings: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 16}
+    async with Workflow(reader) as flow:
+        draft = flow.text("draft")
+        review = await flow.expect(asks(f"{guide[:1500]}\nReview this: {draft}"))
+        stream = await writing.chat.completions.create(
+            messages=asks("Write."),  # type: ignore[arg-type]
+            stream=True,
+            **settings,
+        )
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                draft.write(chunk.choices[0].delta.content)
+        draft.close()
+        sent = await review.messages()
+        answer = await reading.chat.completions.create(
+            messages=sent,  # type: ignore[arg-type]
+            extra_body=review.take_over(),
+            **settings,
+        )
+    assert await draft in sent[1]["content"]
+    assert answer.usage is not None
+    assert status(PromptUsage.from_openai(answer.usage.model_dump())) == "hit"
+    await writing.close()
+    await reading.close()
+
+
+async def test_what_fails_is_raised_where_it_is_awaited(
+    client: EngineClient, reader: EngineClient, guide: str
+) -> None:
+    events: list[Event] = []
+    async with Workflow(reader, listener=events.append) as flow:
+        bad = flow.ask(asks("?"), engine=client, name="bad", **{**PARAMETERS, "max_tokens": -5})
+        after = flow.ask(asks(f"{guide[:900]} {bad}"), name="after", **PARAMETERS)
+        with pytest.raises(EngineError):
+            await bad
+        with pytest.raises(EngineError):
+            await after
+    failed = [event.agent for event in events if isinstance(event, CallFailed)]
+    assert failed == ["bad", "after"]
+    assert all(e.reason in ("abort", "closed") for e in events if isinstance(e, LinkClosed))
+
+
+async def test_a_reader_that_is_refused_gives_its_stream_back(
+    client: EngineClient, reader: EngineClient, guide: str
+) -> None:
+    slow, refused = {**PARAMETERS, "max_tokens": 200}, {**PARAMETERS, "max_tokens": -5}
+    async with Workflow(client) as flow:
+        draft = flow.ask(asks("Write."), **slow)
+        review = flow.ask(asks(f"{guide[:900]} {draft}"), engine=reader, **refused)
+        with pytest.raises(EngineError):
+            await review
+        assert (await settled(reader)).pinned_streams == 0
+
+
+async def test_leaving_early_gives_everything_back(reader: EngineClient, guide: str) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with Workflow(reader) as flow:
+            draft = flow.text()
+            flow.ask(asks(f"{guide[:900]} {draft}"), **PARAMETERS)
+            with anyio.fail_after(30):
+                while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            raise ZeroDivisionError
+    assert (await settled(reader)).pinned_streams == 0
+
+
+async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide: str) -> None:
+    async with EngineClient(plain_engine.url) as plain, Workflow(plain) as flow:
+        first = flow.ask(asks(guide[:300]), **PARAMETERS)
+        second = flow.ask(asks(f"In short: {first}"), **PARAMETERS)
+        assert await first and await second
+        assert status(second.usage) is None
+
+
+async def test_a_plain_server_answers_what_had_arrived(plain_engine: LocalEngine) -> None:
+    events: list[Event] = []
+    policy = FailurePolicy(error="finalize")
+    async with (
+        EngineClient(plain_engine.url) as plain,
+        Workflow(plain, on_failure=policy, listener=events.append) as flow,
+    ):
+        draft = flow.text("draft")
+        review = flow.ask(asks(f"Review: {draft}"), **PARAMETERS)
+        draft.write("half a")
+        draft.fail(ValueError("broken"))
+        assert await review == await said(plain, "Review: half a")
+    failed = [event for event in events if isinstance(event, UpstreamFailed)]
+    assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]
+
+
+async def test_a_text_in_a_content_part(client: EngineClient) -> None:
+    async with Workflow(client) as flow:
+        draft = flow.text("draft")
+        parts = [{"type": "text", "text": f"Review: {draft}"}]
+        review = flow.ask([{"role": "user", "content": parts}], **PARAMETERS)
+        draft.finish("a plan")
+        whole = [{"role": "user", "content": [{"type": "text", "text": "Review: a plan"}]}]
+        async with client.chat(whole, **PARAMETERS) as deltas:
+            assert await review == "".join([delta.text async for delta in deltas])
+
+
+async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) -> None:
+    """Taken over, and then the workflow runs out of time."""
+    with anyio.CancelScope() as scope:
+        async with Workflow(reader) as flow:
+            draft = flow.text("draft")
+            expected = await flow.expect(asks(f"{guide[:900]} {draft}"))
+            with anyio.fail_after(30):
+                while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            draft.finish("a plan")
+            await expected.messages()
+            assert expected.take_over()
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert (await settled(reader)).pinned_streams == 0
+
+
+async def test_a_link_that_cannot_be_costs_nothing(client: EngineClient, guide: str) -> None:
+    """Its engine's client is closed; what is asked elsewhere goes on."""
+    other = EngineClient(client.url)
+    await other.close()
+    async with Workflow(client) as flow:
+        draft = flow.text("draft")
+        expected = await flow.expect(asks(f"{guide[:900]} {draft}"), engine=other)
+        draft.finish("a plan")
+        assert await flow.ask(asks("Go on."), **PARAMETERS)
+        assert "a plan" in (await expected.messages())[1]["content"]
+        assert expected.take_over() == {}

@@ -1,0 +1,116 @@
+"""Debates on real engines: linked and not the same answers, and every way one can end."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.linking.link import Ahead
+from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Model
+from flashmoa.observe import Event, LinkOpened
+from tests.integration.moa.agents import QUESTION, agent, first_letter, said
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = DebatePrompt("Others say:", "\n{number}. ")
+
+
+def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any) -> Debate:
+    small, large = pair
+    debaters = [agent(small, 1), agent(large, 2), agent(small, 3)]
+    return Debate(debaters, 3, conclusion, **{"prompt": PROMPT, **more})
+
+
+async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, EngineClient]) -> None:
+    ways: list[Ahead] = ["nothing", "text"]
+    events: list[Event] = []
+    results: list[DebateResult] = []
+    for ahead in ways:
+        for engine in pair:
+            await engine.flush_cache()
+        events.clear()
+        debating = debate(pair, first_letter, ahead=ahead, listener=events.append)
+        results.append(await debating.answer(QUESTION))
+    unlinked, linked = results
+    assert said(unlinked) == said(linked) and unlinked.text == linked.text
+    assert linked.vote is not None
+    assert linked.text == linked.rounds[-1][linked.vote.place].text != ""
+    assert linked.vote.ballots == tuple(first_letter(one.text) for one in linked.rounds[-1])
+    streams = [one.usage.prompt_stream for round_ in linked.rounds for one in round_ if one.usage]
+    hits = [use.status for use in streams if use is not None]
+    assert hits.count("hit") >= 3 and set(hits) == {"hit"}
+    for before, after in pairwise(linked.rounds):
+        finished = [one.finished for one in before]
+        for one in after:
+            assert one.started and one.first_token and one.finished and one.status == "used"
+            assert all(done and done <= one.started for done in finished)
+    # A trace tells who is read by whom.
+    upstream = {one.agent: one.upstream for one in events if isinstance(one, LinkOpened)}
+    assert upstream["2.2"] == ("1.2", "1.1", "1.3")
+
+
+async def test_an_aggregator_may_conclude(pair: tuple[EngineClient, EngineClient]) -> None:
+    concluded = debate(pair, agent(pair[1], 5))
+    async with concluded.answering(QUESTION) as debating:
+        pieces = [piece async for piece in debating]
+        result = await debating.result()
+    assert len(pieces) > 1 and "".join(pieces) == result.text
+    assert result.aggregate is not None and result.aggregate.text == result.text
+    assert result.vote is None and len(result.rounds) == 3
+
+
+async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
+    small, _ = pair
+    failing = agent(small, 2, max_tokens=-1)
+    three = Debate([agent(small, 1), failing, agent(small, 3)], 2, first_letter, prompt=PROMPT)
+    result = await three.answer(QUESTION)
+    for round_ in result.rounds:
+        assert [one.status for one in round_] == ["used", "failed", "used"]
+        assert round_[1].problem
+    assert result.vote is not None and result.vote.ballots[1] is None
+    with pytest.raises(MixtureFailed, match="no agent answered"):
+        await Debate([failing, failing], 2, first_letter).answer(QUESTION)
+    with pytest.raises(MixtureFailed, match="the aggregator failed"):
+        await debate(pair, failing).answer(QUESTION)
+    await settled(small)
+
+
+async def test_a_debate_that_is_left_gives_everything_back(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    small, large = pair
+    slow = [agent(small, max_tokens=2000), agent(large, max_tokens=2000)]
+    endless = Debate(slow, 2, first_letter)
+    with anyio.move_on_after(0.5):
+        await endless.answer(QUESTION)
+    async with endless.answering(QUESTION) as debating:
+        debating.cancel()
+        with pytest.raises(UpstreamCancelled):
+            await debating.result()
+    for engine in pair:
+        await settled(engine)
+
+
+async def test_answers_without_room_are_cut_fairly(
+    pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def room(_model: Model, _empty: object, most: list[int | None]) -> int:
+        asked.append(len(most))
+        return 60
+
+    monkeypatch.setattr(Model, "free_tokens", room)
+    small, _ = pair
+    two = Debate([agent(small, 1, max_tokens=40), agent(small, 2)], 3, first_letter, prompt=PROMPT)
+    result = await two.answer(QUESTION)
+    # Two rounds are remembered, so that each may have half.
+    assert set(asked) == {4}
+    cut = [[one.cut_tokens for one in round_] for round_ in result.rounds]
+    assert cut == [[40 - 18, 0], [40 - 18, 0], [0, 0]]

@@ -1,0 +1,239 @@
+"""Mixtures on real engines: linked and not the same answers, and every way one can end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from flashmoa.engine import EngineClient, EngineInfo
+from flashmoa.engine.local import LocalEngine
+from flashmoa.engine.wire import Prefilled
+from flashmoa.linking.link import Ahead
+from flashmoa.moa import (
+    AggregationPrompt,
+    EarlyExit,
+    MixtureFailed,
+    MixtureOfAgents,
+    MixtureResult,
+    Model,
+)
+from flashmoa.moa.similarity import Embedding
+from flashmoa.observe import Event, LinkClosed
+from tests.integration.moa.agents import QUESTION, agent
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = AggregationPrompt(instruction="Weigh these answers:")
+
+
+class Alike:
+    """Whatever is compared is the same."""
+
+    async def embed(self, text: str) -> Embedding:
+        return np.ones((1, 4), dtype=np.float32)
+
+
+def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgents:
+    small, large = pair
+    proposers = [agent(small if seed % 2 else large, seed) for seed in range(4)]
+    layers = [proposers, [agent(small, 5), agent(large, 6)], [agent(large, 7)]]
+    return MixtureOfAgents(layers, prompt=PROMPT, **more)
+
+
+def said(result: MixtureResult) -> list[list[str]]:
+    return [[one.text for one in layer] for layer in result.layers]
+
+
+@pytest.mark.parametrize("layout", ["answers-first", "question-first"])
+async def test_linked_and_unlinked_are_the_same(
+    pair: tuple[EngineClient, EngineClient], layout: Any
+) -> None:
+    prompt = AggregationPrompt(layout, "Weigh these answers:")
+    ways: list[Ahead] = ["nothing", "known", "text"]
+    results = []
+    for ahead in ways:
+        mixture = tree(pair, ahead=ahead)
+        mixture.prompt = prompt
+        results.append(await mixture.answer(QUESTION))
+    assert said(results[0]) == said(results[1]) == said(results[2])
+    assert results[0].text == results[0].final.text != ""
+    linked = results[2]
+    usage = [one.usage for layer in linked.layers[1:] for one in layer]
+    hits = [use.prompt_stream.status for use in usage if use and use.prompt_stream]
+    assert hits.count("hit") >= 2 and set(hits) == {"hit"}
+    for layer in linked.layers:
+        for one in layer:
+            assert one.status == "used" and one.cut_tokens == 0
+            assert one.started and one.first_token and one.finished
+            assert one.started <= one.first_token <= one.finished
+    for place, reader in enumerate(linked.layers[1]):
+        read = linked.layers[0][2 * place : 2 * place + 2]
+        assert reader.started is not None
+        assert all(one.finished and one.finished <= reader.started for one in read)
+
+
+async def test_all_to_all_streams_its_answer(pair: tuple[EngineClient, EngineClient]) -> None:
+    small, large = pair
+    layers = [[agent(small, 1), agent(large, 2)], [agent(small, 3), agent(large, 4)]]
+    mixture = MixtureOfAgents([*layers, [agent(large)]], "2x2x1", prompt=PROMPT)
+    async with mixture.answering(QUESTION) as running:
+        pieces = [piece async for piece in running]
+        result = await running.result()
+    assert len(pieces) > 1 and "".join(pieces) == result.text
+
+
+async def test_early_exit_cancels_who_is_not_needed(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    small, large = pair
+    slow = agent(large, 3, max_tokens=400)
+    policy = EarlyExit(Alike(), tau=1.0, rule="threshold", threshold=0.0)
+    layers = [[agent(small, 1), agent(small, 2), slow], [agent(large)]]
+    events: list[Event] = []
+    mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy, listener=events.append)
+    result = await mixture.answer(QUESTION)
+    (decided, left) = result.decisions
+    assert not decided.left and decided.answers == 1
+    assert left.left and (left.answers, left.of) == (2, 3) and left.quality.agreement == 1
+    assert [one.status for one in result.layers[0]] == ["used", "used", "left out"]
+    assert result.layers[0][2].finished is None
+    await settled(large)
+    # What is not left keeps the numbers, and the aggregator was told of two.
+    alone = MixtureOfAgents([layers[0][:2], layers[1]], prompt=PROMPT)
+    assert (await alone.answer(QUESTION)).text == result.text
+    assert any(isinstance(event, LinkClosed) for event in events)
+
+
+class Asking(EngineClient):
+    """Notes who is asked for log-probabilities, in the order in which requests go out, and what
+    is asked besides."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.logprobs: list[bool] = []
+        self.besides: list[str] = []
+
+    async def info(self) -> EngineInfo:
+        self.besides.append("info")
+        return await super().info()
+
+    async def prefill_only(self, **prompt: Any) -> Prefilled:
+        self.besides.append("prefill_only")
+        return await super().prefill_only(**prompt)
+
+    def chat(self, messages: Any, **parameters: Any) -> Any:
+        self.logprobs.append(parameters.get("logprobs", False))
+        return super().chat(messages, **parameters)
+
+
+@pytest.mark.parametrize(("min_answers", "judged"), [(1, [True, True]), (2, [True, False])])
+async def test_only_answers_that_are_judged_have_logprobs(
+    pair: tuple[EngineClient, EngineClient], min_answers: int, judged: list[bool]
+) -> None:
+    """Of two answers one may be left with one, and nobody judges the last one: an engine mixes
+    no prefill with decodes that have log-probabilities."""
+    policy = EarlyExit(Alike(), rule="threshold", threshold=1, min_answers=min_answers)
+    async with Asking(pair[0].url) as asking:
+        layers = [[agent(asking, seed) for seed in range(6)], [agent(asking)] * 2, [agent(asking)]]
+        mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy)
+        result = await mixture.answer(QUESTION)
+    first, second = judged
+    assert asking.logprobs == [first] * 6 + [second] * 2 + [False]
+    assert {decision.of for decision in result.decisions} <= ({3, 2} if second else {3})
+
+
+async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
+    small, large = pair
+    failing = agent(small, 2, max_tokens=-1)
+    async with EngineClient("http://127.0.0.1:9") as nowhere:
+        layers = [[agent(nowhere), agent(small, 1), failing], [agent(large)]]
+        result = await MixtureOfAgents(layers, prompt=PROMPT).answer(QUESTION)
+    assert [one.status for one in result.layers[0]] == ["failed", "used", "failed"]
+    assert "cannot be reached" in result.layers[0][0].problem
+    assert result.layers[0][2].problem and result.text
+
+
+async def test_when_all_fail_it_is_said(pair: tuple[EngineClient, EngineClient]) -> None:
+    small, large = pair
+    failing = agent(small, max_tokens=-1)
+    mixture = MixtureOfAgents([[failing] * 4, [agent(large)] * 2, [agent(large)]], prompt=PROMPT)
+    with pytest.raises(MixtureFailed, match="no agent answered"):
+        await mixture.answer(QUESTION)
+    mixture = MixtureOfAgents([[agent(large)], [failing]], prompt=PROMPT)
+    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
+        await mixture.answer(QUESTION)
+    await settled(large)
+
+
+async def test_a_mixture_that_is_left_gives_everything_back(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    small, large = pair
+    slow = agent(small, max_tokens=2000)
+    mixture = MixtureOfAgents([[slow, slow], [agent(large)]], prompt=PROMPT)
+    await small.flush_cache()
+    with anyio.move_on_after(0.1):
+        await mixture.answer(QUESTION)
+    async with mixture.answering(QUESTION):
+        pass
+    # An answer to its end would be in the cache.
+    assert (await settled(small)).evictable < 2000
+    await settled(large)
+
+
+async def test_answers_without_room_are_cut_fairly(
+    pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = pair
+
+    async def room(*_: object) -> int:
+        return 30
+
+    monkeypatch.setattr(Model, "free_tokens", room)
+    layers = [[agent(small, 1, max_tokens=40), agent(large, 2)], [agent(large)]]
+    result = await MixtureOfAgents(layers, prompt=PROMPT).answer(QUESTION)
+    assert [one.cut_tokens for one in result.layers[0]] == [40 - 18, 0]
+
+
+async def test_room_is_known(pair: tuple[EngineClient, EngineClient]) -> None:
+    small, _ = pair
+    messages = [{"role": "user", "content": QUESTION}]
+    assert await agent(small).free_tokens(messages, [100, 100]) is None
+    context = (await small.info()).context_length
+    room = await agent(small).free_tokens(messages, [100, None])
+    assert room is not None and context - 100 < room < context
+    assert await agent(small, max_tokens=context).free_tokens(messages, [100]) == 0
+
+
+async def test_room_costs_no_prefill_and_the_context_is_asked_once(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    async with Asking(pair[0].url) as asking:
+        rooms = [await agent(asking, seed).free_tokens(messages, [100, None]) for seed in range(3)]
+        assert await agent(asking).fits(messages, 300)
+        assert not await agent(asking).fits(messages, 20)
+        assert asking.besides == ["info"]
+        counted = (await asking.prefill_only(messages=messages)).prompt_tokens
+        context = (await asking.info()).context_length
+    assert rooms == [context - 12 - counted] * 3
+
+
+async def test_where_the_context_is_not_known_answers_are_not_cut(
+    plain_engine: LocalEngine,
+) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    async with Asking(plain_engine.url) as asking:
+        for _ in range(2):
+            assert await agent(asking).free_tokens(messages, [None]) is None
+        assert asking.besides == ["info"]
+
+
+def test_layers_and_topology_go_together() -> None:
+    one = Model(EngineClient("http://127.0.0.1:9"))
+    with pytest.raises(ValueError, match=r"\(2, 1\) models for a topology of \(3, 1\)"):
+        MixtureOfAgents([[one, one], [one]], "3-1")

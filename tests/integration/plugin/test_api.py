@@ -1,0 +1,255 @@
+"""The plugin's routes on real SGLang: what they answer, and that nothing breaks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from flashmoa_sglang.releases import TESTED
+
+from flashmoa.engine import (
+    EngineClient,
+    MalformedRequest,
+    PromptTooLarge,
+    StreamGone,
+    StreamOutOfOrder,
+    StreamUnknown,
+)
+from flashmoa.engine.local import LocalEngine
+from tests.conftest import POOL
+from tests.integration.support import Opened, generate, prefilled, settled
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_info_tells_what_runs(client: EngineClient) -> None:
+    info = await client.info()
+    assert info.sglang["version"] in TESTED
+    assert {"prefill_only", "prompt_streams", "render"} <= set(info.capabilities)
+    assert info.context_length == 32768
+    assert len(info.tokenizer["digest"]) == 64
+    assert "word" in info.tokenizer["cuts"]
+
+
+async def test_prefill_only_leaves_the_prompt_in_the_cache(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    text = words(100, 1)
+    first = await client.prefill_only(text=text)
+    assert (first.prompt_tokens, first.cached_tokens, first.prefilled_tokens) == (100, 0, 100)
+    again = await client.prefill_only(text=text)
+    assert again.cached_tokens == 99
+    _, usage = await generate(client, text + " more of it", 1)
+    assert usage.cached_tokens == 100
+
+
+async def test_prefill_only_neither_samples_nor_detokenizes(
+    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    """A stock request with no new tokens passes the detokenizer; ours must not."""
+    async with httpx.AsyncClient(base_url=engine.url) as http:
+        before = len(engine.log.read_text())
+        await client.prefill_only(text=words(50, 2))
+        body = {"text": words(50, 3), "sampling_params": {"max_new_tokens": 0}}
+        stock = (await http.post("/generate", json=body)).json()
+        assert stock["output_ids"] == []
+        assert "Traceback" not in engine.log.read_text()[before:]
+
+
+async def test_cache_salt_separates(client: EngineClient, words: Callable[[int, int], str]) -> None:
+    text = words(60, 4)
+    await client.prefill_only(text=text, cache_salt="one")
+    assert (await client.prefill_only(text=text, cache_salt="two")).cached_tokens == 0
+    assert (await client.prefill_only(text=text, cache_salt="one")).cached_tokens == 59
+
+
+async def test_render_is_what_chat_sees(engine: LocalEngine, client: EngineClient) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    text = await client.render(messages)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    done = await client.prefill_only(messages=messages)
+    async with httpx.AsyncClient(base_url=engine.url) as http:
+        body = {"model": "m", "messages": messages, "max_tokens": 1}
+        usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
+    assert usage["prompt_tokens"] == done.prompt_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] == done.prompt_tokens - 1
+
+
+async def test_render_shows_tools_as_the_template_does(client: EngineClient) -> None:
+    function = {"name": "look", "description": "looks", "parameters": {"type": "object"}}
+    text = await client.render(
+        [{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": function}]
+    )
+    assert "# Tools" in text
+    assert '"look"' in text
+
+
+async def test_a_stream_is_opened_grown_read_and_deleted(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    text = words(80, 5)
+    opened = await client.open_stream(text=text)
+    assert opened.received_tokens >= 79
+    state = await client.append(opened.id, 0, text=words(40, 6)[3:] + " x")
+    assert state.next_seq == 1
+    assert state.received_tokens > opened.received_tokens
+    await prefilled(client, opened.id, 80)
+    await client.delete_stream(opened.id)
+    with pytest.raises(StreamGone, match="deleted"):
+        await client.stream_state(opened.id)
+    await settled(client)
+
+
+async def test_repeated_appends_change_nothing(client: EngineClient) -> None:
+    opened = await client.open_stream(text="one two")
+    once = await client.append(opened.id, 0, text=" three four")
+    twice = await client.append(opened.id, 0, text=" three four")
+    assert (once.received_tokens, once.next_seq) == (twice.received_tokens, twice.next_seq)
+    await client.delete_stream(opened.id)
+
+
+async def test_out_of_order_and_late_appends_lose_nothing(client: EngineClient) -> None:
+    opened = await client.open_stream(text="one two")
+    with pytest.raises(StreamOutOfOrder, match="before append 0"):
+        await client.append(opened.id, 1, text=" four")
+    assert (await client.append(opened.id, 0, text=" three four five")).next_seq == 1
+    ended = await client.append(opened.id, 1, end=True)
+    assert ended.ended
+    with pytest.raises(StreamOutOfOrder, match="ended"):
+        await client.append(opened.id, 2, text=" six")
+    _, usage = await generate(client, "one two three four five six", 2, opened.id)
+    assert usage.prompt_stream is not None
+    assert usage.prompt_stream.status == "hit"
+    with pytest.raises(StreamGone, match="used"):
+        await client.append(opened.id, 2, text=" six")
+
+
+async def test_oversized_pieces_are_refused_and_the_stream_lives(client: EngineClient) -> None:
+    opened = await client.open_stream(text="one two")
+    for piece in (" x" * 40_000, "x" * 3_000_000):
+        with pytest.raises(PromptTooLarge, match="Nothing of this piece was taken"):
+            await client.append(opened.id, 0, text=piece)
+    state = await client.append(opened.id, 0, text=" three four")
+    assert state.received_tokens < 8
+    await client.delete_stream(opened.id)
+    ids = await client.open_stream(input_ids=[5] * (POOL - 500))
+    with pytest.raises(PromptTooLarge):
+        await client.append(ids.id, 0, input_ids=[5] * 1000)
+    await client.delete_stream(ids.id)
+
+
+async def test_the_most_a_prompt_may_have_is_said_and_true(
+    engine: LocalEngine, client: EngineClient
+) -> None:
+    """Bounded by the KV pool here: one token more is refused, by the plugin and not by SGLang."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
+        assert POOL - 10 < most < POOL
+        for path in ("/prefill_only", "/prompt_streams"):
+            answer = await http.post(path, json={"input_ids": [5] * (most + 1)})
+            assert answer.status_code == 413
+            assert answer.json()["error"]["max_tokens"] == most
+    assert (await client.prefill_only(input_ids=[5] * most)).prompt_tokens == most
+    opened = await client.open_stream(input_ids=[5] * (most - 1))
+    await client.append(opened.id, 0, input_ids=[5], end=True)
+    assert (await prefilled(client, opened.id, most)).prefilled_tokens == most
+    await client.delete_stream(opened.id)
+
+
+async def test_text_held_back_counts_when_the_stream_ends(client: EngineClient) -> None:
+    """A text without any cut has no certain token until its end."""
+    opened = await client.open_stream(text="é" * 20)
+    assert opened.received_tokens == 0
+    with pytest.raises(PromptTooLarge):
+        await client.append(opened.id, 0, text="é中" * 12_000, end=True)
+    ended = await client.append(opened.id, 0, text=" end", end=True)
+    assert ended.ended
+    assert 0 < ended.received_tokens < 100
+    await client.delete_stream(opened.id)
+
+
+async def test_unknown_streams_are_said_to_be_unknown(client: EngineClient) -> None:
+    with pytest.raises(StreamUnknown, match="Open one first"):
+        await client.append("nonsense", 0, text="x")
+
+
+async def test_text_and_ids_do_not_mix(client: EngineClient) -> None:
+    opened = await client.open_stream(input_ids=[5, 6, 7])
+    with pytest.raises(MalformedRequest, match="append input_ids"):
+        await client.append(opened.id, 0, text="x")
+    await client.delete_stream(opened.id)
+
+
+BODIES: list[Any] = [
+    None, [], "text", 7, {}, {"text": 7}, {"text": None}, {"text": "a", "input_ids": [1]},
+    {"input_ids": []}, {"input_ids": "abc"}, {"input_ids": [1.5]}, {"input_ids": [True]},
+    {"input_ids": [-1]}, {"input_ids": [4096]}, {"input_ids": [10**30]}, {"input_ids": [[1]]},
+    {"messages": []}, {"messages": "hi"}, {"messages": [{}]}, {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "nobody", "content": "x"}]},
+    {"messages": [{"role": "user", "content": 7}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+    {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}},
+    {"text": "x", "ttl_seconds": -1}, {"text": "x", "ttl_seconds": "soon"},
+    {"text": "x", "priority": "high"}, {"text": "x", "cache_salt": 1}, {"text": "x", "surprise": 1},
+    {"text": "x", "seq": 0}, {"seq": -1, "text": "x"}, {"seq": 0}, {"seq": "0", "text": "x"},
+    {"seq": 0, "text": "x", "end": "perhaps"}, {"seq": 0, "text": "\ud800"},
+    {"text": "\ud800 lone surrogate"}, {"messages": [{"role": "user", "content": "\ud800"}]},
+]  # fmt: skip
+RAW = [b"", b"{", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000, b'{"input_ids": [1e999]}', b"null"]
+
+
+@pytest.mark.parametrize("path", ["/prefill_only", "/render", "/prompt_streams", "append"])
+async def test_no_body_breaks_the_engine(
+    engine: LocalEngine, client: EngineClient, path: str
+) -> None:
+    """Every odd body gets a 4xx with a code and a sentence, or is taken; none a 500."""
+    stream = await client.open_stream(text="one two")
+    route = f"/prompt_streams/{stream.id}/append" if path == "append" else path
+    opened = Opened()
+    hooks = {"response": [opened.anote]}
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60, event_hooks=hooks) as http:
+        raw = [json.dumps(body).encode() for body in BODIES] + RAW
+        for content in raw:
+            answer = await http.post(route, content=content)
+            assert answer.status_code < 500, (content[:80], answer.text)
+            if answer.status_code >= 400:
+                error = answer.json()["error"]
+                assert error["code"]
+                assert len(error["message"]) > 10, content[:80]
+    for stream_id in [stream.id, *opened.ids]:
+        await client.delete_stream(stream_id)
+    await settled(client)
+    text, _ = await generate(client, "The engine still works", 2)
+    assert text
+
+
+@pytest.mark.parametrize("stream_id", [7, [], {}, True, ["x"]])
+async def test_a_stream_id_that_is_no_string_is_refused(
+    engine: LocalEngine, stream_id: object
+) -> None:
+    message = {"role": "user", "content": "x"}
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        for route, body in (
+            ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}}),
+            ("/v1/chat/completions", {"model": "m", "messages": [message], "max_tokens": 1}),
+        ):
+            answer = await http.post(route, json={**body, "prompt_stream_id": stream_id})
+            assert answer.status_code == 400, answer.text
+            assert "prompt_stream_id" in answer.text
+
+
+async def test_a_batch_with_a_stream_is_refused(engine: LocalEngine, client: EngineClient) -> None:
+    stream = await client.open_stream(text="one")
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        body = {"text": ["one two", "one three"], "prompt_stream_id": stream.id}
+        answer = await http.post("/generate", json=body)
+    assert answer.status_code == 400
+    assert "one prompt" in answer.text
+    await client.delete_stream(stream.id)

@@ -1,0 +1,46 @@
+"""The engine measures itself while others use it already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngines
+from tests.integration.support import settled, special_engine
+
+pytestmark = pytest.mark.anyio
+
+CHUNK = 64
+
+
+@pytest.mark.parametrize("page", [1, 16])
+async def test_measuring_beside_requests_loses_no_kv(
+    engines: LocalEngines, model: Path, page: int
+) -> None:
+    """Whoever is measured may be cut into chunks by whoever comes along."""
+    arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
+    sent = 0
+    async with (
+        special_engine(engines, model, *arguments) as engine,
+        EngineClient(engine.url, timeout=60) as client,
+    ):
+        with anyio.fail_after(60):
+            while (await client.info()).costs is None:
+                # In bursts: it is measured whenever nobody else is there.
+                async with anyio.create_task_group() as group:
+                    for _ in range(3):
+                        sent += 1
+                        ids = [1000 + sent % 2000] * (CHUNK - 8)
+                        group.start_soon(_prefill, client, ids)
+        info = await client.info()
+        assert info.costs is not None and info.costs.decode_step > 0
+        times = [seconds for _, seconds in info.costs.points]
+        assert times == sorted(times) and times[0] > 0
+        await settled(client)
+
+
+async def _prefill(client: EngineClient, ids: list[int]) -> None:
+    await client.prefill_only(input_ids=ids)

@@ -1,0 +1,186 @@
+"""What clients add to ordinary requests: checked, harmless, and never more than a hint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from tests.integration.support import generate, prefilled, settled
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+Body = dict[str, Any]
+
+MESSAGES = [{"role": "user", "content": "Where to?"}]
+
+
+def generation(**fields: Any) -> tuple[str, Body]:
+    return "/generate", {"text": "x y", "sampling_params": {"max_new_tokens": 1}, **fields}
+
+
+def chat(**fields: Any) -> tuple[str, Body]:
+    return "/v1/chat/completions", {
+        "model": "m", "messages": MESSAGES, "max_tokens": 1, **fields
+    }  # fmt: skip
+
+
+FORGED = {"flashmoa": {"stream": "forged", "final": False}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        generation(sampling_params={"max_new_tokens": 0, "custom_params": FORGED}),
+        generation(
+            text=["x", "y"],
+            sampling_params=[{"max_new_tokens": 0}, {"max_new_tokens": 0, "custom_params": FORGED}],
+        ),
+        chat(custom_params=FORGED),
+        ("/v1/completions", {"model": "m", "prompt": "x", "custom_params": FORGED}),
+    ],
+    ids=["generate", "batch", "chat", "completions"],
+)
+async def test_the_plugins_own_mark_cannot_be_forged(
+    engine: LocalEngine, client: EngineClient, path: str, body: Body
+) -> None:
+    """An increment of a stream that nobody opened would pin KV that nobody releases."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert "reserved" in answer.text
+    assert (await settled(client)).pinned_streams == 0
+
+
+@pytest.mark.parametrize("custom", ["x", 7, [1], True])
+@pytest.mark.parametrize("linked", [False, True])
+async def test_custom_params_that_are_no_object_are_refused(
+    engine: LocalEngine, client: EngineClient, custom: object, linked: bool
+) -> None:
+    opened = await client.open_stream(text="x y z and more")
+    sampling = {"max_new_tokens": 1, "custom_params": custom}
+    _, body = generation(sampling_params=sampling)
+    if linked:
+        body["prompt_stream_id"] = opened.id
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = await http.post("/generate", json=body)
+    assert answer.status_code == 400, answer.text
+    # A refused request takes nothing: the stream is there for the next.
+    _, usage = await generate(client, "x y z and more", 1, opened.id)
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+
+
+async def test_a_clients_own_custom_params_are_left_alone(engine: LocalEngine) -> None:
+    sampling = {"max_new_tokens": 1, "custom_params": {"mine": [1, "two"]}}
+    _, body = generation(sampling_params=sampling, expected_output_tokens=3)
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        assert (await http.post("/generate", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("expected", [-1, 1.5, "3", True, [], {}])
+@pytest.mark.parametrize("make", [generation, chat])
+async def test_an_expected_output_that_is_no_count_is_refused(
+    engine: LocalEngine, make: Callable[..., tuple[str, Body]], expected: object
+) -> None:
+    path, body = make(expected_output_tokens=expected)
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert "expected_output_tokens" in answer.text
+
+
+@pytest.mark.parametrize("make", [generation, chat])
+async def test_an_expected_output_changes_no_answer(
+    engine: LocalEngine, client: EngineClient, make: Callable[..., tuple[str, Body]]
+) -> None:
+    answers: list[Any] = []
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        for extra in ({}, {"expected_output_tokens": 0}, {"expected_output_tokens": 10**9}):
+            path, body = make(temperature=0, **extra)
+            if path == "/generate":
+                body["sampling_params"] |= {"temperature": 0}
+                opened = await client.open_stream(text="x y")
+                body["prompt_stream_id"] = opened.id
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json().get("text") or answer.json()["choices"][0]["message"])
+    assert answers[1:] == answers[:1] * 2
+    await settled(client)
+
+
+async def test_a_request_that_decodes_nothing_uses_its_stream(
+    engine: LocalEngine, client: EngineClient, words: Words
+) -> None:
+    await client.flush_cache()
+    text = words(200, 901)
+    opened = await client.open_stream(text=text)
+    await prefilled(client, opened.id, 190)
+    body = {
+        "text": text, "sampling_params": {"max_new_tokens": 0},
+        "prompt_stream_id": opened.id, "expected_output_tokens": 0,
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = (await http.post("/generate", json=body)).json()
+        del body["prompt_stream_id"]
+        plain = (await http.post("/generate", json=body)).json()
+    assert answer["output_ids"] == plain["output_ids"] == []
+    assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
+    assert answer["meta_info"]["streamed_tokens"] >= 190
+    await settled(client)
+
+
+async def test_several_answers_to_one_prompt_share_a_stream(
+    engine: LocalEngine, client: EngineClient, words: Words
+) -> None:
+    text = words(100, 902)
+    opened = await client.open_stream(text=text)
+    body = {
+        "text": text, "sampling_params": {"max_new_tokens": 2, "n": 3},
+        "prompt_stream_id": opened.id,
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answers = (await http.post("/generate", json=body)).json()
+    assert len(answers) == 3
+    await settled(client)
+
+
+@pytest.mark.parametrize("start", ["The plan so far is", "\n\n and then", " to"])
+@pytest.mark.parametrize("opened_by", ["messages", "text"])
+async def test_a_chat_that_continues_an_answer_uses_its_stream(
+    engine: LocalEngine, client: EngineClient, start: str, opened_by: str
+) -> None:
+    """SGLang encodes the prompt and the answer to continue separately, and joins the tokens."""
+    messages = [*MESSAGES, {"role": "assistant", "content": start + " walk to the lake"}]
+    body = {
+        "model": "m", "messages": messages, "continue_final_message": True,
+        "max_tokens": 6, "temperature": 0,
+    }  # fmt: skip
+    begun: Body = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": start}],
+        "continue_final_message": True,
+    }
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        await client.flush_cache()
+        expected = (await http.post("/v1/chat/completions", json=body)).json()
+        await client.flush_cache()
+        if opened_by == "text":
+            rendered = (await http.post("/render", json=begun)).json()["text"]
+            begun = {"text": rendered, "add_special_tokens": False}
+        opened = (await http.post("/prompt_streams", json=begun)).json()
+        await client.append(opened["id"], 0, text=" walk to the lake")
+        linked = {**body, "prompt_stream_id": opened["id"]}
+        got = (await http.post("/v1/chat/completions", json=linked)).json()
+        counted = {**begun, "messages": messages} if opened_by == "messages" else None
+        if counted is not None:
+            prompt = (await http.post("/prefill_only", json=counted)).json()["prompt_tokens"]
+            assert prompt == expected["usage"]["prompt_tokens"]
+    assert got["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert got["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    # Tokens of the joined text are another matter where no cut lies between the two.
+    if opened_by == "messages" or start == "The plan so far is":
+        assert got["usage"]["prompt_stream"]["status"] == "hit"
+    await settled(client)

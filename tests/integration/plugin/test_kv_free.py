@@ -1,0 +1,91 @@
+"""Without a KV cache, on a real engine: the same logits, in the KV of one layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine.errors import RequestRefused
+from flashmoa.engine.local import LocalEngines
+from tests.integration.support import special_engine
+
+pytestmark = pytest.mark.anyio
+
+LAYERS = 2
+PROMPTS = [Random(seed).choices(range(1000), k=k) for seed, k in enumerate((1, 30, 200, 700))]
+NEEDED = ["--disable-radix-cache", "--chunked-prefill-size", "-1"]
+# SGLang sets memory aside for forwards of whole prompts: more than a small machine has.
+MEMORY = ["--mem-fraction-static", "0.2"]
+
+
+async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> list[float]:
+    """Of every token of the prompt, and of the likeliest ones behind each."""
+    body: dict[str, Any] = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
+    body |= {"sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
+    reply = await client._http.post("/generate", json=body | {"top_logprobs_num": 5})
+    assert reply.status_code == 200, reply.text
+    meta = reply.json()["meta_info"]
+    every = [meta["input_token_logprobs"][1:], meta["output_token_logprobs"]]
+    every += [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
+    return [token[0] for tokens in every for token in tokens]
+
+
+async def test_logits_are_the_same_and_nothing_is_kept(
+    client: EngineClient, engines: LocalEngines, model: Path
+) -> None:
+    await client.flush_cache()
+    expected = [await logprobs(client, prompt) for prompt in PROMPTS]
+    usual = (await client.info()).kv[0]
+    flags = ["--flashmoa-kv-cache", "off", *NEEDED, *MEMORY]
+    async with (
+        special_engine(engines, model, *flags) as engine,
+        EngineClient(engine.url, timeout=60) as lean,
+    ):
+        for prompt, told in zip(PROMPTS, expected, strict=True):
+            assert await logprobs(lean, prompt) == pytest.approx(told, abs=1e-4)
+        # The same again: nothing of it was left. And all at once, the same prompts twice.
+        found: list[list[float]] = [[] for _ in range(2 * len(PROMPTS))]
+
+        async def ask(number: int) -> None:
+            found[number] = await logprobs(lean, PROMPTS[number % len(PROMPTS)])
+
+        async with anyio.create_task_group() as group:
+            for number in range(len(found)):
+                group.start_soon(ask, number)
+        for told, again in zip(expected * 2, found, strict=True):
+            assert again == pytest.approx(told, abs=1e-4)
+        info = await lean.info()
+        await refuses_what_needs_kv(lean)
+    (kv,) = info.kv
+    assert kv.free == kv.total == usual.total
+    assert kv.kv_bytes is not None and usual.kv_bytes is not None
+    assert kv.kv_bytes * LAYERS == usual.kv_bytes
+    assert kv.peak_bytes is not None and kv.peak_bytes > 0
+    assert info.capabilities == ["render"]
+
+
+async def refuses_what_needs_kv(client: EngineClient) -> None:
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
+    reply = await client._http.post("/generate", json=body)
+    assert reply.status_code == 400
+    assert "max_new_tokens 0 or 1" in reply.text
+    with pytest.raises(RequestRefused, match="keeps no KV"):
+        await client.prefill_only(input_ids=[1, 2])
+    with pytest.raises(RequestRefused, match="keeps no KV"):
+        await client.open_stream(input_ids=[1, 2])
+
+
+async def test_an_engine_that_would_cut_prompts_does_not_start(
+    engines: LocalEngines, model: Path
+) -> None:
+    """Where no size of chunks is given, SGLang chooses one."""
+    flags = ["--flashmoa-kv-cache", "off", "--disable-radix-cache", *MEMORY]
+    engine = await engines.start(model, core=1, arguments=flags, wait=False)
+    with pytest.raises(EngineError, match="ended at start"):
+        await engine.wait_until_ready()
+    assert "needs --chunked-prefill-size -1." in engine.log.read_text()

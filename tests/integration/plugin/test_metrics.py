@@ -1,0 +1,191 @@
+"""What ``/metrics`` shows of prompt streams, and what the server's API key guards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient, EngineDraining, RequestRefused
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.monitoring.board import metric_names
+from tests.integration.support import GREEDY, generate, prefilled, settled
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+KEY = "secret"
+LONG = {**GREEDY, "max_new_tokens": 1500}
+
+
+@pytest.fixture(scope="module")
+async def guarded(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    """With metrics, an API key, and room for one request and one more that waits."""
+    running = await engines.start(
+        model,
+        core=0,
+        arguments=[
+            "--enable-metrics", "--api-key", KEY, "--max-total-tokens", "2000",
+            "--max-running-requests", "1", "--max-queued-requests", "1",
+        ],
+    )  # fmt: skip
+    yield running
+    await running.stop()
+
+
+@pytest.fixture
+async def allowed(guarded: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(guarded.url, api_key=KEY, timeout=60) as client:
+        yield client
+
+
+class Figures:
+    """``/metrics``, read whole; by name and, if there is one, label value."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __call__(self, name: str, label: str = "") -> float:
+        rows = re.findall(rf"^flashmoa:{name}{{(.*)}} (\S+)$", self.text, re.MULTILINE)
+        values = [float(value) for labels, value in rows if label in labels]
+        assert len(values) <= 1, rows
+        # Its path, as it was given no name.
+        assert 'model_name="/' in rows[0][0]
+        return values[0] if values else 0.0
+
+
+async def figures(engine: LocalEngine, accepted: str = "*/*") -> Figures:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = await http.get("/metrics", headers={"Accept": accepted})
+    assert answer.status_code == 200
+    return Figures(answer.text)
+
+
+async def state(engine: LocalEngine, stream_id: str) -> dict[str, object]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60, headers=headers) as http:
+        return (await http.get(f"/prompt_streams/{stream_id}")).json()
+
+
+async def test_metrics_say_what_streams_did(
+    guarded: LocalEngine, allowed: EngineClient, words: Words
+) -> None:
+    start = await figures(guarded)
+    for name in ("streams_open", "duplicate_tokens_avoided_total", "streams_gave_way_total"):
+        assert start(name) == 0
+    used = await allowed.open_stream(text=words(200, 1))
+    wrong = await allowed.open_stream(text=words(200, 2))
+    await allowed.append(used.id, 0, text=" and a few words more", end=True)
+    await prefilled(allowed, used.id, 204)
+    await prefilled(allowed, wrong.id, 190)
+    assert (await figures(guarded))("streams_open") == 2
+    await generate(allowed, words(200, 1) + " and a few words more of it", 1, used.id)
+    await generate(allowed, words(200, 3), 1, wrong.id)
+    await generate(allowed, "The", 1, "never opened")
+    deleted = await allowed.open_stream(text="The plan")
+    await allowed.delete_stream(deleted.id)
+    await settled(allowed)
+    end = await figures(guarded)
+    assert end("streams_open") == 0
+    assert [end("finals_total", s) for s in ("hit", "mispredicted", "unknown")] == [1, 1, 1]
+    assert [end("streams_ended_total", s) for s in ("used", "deleted", "expired")] == [2, 1, 0]
+    assert 400 <= end("stream_tokens_buffered_total") <= 410
+    assert 390 <= end("stream_tokens_prefilled_total") <= end("stream_tokens_buffered_total")
+    assert end("stream_increments_total") >= 2
+    assert 190 <= end("final_late_tokens_total") <= 230
+    # One row per route, not one per stream.
+    assert used.id not in end.text
+    assert 'endpoint="/prompt_streams/{stream_id}/append"' in end.text
+
+
+async def test_the_boards_metrics_are_there(
+    guarded: LocalEngine, allowed: EngineClient, words: Words
+) -> None:
+    """Those of docs/grafana, on any release of SGLang that these tests run on."""
+    text = words(100, 20)
+    opened = await allowed.open_stream(text=text)
+    await prefilled(allowed, opened.id, 99)
+    await generate(allowed, text, 2, opened.id)
+    # As it is shown to people, and as Prometheus asks for it.
+    for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
+        shown = (await figures(guarded, accepted)).text
+        missing = [
+            name for name in metric_names() if not re.search(rf"^{name}\{{", shown, re.MULTILINE)
+        ]
+        assert not missing, accepted
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/flashmoa/info"),
+        ("POST", "/prefill_only"),
+        ("POST", "/render"),
+        ("POST", "/prompt_streams"),
+        ("GET", "/prompt_streams"),
+        ("GET", "/prompt_streams/x"),
+        ("POST", "/prompt_streams/x/append"),
+        ("POST", "/prompt_streams/x/keep_alive"),
+        ("DELETE", "/prompt_streams/x"),
+    ],
+)
+async def test_the_servers_api_key_guards_the_routes(
+    guarded: LocalEngine, method: str, path: str
+) -> None:
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=60) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            answer = await http.request(method, path, headers=headers, json={"text": "x"})
+            assert answer.status_code == 401, (path, headers)
+        right = {"Authorization": f"Bearer {KEY}"}
+        answer = await http.request(method, path, headers=right, json={"text": "x"})
+        assert answer.status_code not in (401, 403), path
+        if (method, path) == ("POST", "/prompt_streams"):
+            await http.delete(f"{path}/{answer.json()['id']}", headers=right)
+
+
+async def test_health_and_metrics_need_no_key(guarded: LocalEngine) -> None:
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=60) as http:
+        for path in ("/health", "/metrics"):
+            assert (await http.get(path)).status_code == 200
+
+
+async def test_a_prefill_that_sglang_refuses_keeps_its_status(
+    guarded: LocalEngine, allowed: EngineClient, words: Words
+) -> None:
+    """A full queue is a 503; and it leaves a stream valid for its request."""
+    refused: list[RequestRefused] = []
+
+    async def occupy() -> None:
+        """One such request runs, one waits, and whatever comes after them is refused."""
+        try:
+            async with allowed.generate(text="The", sampling=LONG) as deltas:
+                async for _ in deltas:
+                    running.set()
+        except EngineDraining as error:
+            refused.append(error)
+            group.cancel_scope.cancel()
+
+    running = anyio.Event()
+    text = words(100, 7)
+    async with anyio.create_task_group() as group:
+        group.start_soon(occupy)
+        await running.wait()
+        opened = await allowed.open_stream(text=text)
+        with pytest.raises(EngineDraining) as busy:
+            for seed in range(1000):
+                group.start_soon(occupy)
+                await allowed.prefill_only(text=words(30, 100 + seed))
+        assert busy.value.code == "engine_busy"
+        # Its increments were refused too, and that is no failure.
+        assert (await state(guarded, opened.id))["failure"] is None
+        group.start_soon(occupy)
+        await anyio.sleep_forever()
+    assert refused
+    # Once there is room the stream is prefilled after all.
+    await prefilled(allowed, opened.id, 99)
+    _, usage = await generate(allowed, text, 1, opened.id)
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+    await settled(allowed)

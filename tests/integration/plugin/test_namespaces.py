@@ -1,0 +1,227 @@
+"""Prompt streams whose KV is kept apart from others': by a cache salt, an extra key, an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+import torch
+from flashmoa_sglang import releases
+from safetensors.torch import save_file
+
+from flashmoa import Workflow
+from flashmoa.engine import EngineClient, kv_namespace
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import GREEDY, prefilled, settled, special_engine
+
+pytestmark = pytest.mark.anyio
+
+Words = Callable[[int, int], str]
+
+
+async def opened(http: httpx.AsyncClient, text: str, **more: Any) -> str:
+    answer = await http.post("/prompt_streams", json={"text": text, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+async def asked(http: httpx.AsyncClient, text: str, **more: Any) -> dict[str, Any]:
+    sampling = {**GREEDY, "max_new_tokens": 8}
+    answer = await http.post("/generate", json={"text": text, "sampling_params": sampling, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def became(answer: dict[str, Any]) -> str:
+    """What became of the stream; its KV was used in full or not at all."""
+    meta = answer["meta_info"]
+    status = meta["prompt_stream"]["status"]
+    assert meta["late_tokens"] <= 2 if status == "hit" else meta["cached_tokens"] == 0
+    return status
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+async def test_a_stream_serves_only_requests_with_its_salt(
+    engine: LocalEngine, client: EngineClient, words: Words, name: str
+) -> None:
+    if name not in releases.namespace_fields("a", None, None):
+        pytest.skip("/generate of this release has no cache_salt")
+    text = words(300, 600)
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        await client.flush_cache()
+        alone = await asked(http, text + " of")
+        for of_stream, of_request, status in (
+            ("mine", "mine", "hit"),
+            ("mine", "yours", "other_namespace"),
+            ("mine", None, "other_namespace"),
+            (None, "yours", "other_namespace"),
+        ):
+            await client.flush_cache()
+            stream = await opened(http, text, **{name: of_stream})
+            await prefilled(client, stream, 299)
+            answer = await asked(http, text + " of", prompt_stream_id=stream, **{name: of_request})
+            assert became(answer) == status
+            assert answer["output_ids"] == alone["output_ids"]
+    await settled(client)
+
+
+@pytest.mark.parametrize(
+    ("body", "namespace"),
+    [
+        ({"model": "m"}, {}),
+        ({"model": "base:a", "lora_path": "b"}, {"model": "base:a", "lora_path": "b"}),
+        ({"model": "m", "lora_path": "b", "cache_salt": ""}, {"lora_path": "b"}),
+        ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
+    ],
+)
+def test_a_request_tells_the_namespace_of_its_kv(
+    body: dict[str, str], namespace: dict[str, str]
+) -> None:
+    assert kv_namespace(body) == namespace
+
+
+def build_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's form."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, head = config["hidden_size"], config["head_dim"]
+    # SGLang computes these three together, and wants an adapter of all or none.
+    heads = {"q": config["num_attention_heads"]} | dict.fromkeys(
+        "kv", config["num_key_value_heads"]
+    )
+    dice = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(config["num_hidden_layers"]):
+        for part, count in heads.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}_proj"
+            weights[f"{name}.lora_A.weight"] = torch.randn(4, hidden, generator=dice)
+            weights[f"{name}.lora_B.weight"] = torch.randn(count * head, 4, generator=dice)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    said = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "k_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.fixture(scope="module")
+async def adapted(
+    engines: LocalEngines, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncGenerator[LocalEngine]:
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [
+        f"{name}={build_adapter(folder / name, model, seed)}" for seed, name in enumerate("ab")
+    ]
+    arguments = ["--lora-paths", *paths, "--lora-backend", "torch_native"]
+    async with special_engine(engines, model, *arguments) as engine:
+        yield engine
+
+
+async def test_a_stream_of_an_adapter_serves_its_requests(
+    adapted: LocalEngine, words: Words
+) -> None:
+    text = words(300, 601)
+    async with (
+        EngineClient(adapted.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
+    ):
+        alone = await asked(http, text + " of", lora_path="a")
+        assert alone["output_ids"] != (await asked(http, text + " of"))["output_ids"]
+        for given in ({"lora_path": "a"}, {"model": "base:a"}):
+            await client.flush_cache()
+            stream = await opened(http, text, **given)
+            await prefilled(client, stream, 299)
+            answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
+            assert became(answer) == "hit"
+            assert answer["output_ids"] == alone["output_ids"]
+        await settled(client)
+
+
+async def test_a_stream_without_the_adapter_is_declined_and_says_so(
+    adapted: LocalEngine, words: Words
+) -> None:
+    text = words(300, 602)
+    async with (
+        EngineClient(adapted.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
+    ):
+        for of_stream, of_request in ((None, "a"), ("a", None), ("a", "b")):
+            await client.flush_cache()
+            alone = await asked(http, text + " of", lora_path=of_request)
+            await client.flush_cache()
+            stream = await opened(http, text, lora_path=of_stream)
+            await prefilled(client, stream, 299)
+            answer = await asked(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
+            assert became(answer) == "other_namespace"
+            assert answer["output_ids"] == alone["output_ids"]
+        await settled(client)
+
+
+async def test_a_refused_request_of_another_namespace_leaves_the_stream_to_the_next(
+    adapted: LocalEngine, words: Words
+) -> None:
+    text = words(300, 606)
+    async with (
+        EngineClient(adapted.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
+    ):
+        stream = await opened(http, text, lora_path="a")
+        await prefilled(client, stream, 299)
+        body = {"text": text + " of", "lora_path": "nobodys", "prompt_stream_id": stream}
+        assert (await http.post("/generate", json=body)).status_code == 400
+        answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
+        assert became(answer) == "hit"
+        await settled(client)
+
+
+async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
+    adapted: LocalEngine, words: Words
+) -> None:
+    async with (
+        EngineClient(adapted.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
+    ):
+        stream = await opened(http, words(300, 603), lora_path="nobodys")
+        failure = None
+        while failure is None:
+            failure = (await http.get(f"/prompt_streams/{stream}")).json()["failure"]
+        assert "nobodys" in failure
+        await client.delete_stream(stream)
+        await settled(client)
+
+
+async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request(
+    adapted: LocalEngine, words: Words
+) -> None:
+    async with EngineClient(adapted.url, timeout=60) as client:
+        for namespace in (
+            {"lora_path": "a"},
+            {"model": "base:b"},
+            {"cache_salt": "mine"},
+            {"extra_key": "b"},
+            {},
+        ):
+            async with Workflow(client) as flow:
+                draft = flow.text("draft")
+                asked = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
+                answer = flow.ask(asked, max_tokens=4, temperature=0, **namespace)
+                draft.write(words(40, 605))
+                with anyio.fail_after(60):
+                    while (await client.info()).kv[0].pinned_streams == 0:  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
+                draft.close()
+                await answer
+            assert answer.usage is not None and answer.usage.prompt_stream is not None
+            assert answer.usage.prompt_stream.status == "hit"
+            assert answer.usage.streamed_tokens
+            await client.flush_cache()
+        await settled(client)

@@ -1,0 +1,71 @@
+"""Whose a prompt stream is, and how long it lasts without a sign of its client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def http(engine: LocalEngine, client: EngineClient) -> AsyncGenerator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as connected:
+        yield connected
+    await settled(client)
+
+
+async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> None:
+    ids = [(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(2)]
+    assert (await http.get("/prompt_streams")).json() == {"open": 2}
+    told = (await http.get("/flashmoa/info")).text
+    assert not any(stream_id in told for stream_id in ids)
+    for stream_id in ids:
+        await http.delete(f"/prompt_streams/{stream_id}")
+    assert (await http.get("/prompt_streams")).json() == {"open": 0}
+
+
+async def test_an_id_cannot_be_guessed(http: httpx.AsyncClient) -> None:
+    ids = {(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(8)}
+    assert len(ids) == 8
+    # 122 random bits and six that say which kind of UUID it is, in hexadecimal.
+    assert all(len(stream_id) == 32 and int(stream_id, 16) for stream_id in ids)
+    for stream_id in ids:
+        await http.delete(f"/prompt_streams/{stream_id}")
+
+
+async def test_a_stream_lasts_for_thirty_seconds_unless_its_client_says_otherwise(
+    http: httpx.AsyncClient,
+) -> None:
+    for given, lasts in (({}, 30), ({"ttl_seconds": 5}, 5), ({"ttl_seconds": 1e9}, 3600)):
+        state = (await http.post("/prompt_streams", json={"text": "a", **given})).json()
+        assert state["ttl_seconds"] == lasts
+        await http.delete(f"/prompt_streams/{state['id']}")
+
+
+async def test_a_stream_whose_client_is_alive_outlasts_its_time(
+    http: httpx.AsyncClient, words: Callable[[int, int], str]
+) -> None:
+    body = {"text": words(50, 730), "ttl_seconds": 2}
+    opened = (await http.post("/prompt_streams", json=body)).json()
+    path = f"/prompt_streams/{opened['id']}"
+    until = anyio.current_time() + 4
+    while anyio.current_time() < until:
+        answer = await http.post(f"{path}/keep_alive")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["next_seq"] == 0
+        await anyio.sleep(0.2)
+    with anyio.fail_after(10):
+        while (await http.get(path)).status_code == 200:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    answer = await http.post(f"{path}/keep_alive")
+    assert answer.status_code == 410
+    assert answer.json()["error"]["reason"] == "expired"
+    assert (await http.post("/prompt_streams/nobodys/keep_alive")).status_code == 404

@@ -1,0 +1,211 @@
+"""Shortest job first, and KV pools that are too small for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    """Shortest job first, with priorities; whoever runs, runs alone."""
+    alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
+    async with special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
+        yield engine
+
+
+async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
+    """The order in which requests end that have waited together behind another one."""
+    done: list[str] = []
+
+    async def ask(name: str, body: dict[str, Any]) -> None:
+        sampling = {**GREEDY, "max_new_tokens": body.pop("tokens")}
+        answer = await http.post("/generate", json={**body, "sampling_params": sampling})
+        assert answer.status_code == 200, answer.text
+        done.append(name)
+
+    async def in_flight(count: int) -> None:
+        while True:
+            info = (await http.get("/flashmoa/info")).json()
+            if info["costs"] is not None and info["in_flight"]["requests"] >= count:
+                return
+            await anyio.sleep(0.02)
+
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        await in_flight(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "first", {"text": "The one before", "tokens": 300, "priority": 9})
+            await in_flight(1)
+            for count, (name, body) in enumerate(bodies.items(), start=2):
+                group.start_soon(ask, name, body)
+                await in_flight(count)
+        assert done[0] == "first"
+    return done[1:]
+
+
+async def test_the_shortest_job_goes_first(
+    one_at_a_time: LocalEngine, words: Callable[[int, int], str]
+) -> None:
+    order = await finished_in_order(
+        one_at_a_time,
+        {
+            "long": {"text": words(20, 1), "tokens": 900},
+            "middling": {"text": words(20, 2), "tokens": 450},
+            "short after all": {
+                "text": words(20, 3),
+                "tokens": 500,
+                "expected_output_tokens": 3,
+            },
+            "short": {"text": words(20, 4), "tokens": 1},
+        },
+    )
+    # Among the short ones, whoever has waited longer may well go first.
+    assert set(order[:2]) == {"short", "short after all"}
+    assert order[2:] == ["middling", "long"]
+
+
+async def test_priorities_go_before_sizes(
+    one_at_a_time: LocalEngine, words: Callable[[int, int], str]
+) -> None:
+    order = await finished_in_order(
+        one_at_a_time,
+        {
+            "short": {"text": words(20, 5), "tokens": 1, "priority": 1},
+            "urgent": {"text": words(2000, 6), "tokens": 50, "priority": 5},
+        },
+    )
+    assert order == ["urgent", "short"]
+
+
+async def test_a_pool_for_half_of_the_streams_serves_them_all(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """32 streams of 600 tokens in a pool for 16: nothing is lost, and nothing stands still."""
+    answers: dict[int, str] = {}
+    # Few of the requests come at once, as they would from agents that end one by one.
+    turnstile = anyio.Semaphore(4)
+
+    async def pipeline(client: EngineClient, number: int) -> None:
+        prompt = words(500, number)
+        stream = await client.open_stream(text=prompt)
+        for seq in range(4):
+            piece = words(26, 1000 + 4 * number + seq)[3:]
+            prompt += piece
+            await client.append(stream.id, seq, text=piece, end=seq == 3)
+        async with turnstile:
+            answers[number], _ = await generate(client, prompt + " of", 8, stream.id)
+        prompts[number] = prompt
+
+    prompts: dict[int, str] = {}
+    async with (
+        special_engine(engines, model, pool=9600) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+    ):
+        with anyio.fail_after(120):
+            async with anyio.create_task_group() as group:
+                for number in range(32):
+                    group.start_soon(pipeline, client, number)
+        state = await settled(client)
+        assert state.total == 9600
+        for number, prompt in prompts.items():
+            assert answers[number] == (await generate(client, prompt + " of", 8))[0]
+        await settled(client)
+
+
+# Short answers are expected, as after many of them; and no chunk is larger than what is free.
+EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
+
+
+async def written(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
+    """An answer of just so many tokens, which SGLang does not know to be so long."""
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    sampling: dict[str, Any] = {"temperature": 0, "stream_interval": 1, **lengths}
+    usage: PromptUsage | None = None
+    async with client.generate(text=text, sampling=sampling) as deltas:
+        async for delta in deltas:
+            begun.set()
+            usage = delta.usage or usage
+    assert usage is not None
+    return usage
+
+
+def retractions(engine: LocalEngine) -> list[str]:
+    lines = engine.log.read_text().splitlines()
+    return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
+
+
+async def test_streams_fill_beside_answers_that_may_become_long(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """Were all that answers may become kept free, there would be no room; what is there gives way
+    once they do become long, and none of them is retracted for it."""
+    args = [*EXPECTED_SHORT, "--chunked-prefill-size", "1024"]
+    done: list[int] = []
+
+    async def chat(number: int, begun: anyio.Event) -> None:
+        usage = await written(client, words(20, 500 + number), 850, begun)
+        done.append(usage.completion_tokens)
+
+    async with (
+        special_engine(engines, model, *args, pool=4000) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+    ):
+        async with anyio.create_task_group() as group:
+            for number in range(4):
+                begun = anyio.Event()
+                group.start_soon(chat, number, begun)
+                await begun.wait()
+            stream = await client.open_stream(text=words(800, 510), ttl_seconds=300)
+            await prefilled(client, stream.id, 790)
+            await generate(client, words(20, 511), 8)
+            state = await kv(client)
+            assert not done
+            assert (state.pinned_streams, state.gave_way) == (1, 0)
+        assert done == [850] * 4
+        assert (await kv(client)).gave_way == 1
+        assert not retractions(engine)
+        await client.delete_stream(stream.id)
+        await settled(client)
+
+
+async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """Its KV cannot give way before all of it is computed, which is sooner where room is short."""
+    args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
+    # Nothing rides along with who asks for these: a chunk now and then, and 13 of them.
+    asked: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
+    asked["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
+    told: list[dict[str, Any]] = []
+
+    async def chat() -> None:
+        told.append((await http.post("/generate", json=asked)).json()["meta_info"])
+
+    async with (
+        special_engine(engines, model, *args, pool=1000) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
+    ):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chat)
+            while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+                await anyio.sleep(0.01)
+            stream = await client.open_stream(text=words(400, 521))
+            await prefilled(client, stream.id, 390)
+            assert not told
+        assert told[0]["completion_tokens"] == 930
+        assert (await kv(client)).gave_way == 1
+        assert not retractions(engine)
+        await client.delete_stream(stream.id)
+        await settled(client)

@@ -1,0 +1,136 @@
+"""The intra-turn prefix cache: what requests share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+
+pytestmark = pytest.mark.anyio
+
+SHARED = 2000
+OWN = 40
+REQUESTS = 16
+# Computed prompt tokens over unique ones.
+DUPLICATES = 1.01
+WAYS = {
+    "within one forward": ["--page-size", "1"],
+    "pages of 16, lpm": ["--page-size", "16", "--schedule-policy", "lpm"],
+    "level by level": ["--flashmoa-intra-turn", "level", "--schedule-policy", "dfs-weight"],
+    "without the overlap schedule": ["--disable-overlap-schedule"],
+    "chunks of 512": ["--chunked-prefill-size", "512", "--page-size", "16"],
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+async def sharing_engine(
+    request: pytest.FixtureRequest, engines: LocalEngines, model: Path
+) -> AsyncGenerator[LocalEngine]:
+    async with special_engine(engines, model, *WAYS[request.param]) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(sharing_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(sharing_engine.url, timeout=60) as connected:
+        yield connected
+        await settled(connected)
+
+
+@pytest.fixture
+def texts(words: Callable[[int, int], str]) -> list[str]:
+    shared = words(SHARED, 1)
+    return [shared + words(OWN + 1, 100 + number)[3:] for number in range(REQUESTS)]
+
+
+async def answers(client: EngineClient, texts: list[str]) -> tuple[list[str], int]:
+    """Greedy answers to all at once, and how many prompt tokens were computed for them."""
+    done: dict[str, str] = {}
+    computed = 0
+
+    async def ask(text: str) -> None:
+        nonlocal computed
+        done[text], usage = await generate(client, text, 4)
+        computed += usage.prompt_tokens - usage.cached_tokens
+
+    async with anyio.create_task_group() as group:
+        for text in texts:
+            group.start_soon(ask, text)
+    return [done[text] for text in texts], computed
+
+
+async def occupied(client: EngineClient, text: str) -> None:
+    """Keep the engine busy with one forward."""
+    await client.prefill_only(text=text)
+
+
+async def one_by_one(client: EngineClient, texts: list[str]) -> list[str]:
+    found: list[str] = []
+    for text in texts:
+        await client.flush_cache()
+        answer, usage = await generate(client, text, 4)
+        assert usage.prompt_tokens == SHARED + OWN
+        found.append(answer)
+    return found
+
+
+async def test_sixteen_requests_compute_what_they_share_once(
+    client: EngineClient, texts: list[str], words: Callable[[int, int], str]
+) -> None:
+    expected = await one_by_one(client, texts)
+    unique = SHARED + REQUESTS * OWN
+    await client.flush_cache()
+    spread, computed_spread = await answers(client, texts)
+    await client.flush_cache()
+    async with anyio.create_task_group() as group:
+        group.start_soon(occupied, client, words(1500, 2))
+        together, computed_together = await answers(client, texts)
+    await client.flush_cache()
+    await client.prefill_only(text=words(SHARED, 1)[:3000])
+    before = await client.prefill_only(text=words(SHARED, 1)[:3000])
+    cached, computed_cached = await answers(client, texts)
+    assert spread == together == cached == expected
+    assert computed_spread <= DUPLICATES * unique
+    assert computed_together <= DUPLICATES * unique
+    assert computed_cached <= DUPLICATES * (unique - before.cached_tokens)
+
+
+async def test_what_a_batch_shares_is_computed_once_and_counted(
+    client: EngineClient, texts: list[str], words: Callable[[int, int], str]
+) -> None:
+    """They come while the engine is busy, and so are all there when it looks for more."""
+    await client.flush_cache()
+    before = (await kv(client)).duplicates_avoided
+    sampling = {**GREEDY, "max_new_tokens": 1}
+    async with (
+        httpx.AsyncClient(base_url=client.url, timeout=60) as http,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(occupied, client, words(6000, 3))
+        sent = await http.post("/generate", json={"text": texts, "sampling_params": sampling})
+    metas = [answer["meta_info"] for answer in sent.raise_for_status().json()]
+    computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)
+    avoided = (await kv(client)).duplicates_avoided - before
+    assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
+    # Where they wait for each other's chunks, most of it is in the cache before it is counted.
+    assert avoided >= SHARED
+
+
+async def test_streams_compute_what_they_share_once(client: EngineClient, texts: list[str]) -> None:
+    await client.flush_cache()
+    streams = [await client.open_stream(text=text) for text in texts]
+    for stream in streams:
+        await client.append(stream.id, 0, end=True)
+    computed = 0
+    for stream in streams:
+        state = await prefilled(client, stream.id, SHARED)
+        computed += state.computed_tokens
+        await client.delete_stream(stream.id)
+    assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)

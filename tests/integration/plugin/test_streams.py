@@ -1,0 +1,242 @@
+"""Prompt streams on real SGLang: exact, canonical, and given back on every path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient, StreamGone
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+
+async def test_fifty_random_pairs_give_the_unlinked_answers(
+    client: EngineClient, downstream_client: EngineClient, words: Words
+) -> None:
+    """A's tokens stream into B's prompt in random pieces; B answers as if they had not."""
+    dice = random.Random(7)
+    for pair in range(50):
+        upstream, _ = await generate(client, words(dice.randint(1, 40), pair), dice.randint(1, 40))
+        prefix, suffix = words(dice.randint(1, 200), 1000 + pair), dice.choice(["", "\n", " Go."])
+        prompt = prefix + upstream + suffix
+        await downstream_client.flush_cache()
+        expected, plain = await generate(downstream_client, prompt, 12)
+        await downstream_client.flush_cache()
+        opened = await downstream_client.open_stream(text=prefix)
+        start = 0
+        for seq in range(dice.randint(1, 6)):
+            end = dice.randint(start, len(upstream))
+            await downstream_client.append(opened.id, seq, text=upstream[start:end])
+            start = end
+        if dice.random() < 0.5:
+            await prefilled(downstream_client, opened.id, max(0, opened.received_tokens - 8))
+        got, linked = await generate(downstream_client, prompt, 12, opened.id)
+        assert got == expected, pair
+        assert linked.prompt_tokens == plain.prompt_tokens
+        assert linked.prompt_stream is not None
+        assert linked.prompt_stream.status == "hit"
+    await settled(downstream_client)
+
+
+async def test_the_request_computes_only_what_the_stream_has_not(
+    client: EngineClient, words: Words
+) -> None:
+    await client.flush_cache()
+    prefix, streamed = words(400, 11), words(60, 12)
+    opened = await client.open_stream(text=prefix)
+    await client.append(opened.id, 0, text=f" {streamed}", end=True)
+    await prefilled(client, opened.id, 460)
+    _, usage = await generate(client, f"{prefix} {streamed} done", 1, opened.id)
+    assert usage.streamed_tokens == usage.cached_tokens
+    assert usage.cached_tokens is not None and usage.cached_tokens >= 459
+    assert usage.late_tokens == usage.prompt_tokens - usage.cached_tokens
+    assert usage.prompt_stream is not None
+    assert sum(span.tokens for span in usage.prompt_stream.prefills) == usage.streamed_tokens
+
+
+async def test_decode_waits_for_every_token_of_the_prompt(
+    client: EngineClient, words: Words
+) -> None:
+    """A request that overtakes its stream's prefill still sees its whole prompt."""
+    for seed in range(5):
+        prefix = words(1500, 20 + seed)
+        await client.flush_cache()
+        expected, _ = await generate(client, prefix + " now", 8)
+        await client.flush_cache()
+        opened = await client.open_stream(text=prefix)
+        got, usage = await generate(client, prefix + " now", 8, opened.id)
+        assert got == expected
+        assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+        await settled(client)
+
+
+async def test_a_wrong_prediction_costs_nothing_but_the_rest(
+    client: EngineClient, words: Words
+) -> None:
+    shared, wrong, right = words(200, 31), words(100, 32), words(100, 33)
+    await client.flush_cache()
+    expected, _ = await generate(client, f"{shared} {right}", 10)
+    await client.flush_cache()
+    opened = await client.open_stream(text=f"{shared} {wrong}")
+    await prefilled(client, opened.id, 290)
+    got, usage = await generate(client, f"{shared} {right}", 10, opened.id)
+    assert got == expected
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "mispredicted"
+    assert usage.cached_tokens is not None and 195 <= usage.cached_tokens <= 201
+    await settled(client)
+
+
+async def test_special_token_look_alikes_are_what_the_tokenizer_says(
+    client: EngineClient,
+) -> None:
+    text = "Look <|im_start|>user\nnot a <|im_ end|> but <|im_end|> and <|im_"
+    await client.flush_cache()
+    expected, plain = await generate(client, text, 6)
+    await client.flush_cache()
+    opened = await client.open_stream(text=text[:7])
+    for seq, start in enumerate(range(7, len(text), 3)):
+        await client.append(opened.id, seq, text=text[start : start + 3])
+    got, usage = await generate(client, text, 6, opened.id)
+    assert (got, usage.prompt_tokens) == (expected, plain.prompt_tokens)
+
+
+async def test_chat_uses_a_stream_streaming_or_not(
+    engine: LocalEngine, client: EngineClient, words: Words
+) -> None:
+    messages = [{"role": "user", "content": words(300, 41)}]
+    text = await client.render(messages)
+    body = {"model": "m", "messages": messages, "max_tokens": 6, "temperature": 0}
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        expected = (await http.post("/v1/chat/completions", json=body)).json()
+        for streaming in (False, True):
+            await client.flush_cache()
+            opened = await client.open_stream(text=text, add_special_tokens=False)
+            await prefilled(client, opened.id, 290)
+            linked = {**body, "prompt_stream_id": opened.id, "stream": streaming}
+            if streaming:
+                linked["stream_options"] = {"include_usage": True}
+            answer = await http.post("/v1/chat/completions", json=linked)
+            if streaming:
+                assert '"streamed_tokens"' in answer.text
+                assert '"status": "hit"' in answer.text
+                continue
+            got = answer.json()
+            assert got["choices"][0]["message"] == expected["choices"][0]["message"]
+            assert got["usage"]["prompt_tokens_details"]["streamed_tokens"] > 280
+            assert got["usage"]["prompt_stream"]["status"] == "hit"
+
+
+async def test_a_stream_serves_one_request(client: EngineClient) -> None:
+    opened = await client.open_stream(text="one two three")
+    _, first = await generate(client, "one two three four", 2, opened.id)
+    _, second = await generate(client, "one two three four", 2, opened.id)
+    assert first.prompt_stream is not None and first.prompt_stream.status == "hit"
+    assert second.prompt_stream is not None and second.prompt_stream.status == "used"
+    _, unknown = await generate(client, "one two three four", 2, "never opened")
+    assert unknown.prompt_stream is not None and unknown.prompt_stream.status == "unknown"
+
+
+async def test_deleted_and_expired_streams_give_their_kv_back(
+    client: EngineClient, words: Words
+) -> None:
+    before = await settled(client)
+    opened = await client.open_stream(text=words(300, 51))
+    await prefilled(client, opened.id, 290)
+    held = (await client.info()).kv[0]
+    assert held.pinned_streams == 1
+    assert held.protected >= 290
+    await client.delete_stream(opened.id)
+    await settled(client)
+    brief = await client.open_stream(text=words(300, 52), ttl_seconds=0.5)
+    with anyio.fail_after(20):
+        while True:
+            try:
+                await client.stream_state(brief.id)
+            except StreamGone as gone:
+                assert "expired" in str(gone)
+                break
+            await anyio.sleep(0.05)
+    after = await settled(client)
+    assert after.total == before.total
+
+
+async def test_a_client_that_disconnects_gives_its_kv_back(
+    client: EngineClient, words: Words
+) -> None:
+    prefix = words(300, 61)
+    opened = await client.open_stream(text=prefix)
+    await prefilled(client, opened.id, 290)
+    sampling = {**GREEDY, "max_new_tokens": 4000}
+    async with client.generate(
+        text=prefix + " go", sampling=sampling, prompt_stream_id=opened.id
+    ) as deltas:
+        async for _ in deltas:
+            break
+    assert (await settled(client)).pinned_streams == 0
+
+
+async def test_a_request_aborted_before_its_first_token_frees_its_stream(
+    client: EngineClient, words: Words
+) -> None:
+    prefix = words(3000, 62)
+    opened = await client.open_stream(text=prefix)
+    with anyio.move_on_after(0.15):
+        async with client.generate(
+            text=prefix + " go",
+            sampling={**GREEDY, "max_new_tokens": 50},
+            prompt_stream_id=opened.id,
+        ) as deltas:
+            async for _ in deltas:
+                pass
+    assert (await settled(client)).pinned_streams == 0
+
+
+async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: Words) -> None:
+    await client.flush_cache()
+    opened = await client.open_stream(text=words(6000, 63))
+    await prefilled(client, opened.id, 1)
+    await client.delete_stream(opened.id)
+    state = await settled(client)
+    assert state.evictable < 6000
+
+
+async def test_streams_give_way_under_pressure(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    """More streams than the pool holds: requests finish, streams stay valid, nothing leaks."""
+    async with (
+        special_engine(engines, model, pool=2000) as tight,
+        EngineClient(tight.url, timeout=120) as client,
+    ):
+        texts = [words(400, 200 + i) for i in range(8)]
+        streams = [await client.open_stream(text=text) for text in texts]
+        # Needs nearly the whole pool, most of which the streams hold.
+        answer, _ = await generate(client, words(1500, 300), 100)
+        assert answer
+        assert (await kv(client)).gave_way > 0
+        for text, stream in zip(texts, streams, strict=True):
+            got, usage = await generate(client, text + " go", 5, stream.id)
+            assert got
+            assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+        await settled(client)
+
+
+async def test_the_cache_can_be_flushed_under_open_streams(
+    client: EngineClient, words: Words
+) -> None:
+    opened = await client.open_stream(text=words(200, 71))
+    await prefilled(client, opened.id, 190)
+    await client.flush_cache()
+    await client.append(opened.id, 0, text=" and a lot more text for it to grow by")
+    got, usage = await generate(client, words(200, 71), 3, opened.id)
+    assert got
+    assert usage.prompt_tokens == 200
+    await settled(client)

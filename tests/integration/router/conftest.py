@@ -1,0 +1,35 @@
+"""A router in front of real engines, on a port of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from flashmoa.engine.local import LocalEngine
+from flashmoa.router.application import application
+from flashmoa.router.options import RouterOptions
+from flashmoa.router.shell.application import ShellOptions
+from flashmoa.router.shell.application import application as shell
+from tests.integration.router.serving import served
+
+
+@asynccontextmanager
+async def routed(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
+    """A client of a router that is served on a real socket."""
+    app = shell(options) if isinstance(options, ShellOptions) else application(options)
+    async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        yield client
+
+
+def options(*engines: LocalEngine, **more: object) -> RouterOptions:
+    return RouterOptions([engine.url for engine in engines], watch_seconds=0.2, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    """Over the session's two engines."""
+    async with routed(options(engine, downstream)) as client:
+        yield client

@@ -1,0 +1,80 @@
+"""Bodies that no engine takes: whoever sends them has an error, and others notice nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from tests.integration.router.asking import chat, generation
+from tests.integration.router.conftest import options, routed
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+JSON = {"content-type": "application/json"}
+
+
+async def test_others_appends_survive_bodies_that_break_connections(
+    engine: LocalEngine, plain_engine: LocalEngine
+) -> None:
+    """Stock SGLang answers such a chat with 500 and closes the connection, saying nothing of it."""
+    answers = Counter[int]()
+    # One of the two has no prompt streams.
+    async with routed(options(engine, plain_engine)) as router:
+        async with EngineClient(engine.url) as direct:
+            stream = await direct.open_stream(text="It begins:")
+        over = anyio.Event()
+
+        async def spoil() -> None:
+            while not over.is_set():
+                path = "/v1/chat/completions"
+                answers[(await router.post(path, content=b"[]", headers=JSON)).status_code] += 1
+
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(spoil)
+            path = f"/prompt_streams/{stream.id}/append"
+            failed: list[str] = []
+            for number in range(180):
+                answer = await router.post(path, json={"seq": number, "text": " x"})
+                if answer.status_code != 200:
+                    failed.append(answer.text)
+            over.set()
+        assert failed == [] and set(answers) == {500} and answers[500] > 20
+        state = (await router.get(f"/prompt_streams/{stream.id}")).json()
+        assert state["next_seq"] == 180
+        assert (await router.delete(f"/prompt_streams/{stream.id}")).status_code == 200
+    async with EngineClient(engine.url) as watching:
+        await settled(watching)
+
+
+@pytest.mark.parametrize("depth", [198, 199, 300, 961, 966, 972, 1020, 5000])
+async def test_what_is_nested_too_deeply_is_refused(router: httpx.AsyncClient, depth: int) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "NESTED"}}}
+    bodies = {
+        # The body itself is one level, and a tool's parameters are five levels down.
+        "/generate": (generation("hello", 1, more="NESTED"), 1),
+        "/v1/chat/completions": (chat("hello", max_tokens=1, tools=[tool]), 5),
+    }
+    for path, (body, above) in bodies.items():
+        deep = json.dumps(body).replace('"NESTED"', "[" * depth + "]" * depth)
+        answer = await router.post(path, content=deep, headers=JSON)
+        if depth + above <= 200:
+            assert answer.status_code == 200, answer.text
+        else:
+            assert answer.status_code == 400
+            assert "at most 200 lists and objects" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key", "text", "prompt_stream_id", "rid"])
+async def test_text_that_cannot_be_encoded_is_refused(router: httpx.AsyncClient, name: str) -> None:
+    body = json.dumps(generation("hello", 1) | {name: "half of a pair: \ud83d"})
+    answer = await router.post("/generate", content=body, headers=JSON)
+    assert answer.status_code == 400 and "surrogate pair" in answer.json()["error"]["message"]
+    whole = json.dumps(generation("hello", 1) | {"cache_salt": "\U0001f600"})
+    assert (await router.post("/generate", content=whole, headers=JSON)).status_code == 200

@@ -1,0 +1,86 @@
+"""Engines' KV events in a router's tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine.local import LocalEngines, free_port
+from tests.integration.router.asking import flush, generated, metric
+from tests.integration.router.conftest import options, routed
+from tests.integration.support import measured, special_engine
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+BLOCKS = "flashmoa_router_engine_blocks{"
+
+
+async def hears(router: httpx.AsyncClient, blocks: int) -> None:
+    """Once it knows of so many."""
+    with anyio.fail_after(30):
+        while await metric(router, BLOCKS) < blocks:  # noqa: ASYNC110 - it tells nobody
+            await anyio.sleep(0.02)
+
+
+async def test_an_engine_s_events_fill_and_empty_its_table(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    port, replay = free_port(), free_port()
+    events = {"publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+    events["replay_endpoint"] = f"tcp://*:{replay}"
+    document = words(320, 1030)
+    async with special_engine(engines, model, "--kv-events-config", json.dumps(events)) as told:
+        # What it measures fills its cache, too.
+        await measured(told)
+        async with (
+            routed(options(told)) as router,
+            httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
+        ):
+            # Others' requests, of which it hears once it is connected.
+            with anyio.fail_after(60):
+                while not await metric(router, BLOCKS):
+                    await flush(direct)
+                    await generated(direct, document)
+                await flush(direct)
+                # Nor need it be told of a flush.
+                while await metric(router, BLOCKS):
+                    await generated(direct, "hi", tokens=1)
+                await generated(direct, document)
+                while await metric(router, BLOCKS) < 20:  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
+            await generated(router, document, tokens=1)
+            assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
+        # What others asked before a router was there, it asks for.
+        async with routed(options(told)) as later:
+            await hears(later, 20)
+
+
+async def test_every_rank_s_events_are_heard(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    # The ranks' ports follow one another.
+    port = free_port()
+    events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})
+    arguments = ("--dp", "2", "--kv-events-config", events)
+    async with special_engine(engines, model, *arguments, pool=6000) as told:
+        # What it measures fills its ranks' caches, too.
+        await measured(told)
+        async with (
+            routed(options(told)) as router,
+            httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
+        ):
+            with anyio.fail_after(60):
+                # A subscription takes a moment, and does not hear what was before it.
+                while await metric(router, BLOCKS) < 40:
+                    await flush(direct)
+                    # Documents go to the ranks in turn, 20 blocks to each.
+                    for number in range(2):
+                        await generated(direct, words(320, 1040 + number), tokens=1)
+                    with anyio.move_on_after(1):
+                        await hears(router, 40)
+            assert await metric(router, BLOCKS) == 40

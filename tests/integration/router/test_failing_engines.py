@@ -1,0 +1,149 @@
+"""Engines that die, come back and hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.stapled import MultiListener
+
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.router.baselines import RoundRobin
+from flashmoa.router.options import RouterOptions
+from tests.integration.router.asking import generated, generation, metric, raised
+from tests.integration.router.conftest import options, routed
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+
+async def test_an_engine_dies_and_the_other_one_serves(
+    engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
+) -> None:
+    async with routed(options(engine, LocalEngine(0, 9, model), policy=RoundRobin())) as router:
+        # One was never there.
+        await generated(router, words(20, 990))
+    mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
+    try:
+        async with routed(options(mortal, engine, policy=RoundRobin())) as router:
+            answers: list[dict[str, Any]] = []
+
+            async def ask(number: int) -> None:
+                answers.append(await generated(router, words(30, 1000 + number), tokens=200))
+
+            async with anyio.create_task_group() as group:
+                for number in range(4):
+                    group.start_soon(ask, number)
+                await raised(router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"')
+                await mortal.stop()
+            # Those that it had were asked again.
+            assert len(answers) == 4
+            await generated(router, words(30, 1010))
+            up = f'flashmoa_router_engine_up{{engine="{mortal.url}"}}'
+            assert await metric(router, up) == 0
+            # It comes back at its old address, and gets requests again.
+            port = mortal.url.rpartition(":")[2]
+            mortal = await engines.start(
+                model, arguments=["--port", port, "--max-total-tokens", "12000"], wait=False
+            )
+            await raised(router, up)
+            for number in range(2):
+                await generated(router, words(30, 1020 + number))
+            assert await metric(router, up) == 1
+    finally:
+        await mortal.stop()
+
+
+class Ending:
+    """Ends at the first request as a process does: its connections first, then its port."""
+
+    def __init__(self, dropped: int) -> None:
+        self._left = dropped
+        self._ends = False
+        self._scope = anyio.CancelScope()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[str]:
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+        port = listener.extra(SocketAttribute.local_port)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._serve, listener)
+            yield f"http://127.0.0.1:{port}"
+            self._scope.cancel()
+
+    async def _serve(self, listener: MultiListener[SocketStream]) -> None:
+        with self._scope:
+            async with listener:
+                await listener.serve(self._answer)
+
+    async def _answer(self, client: SocketStream) -> None:
+        async with client:
+            said = b"" if self._ends else await client.receive()
+            if self._ends:
+                self._left -= 1
+            elif said.startswith(b"POST"):
+                self._ends = True
+            else:
+                await client.send(b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        if self._ends and self._left <= 0:
+            self._scope.cancel()
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 4])
+async def test_a_request_is_not_given_to_an_engine_that_is_ending(
+    engine: LocalEngine, words: Words, dropped: int
+) -> None:
+    async with Ending(dropped).listening() as url:
+        several = RouterOptions([url, engine.url], policy=RoundRobin(), watch_seconds=60)
+        async with routed(several) as router:
+            for number in range(2):
+                await generated(router, words(10, 1090 + number))
+            assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
+
+
+async def test_an_engine_hangs_and_the_other_one_serves(
+    engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
+) -> None:
+    hanging = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
+    up = f'flashmoa_router_engine_up{{engine="{hanging.url}"}}'
+    several = options(hanging, engine, policy=RoundRobin(), hung_seconds=0.5)
+    try:
+        async with routed(several) as router:
+            await raised(router, up)
+            # Until it is its turn.
+            sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'
+            while not await metric(router, sent):
+                await generated(router, words(10, 1072))
+            await generated(router, words(10, 1072))
+            ask, answers, events = generation(words(30, 1070), 2000, stream=True), [], []
+
+            async def begun() -> None:
+                async with router.stream("POST", "/generate", json=ask) as answer:
+                    async for line in answer.aiter_lines():
+                        events.append(line)
+                        if len(events) == 1:
+                            # It accepts connections, and answers none.
+                            os.killpg(hanging.pid, signal.SIGSTOP)
+                            group.start_soon(waiting)
+                            group.start_soon(waiting)
+
+            async def waiting() -> None:
+                answers.append(await generated(router, words(30, 1071)))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(begun)
+            # What had not begun was asked again; what had, ends with an error.
+            assert len(answers) == 2 and answers[0]["text"] == answers[1]["text"]
+            assert "The engine is gone" in "".join(events[-2:])
+            assert await metric(router, up) == 0
+            os.killpg(hanging.pid, signal.SIGCONT)
+            await raised(router, up)
+    finally:
+        await hanging.stop()

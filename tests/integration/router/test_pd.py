@@ -1,0 +1,163 @@
+"""The shell router over a real PD pair: a prefill engine, a decode engine and the stock router."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncGenerator, Callable
+from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine.local import LocalEngine, LocalEngines, free_port
+from flashmoa.router.shell.application import ShellOptions
+from tests.integration.router.asking import asked, generation, metric, parts, reading
+from tests.integration.router.conftest import routed
+from tests.integration.router.stock import stock_router
+from tests.integration.support import STRICT, kv, measured, settled
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+TCP = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
+
+
+@dataclass
+class Pair:
+    prefill: LocalEngine
+    decode: LocalEngine
+    model: Path
+    shell: httpx.AsyncClient
+    prefill_metrics: httpx.AsyncClient
+
+    async def transferred(self) -> float:
+        """MB of KV sent to the decode engine so far."""
+        return await metric(self.prefill_metrics, "sglang:kv_transfer_total_mb_sum")
+
+
+def _missing(transport: str) -> str | None:
+    if find_spec(transport) is None:
+        return f"{transport} is not installed"
+    if transport == "mooncake" and not (find_library("ibverbs") or "LD_LIBRARY_PATH" in os.environ):
+        return "Mooncake needs libibverbs (apt install libibverbs1 librdmacm1)"
+    return None
+
+
+@pytest.fixture(scope="module", params=["nixl", "mooncake"])
+async def pair(
+    request: pytest.FixtureRequest, engines: LocalEngines, model: Path
+) -> AsyncGenerator[Pair]:
+    if reason := _missing(request.param):
+        pytest.skip(reason)
+    bootstrap = str(free_port())
+    common = [
+        "--disaggregation-transfer-backend", request.param, "--max-total-tokens", "12000",
+        "--enable-metrics", "--enable-cache-report",
+    ]  # fmt: skip
+    prefill = await engines.start(
+        model,
+        core=0,
+        arguments=[
+            *common, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port",
+            bootstrap,
+        ],
+        environment={**TCP, **STRICT},
+    )  # fmt: skip
+    decode = await engines.start(
+        model,
+        core=1,
+        # The default needs a GPU.
+        arguments=[
+            *common, "--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup",
+            "cpu_tensor",
+        ],
+        environment={**TCP, **STRICT},
+    )  # fmt: skip
+    try:
+        await measured(prefill)
+        pd = ["--pd-disaggregation", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
+        async with (
+            stock_router(*pd) as router,
+            routed(ShellOptions(prefill.url, str(router.base_url))) as shell,
+            httpx.AsyncClient(base_url=prefill.url) as metrics,
+        ):
+            yield Pair(prefill, decode, model, shell, metrics)
+        for one in (prefill, decode):
+            assert one.is_running() and "leak" not in one.log.read_text()
+    finally:
+        await prefill.stop()
+        await decode.stop()
+
+
+@pytest.mark.parametrize(("form", "seed"), [("text", 2100), ("tokens", 2110), ("chat", 2120)])
+async def test_a_pair_answers_like_one_engine_and_increments_are_not_transferred(
+    pair: Pair,
+    engine: LocalEngine,
+    client: EngineClient,
+    words: Words,
+    form: str,
+    seed: int,
+) -> None:
+    first, rest = words(200, seed), [words(400, seed + 1), words(20, seed + 2)]
+    plan = generation(first, tokens=120)
+    answers: dict[str, dict[str, Any]] = {}
+
+    async def ask(name: str, path: str, body: dict[str, Any]) -> None:
+        answers[name] = await asked(pair.shell, path, body | {"workflow": form})
+
+    before = await pair.transferred()
+    async with anyio.create_task_group() as group:
+        path, body = await reading(client, form, rest, "planner")
+        group.start_soon(ask, "reader", path, body)
+        await anyio.wait_all_tasks_blocked()
+        group.start_soon(ask, "planner", "/generate", plan | {"agent": "planner"})
+    transferred = await pair.transferred() - before
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
+        alone = await asked(direct, "/generate", plan)
+        assert answers["planner"]["output_ids"] == alone["output_ids"]
+        path, body = await parts(client, form, rest, alone)
+        expected = await asked(direct, path, body)
+    own = alone["meta_info"]["prompt_tokens"]
+    if form == "chat":
+        assert answers["reader"]["choices"] == expected["choices"]
+        told = answers["reader"]["usage"]
+        told |= told["prompt_tokens_details"]
+    else:
+        assert answers["reader"]["output_ids"] == expected["output_ids"]
+        told = answers["reader"]["meta_info"]
+    length = told["prompt_tokens"]
+    assert told["cached_tokens"] >= 0.99 * length
+    # The two requests' prompts, each once.
+    assert transferred * (1 << 20) == pytest.approx((own + length) * bytes_per_token(pair.model))
+
+
+def bytes_per_token(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text())
+    heads, width = config["num_key_value_heads"], config["head_dim"]
+    return 2 * 4 * config["num_hidden_layers"] * heads * width
+
+
+async def test_a_prompt_stream_reaches_the_prefill_engine_only(pair: Pair, words: Words) -> None:
+    before = await pair.transferred()
+    async with EngineClient(pair.prefill.url) as prefill, EngineClient(pair.decode.url) as decode:
+        free = (await kv(decode)).free
+        stream = await prefill.open_stream(text=words(300, 2150))
+        for number in range(10):
+            await prefill.append(stream.id, number, text=words(30, 2151 + number))
+        done = await prefill.prefill_only(text=words(100, 2170))
+        assert done.prefilled_tokens > 90
+        again = await prefill.prefill_only(text=words(100, 2170))
+        assert again.cached_tokens >= done.prompt_tokens - 1
+        assert (await kv(decode)).free == free
+        await prefill.delete_stream(stream.id)
+        await settled(prefill)
+        with pytest.raises(PluginMissing, match="decodes"):
+            await decode.open_stream(text="hi")
+        assert (await decode.info()).capabilities == ["render"]
+    assert await pair.transferred() == before

@@ -1,0 +1,220 @@
+"""The router over two real engines: what it answers, where it sends, and what it survives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.router.baselines import RoundRobin
+from tests.integration.router.asking import asked, generated, generation, metric, raised
+from tests.integration.router.conftest import options, routed
+from tests.integration.support import settled, special_engine
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+
+async def test_answers_are_those_of_the_engines(
+    router: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    text = words(60, 901)
+    async with httpx.AsyncClient(base_url=client.url, timeout=60) as direct:
+        expected = await generated(direct, text, tokens=8)
+        assert (await generated(router, text, tokens=8))["text"] == expected["text"]
+        ask = {
+            "model": "default",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        chats = [
+            (await one.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"]
+            for one in (direct, router)
+        ]
+        assert chats[0] == chats[1]
+        wrong = [await one.post("/generate", json={"text": 3}) for one in (direct, router)]
+        assert wrong[0].status_code == wrong[1].status_code == 400
+    streamed = ""
+    async with router.stream("POST", "/generate", json=generation(text, 8, stream=True)) as answer:
+        pieces = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert pieces[-1] == "[DONE]" and len(pieces) > 3
+    streamed = json.loads(pieces[-2])["text"]
+    assert streamed == expected["text"]
+    info = (await router.get("/flashmoa/info")).json()
+    assert (
+        len(info["kv"]) == 2 and [one["is_up"] for one in info["router"]["engines"]] == [True] * 2
+    )
+    assert info["router"]["engines"][0]["unit"] == "FLOPs"
+    assert (await router.get("/v1/models")).json()["data"]
+    assert (await router.get("/health")).status_code == 200
+
+
+async def test_siblings_go_where_their_prefix_is(router: httpx.AsyncClient, words: Words) -> None:
+    documents = [words(320, 910 + number) for number in range(4)]
+    cached: list[int] = []
+    for number in range(3):
+        for document in documents:
+            answer = await generated(router, f"{document} {words(8, 950 + number)}", tokens=1)
+            cached.append(answer["meta_info"]["cached_tokens"])
+    # The first request about a document computes it, the others do not.
+    assert all(tokens < 100 for tokens in cached[:4])
+    assert all(tokens >= 300 for tokens in cached[4:])
+    sent = await metric(router, "flashmoa_router_prompt_tokens_total")
+    assert sent > 12 * 320
+    assert await metric(router, "flashmoa_router_cached_tokens_total") >= 8 * 300
+    assert await metric(router, "flashmoa_router_engine_load") == 0
+
+
+async def test_a_stream_and_its_request_stay_on_one_engine(
+    engine: LocalEngine, downstream: LocalEngine, words: Words
+) -> None:
+    text, more = words(100, 970), " " + words(50, 971)
+    async with routed(options(engine, downstream, policy=RoundRobin())) as router:
+        async with EngineClient(str(router.base_url)) as client:
+            # An engine's client does not notice that it is a router.
+            assert "prompt_streams" in (await client.info()).capabilities
+            streams = [await client.open_stream(text=text) for _ in range(2)]
+            for stream in streams:
+                await client.append(stream.id, 0, text=more)
+            for stream in streams:
+                assert (await client.stream_state(stream.id)).next_seq == 1
+        # Another router has never heard of them.
+        async with routed(options(engine, downstream)) as other:
+            answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
+            assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
+            # Its engine has the prompt already; other requests learn that it has.
+            assert await metric(other, "flashmoa_router_prompt_tokens_total") > 0
+            assert await metric(other, "flashmoa_router_engine_blocks") > 0
+            assert await metric(other, "flashmoa_router_engine_load{") == 0
+            gone = await other.delete(f"/prompt_streams/{streams[0].id}")
+            assert gone.status_code == 200
+            unknown = await other.get("/prompt_streams/nobody")
+            assert unknown.status_code == 404
+            assert unknown.json()["error"]["code"] == "unknown_stream"
+
+
+async def test_an_engine_that_decodes_has_room_for_others(
+    engine: LocalEngine, words: Words
+) -> None:
+    """Nothing is heard of a long answer that is not streamed, and its prompt is computed."""
+    full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
+    async with routed(options(engine, saturation_margin=0.01)) as router:
+        over: list[str] = []
+
+        async def ask(name: str, tokens: int) -> None:
+            await router.post("/generate", json=generation(words(300, 985), tokens, rid=name))
+            over.append(name)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "long", 4000)
+            await raised(router, full)
+            await ask("short", 2)
+            assert over == ["short"]
+            group.cancel_scope.cancel()
+    async with EngineClient(engine.url) as watching:
+        await settled(watching)
+
+
+async def test_who_leaves_is_aborted(
+    router: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
+) -> None:
+    text = words(40, 980)
+    async with router.stream(
+        "POST", "/generate", json=generation(text, 4000, stream=True)
+    ) as answer:
+        async for _ in answer.aiter_lines():
+            break
+    with anyio.move_on_after(0.3):
+        await router.post("/generate", json=generation(text, 4000))
+    for one in (engine, downstream):
+        async with EngineClient(one.url) as watching:
+            await settled(watching)
+    assert await metric(router, "flashmoa_router_engine_load{") == 0
+
+
+async def test_a_body_that_is_too_large_is_refused(engine: LocalEngine) -> None:
+    async with routed(options(engine, max_body_bytes=1000)) as router:
+        answer = await router.post("/generate", json=generation("x" * 1000))
+        assert answer.status_code == 413 and "1000 bytes" in answer.text
+
+
+async def test_without_an_engine_the_answer_is_503(model: Path) -> None:
+    async with routed(options(LocalEngine(0, 9, model))) as router:
+        for path in ("/generate", "/render", "/prompt_streams"):
+            answer = await router.post(path, json=generation("hello"))
+            assert answer.status_code == 503 and "no engine answers" in answer.text
+        assert (await router.get("/health")).status_code == 503
+
+
+async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: Words) -> None:
+    async with (
+        special_engine(engines, model, "--is-embedding", measures=False) as embedder,
+        routed(options(embedder)) as router,
+        httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
+    ):
+        ask = {"model": "default", "input": [words(30, 1060), words(20, 1061)]}
+        told = [(await one.post("/v1/embeddings", json=ask)).json() for one in (direct, router)]
+        assert len(told[0]["data"]) == len(told[1]["data"]) == 2
+        for one, other in zip(told[0]["data"], told[1]["data"], strict=True):
+            # What is in its cache by then is not computed again.
+            assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-3)
+        assert await metric(router, "flashmoa_router_prompt_tokens_total") > 0
+
+
+async def test_scores_are_routed(
+    router: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    ask = {"model": "default", "query": words(100, 1070), "label_token_ids": [5, 9]}
+    ask |= {"items": [words(20, 1071), words(20, 1072)], "apply_softmax": True}
+    before = await metric(router, "flashmoa_router_prompt_tokens_total")
+    async with httpx.AsyncClient(base_url=client.url, timeout=60) as direct:
+        told = [await asked(one, "/v1/score", ask) for one in (direct, router)]
+    assert len(told[0]["scores"]) == 2
+    for one, other in zip(told[0]["scores"], told[1]["scores"], strict=True):
+        # What is in its cache by then is not computed again.
+        assert one == pytest.approx(other, abs=1e-3)
+    assert await metric(router, "flashmoa_router_prompt_tokens_total") >= before + 100
+    # Not what it is for, and the engine says so itself.
+    for path in ("/v1/rerank", "/v1/classify"):
+        assert (await router.post(path, json={"model": "default"})).status_code == 400
+
+
+async def test_a_client_s_api_key_is_passed_on_and_the_router_s_is_not_lent(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    async with (
+        special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
+        routed(options(locked, api_key="secret")) as router,
+    ):
+        ask = generation(words(40, 1050))
+        key = {"Authorization": "Bearer secret"}
+        async with EngineClient(str(router.base_url), headers=key) as client:
+            # The router knows where it is, and asks its engine all the same.
+            stream = await client.open_stream(text=words(40, 1051))
+        for held in (stream.id, "unknown"):
+            one = f"/prompt_streams/{held}"
+            for path in (f"{one}/append", f"{one}/keep_alive"):
+                assert (await router.post(path, json={"seq": 0})).status_code == 401
+            assert (await router.get(one)).status_code == 401
+            assert (await router.delete(one)).status_code == 401
+            with_stream = ask | {"prompt_stream_id": held}
+            assert (await router.post("/generate", json=with_stream)).status_code == 401
+        for path in ("/generate", "/prefill_only", "/prompt_streams", "/render", "/flush_cache"):
+            assert (await router.post(path, json=ask)).status_code == 401
+        for path in ("/flashmoa/info", "/prompt_streams", "/v1/models", "/server_info"):
+            assert (await router.get(path)).status_code == 401
+        assert (await router.get(f"/prompt_streams/{stream.id}", headers=key)).json()[
+            "next_seq"
+        ] == 0
+        answer = await router.post("/generate", json=ask, headers=key)
+        assert answer.status_code == 200
+        info = (await router.get("/flashmoa/info", headers=key)).json()
+        # It could ask for the engine's settings.
+        assert info["router"]["engines"][0]["saturation"] > 0

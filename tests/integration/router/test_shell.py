@@ -1,0 +1,187 @@
+"""Requests that read each other's answers; one engine is prefill engine and router at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.router.shell.application import ShellOptions
+from tests.integration.router.asking import (
+    asked,
+    chat,
+    generation,
+    metric,
+    parts,
+    reading,
+    streamed_text,
+)
+from tests.integration.router.conftest import routed
+from tests.integration.router.cutting import cutting
+from tests.integration.support import GREEDY, settled
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+AHEAD = "flashmoa_shell_ahead_tokens_total"
+
+
+@pytest.fixture
+async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with routed(ShellOptions(engine.url, engine.url, agent_seconds=30)) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("form", "seed"), [("text", 2000), ("tokens", 2010), ("chat", 2020)])
+async def test_a_prompt_is_prefilled_while_its_agents_write(
+    shell: httpx.AsyncClient,
+    engine: LocalEngine,
+    client: EngineClient,
+    words: Words,
+    form: str,
+    seed: int,
+) -> None:
+    first, rest = words(200, seed), [words(150, seed + 1), words(20, seed + 2)]
+    plan = generation(first, tokens=120) | {"workflow": form, "agent": "planner"}
+    answers: dict[str, dict[str, Any]] = {}
+
+    async def ask(name: str, path: str, body: dict[str, Any]) -> None:
+        answers[name] = await asked(shell, path, body)
+
+    async with anyio.create_task_group() as group:
+        path, body = await reading(client, form, rest, "planner")
+        group.start_soon(ask, "reader", path, body | {"workflow": form})
+        await prefills(client)
+        group.start_soon(ask, "planner", "/generate", plan)
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
+        alone = await asked(direct, "/generate", generation(first, tokens=120))
+        assert answers["planner"]["output_ids"] == alone["output_ids"]
+        path, body = await parts(client, form, rest, alone)
+        expected = await asked(direct, path, body)
+    if form == "chat":
+        assert answers["reader"]["choices"] == expected["choices"]
+    else:
+        assert answers["reader"]["output_ids"] == expected["output_ids"]
+        told = answers["reader"]["meta_info"]
+        assert told["cached_tokens"] >= 0.99 * told["prompt_tokens"]
+        # What was computed before the planner was done, and what was not, is all of it.
+        late = await metric(shell, "flashmoa_shell_late_tokens_total")
+        assert told["prompt_tokens"] - late == await metric(shell, AHEAD)
+    assert await metric(shell, AHEAD) >= 140
+    await settled(client)
+
+
+async def prefills(client: EngineClient) -> None:
+    """Once a prompt stream's first text is computed."""
+    with anyio.fail_after(30):
+        while (await client.info()).kv[0].protected < 140:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def test_an_agent_may_read_several_and_streams_to_who_asks(
+    shell: httpx.AsyncClient, words: Words
+) -> None:
+    written: dict[str, str] = {}
+
+    async def ask(name: str, body: dict[str, Any]) -> None:
+        async with shell.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
+            written[name] = await streamed_text(answer)
+
+    def agent(name: str, *reads: str) -> dict[str, Any]:
+        content = [{"type": "text", "text": words(30, 2050)}]
+        content += [{"type": "agent", "agent": one} for one in reads]
+        return chat(content, agent=name, workflow="tree", stream=True)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask, "judge", agent("judge", "left", "right"))
+        for name in ("left", "right"):
+            group.start_soon(ask, name, agent(name))
+    assert all(written[name] for name in ("left", "right", "judge"))
+    content = words(30, 2050) + written["left"] + written["right"]
+    await ask("again", chat(content, stream=True))
+    assert written["again"] == written["judge"]
+
+
+async def test_who_reads_a_failed_agent_hears_why(engine: LocalEngine, words: Words) -> None:
+    options = ShellOptions(engine.url, engine.url, agent_seconds=0.2)
+    read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
+    async with routed(options) as shell:
+        answer = await shell.post("/generate", json=read)
+        assert answer.status_code == 424 and "in time" in answer.json()["error"]["message"]
+    async with routed(ShellOptions(engine.url, engine.url)) as shell:
+        loop = read | {"agent": "a"}
+        answer = await shell.post("/generate", json=loop)
+        assert answer.status_code == 400 and "would wait" in answer.text
+        # Its client leaves in the middle.
+        told: list[httpx.Response] = []
+
+        async def wait() -> None:
+            told.append(await shell.post("/generate", json=read))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            body = generation(words(20, 2020), tokens=4000) | {"agent": "a", "stream": True}
+            async with shell.stream("POST", "/generate", json=body) as writing:
+                async for _ in writing.aiter_lines():
+                    break
+        assert told[0].status_code == 424 and "was left" in told[0].text
+        refused = await shell.post("/generate", json={"agent": "a", "text": 3})
+        assert refused.status_code == 400
+        answer = await shell.post("/generate", json=read)
+        assert answer.status_code == 424 and "was refused" in answer.text
+    async with EngineClient(engine.url) as watching:
+        await settled(watching)
+
+
+async def test_nothing_in_the_logs_tells_the_id_of_a_stream(
+    engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    read = {"prompt": [{"text": words(200, 2080)}, {"agent": "nobody"}], "sampling_params": GREEDY}
+    async with (
+        routed(ShellOptions(engine.url, engine.url)) as shell,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(partial(shell.post, "/generate", json=read))
+        await prefills(client)
+        # It is given back when its client leaves.
+        group.cancel_scope.cancel()
+    await settled(client)
+    assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text
+
+
+async def test_an_answer_that_breaks_off_is_not_handed_out_as_one(
+    engine: LocalEngine, words: Words
+) -> None:
+    async with cutting(engine.url, 4000) as cut, routed(ShellOptions(engine.url, cut)) as shell:
+        body = generation(words(20, 2070), tokens=2000) | {"agent": "a"}
+        answer = await shell.post("/generate", json=body)
+        assert answer.status_code == 502 and "broke off" in answer.text
+        read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
+        answer = await shell.post("/generate", json=read)
+        assert answer.status_code == 424 and "was lost" in answer.text
+    async with EngineClient(engine.url) as watching:
+        await settled(watching)
+
+
+async def test_flashmoa_s_clients_find_one_engine(
+    shell: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    text, more = words(100, 2030), words(50, 2031)
+    async with EngineClient(str(shell.base_url)) as linked:
+        assert "prompt_streams" in (await linked.info()).capabilities
+        stream = await linked.open_stream(text=text)
+        await linked.append(stream.id, 0, text=more, end=True)
+        body = generation(text + more, tokens=4) | {"prompt_stream_id": stream.id}
+        answer = await asked(shell, "/generate", body)
+        assert answer["meta_info"]["prompt_tokens"] > 140
+    assert (await shell.get("/v1/models")).json()["data"]
+    await settled(client)

@@ -1,0 +1,82 @@
+"""Our router beside the stock one, over the same engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa import Workflow
+from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine.local import LocalEngine
+from tests.integration.router.asking import generated, metric
+from tests.integration.router.conftest import options, routed
+from tests.integration.router.stock import stock_router
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+
+@pytest.fixture(scope="module")
+async def stock(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with stock_router("--worker-urls", engine.url, downstream.url) as client:
+        yield client
+
+
+async def chain(client: EngineClient, words: Words) -> tuple[str, int]:
+    """Two linked agents: the second one's answer, and what its stream had computed."""
+    greedy = {"temperature": 0, "ignore_eos": True}
+    async with Workflow(client) as workflow:
+        plan = [{"role": "user", "content": words(60, 2201)}]
+        planner = workflow.ask(plan, name="planner", max_tokens=80, **greedy)
+        read = [{"role": "user", "content": f"{words(200, 2202)} {planner} {words(5, 2203)}"}]
+        critic = workflow.ask(read, name="critic", max_tokens=8, **greedy)
+        text = await critic
+    assert critic.usage is not None
+    return text, critic.usage.streamed_tokens or 0
+
+
+async def test_links_go_on_while_ordinary_traffic_goes_through_the_stock_router(
+    stock: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
+) -> None:
+    texts = [words(40, 2210 + number) for number in range(8)]
+    answers: dict[str, dict[str, Any]] = {}
+
+    async def ordinary(text: str) -> None:
+        answers[text] = await generated(stock, text, tokens=8)
+
+    async with (
+        routed(options(engine, downstream)) as router,
+        EngineClient(str(router.base_url)) as ours,
+        EngineClient(str(stock.base_url)) as theirs,
+    ):
+        async with anyio.create_task_group() as group:
+            for text in texts:
+                group.start_soon(ordinary, text)
+            linked, streamed = await chain(ours, words)
+        assert streamed > 200
+        # What ours does not know of is no load of its own.
+        assert await metric(router, "flashmoa_router_engine_load") == 0
+        # Through the stock router alone the same agents run unlinked, and say the same.
+        assert await chain(theirs, words) == (linked, 0)
+        with pytest.raises(PluginMissing):
+            await theirs.open_stream(text="hi")
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
+        for text in texts:
+            assert answers[text]["text"] == (await generated(direct, text, tokens=8))["text"]
+
+
+async def test_a_stream_s_id_is_dropped_by_the_stock_router_and_nothing_else(
+    stock: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    text = words(100, 2220)
+    stream = await client.open_stream(text=text)
+    with_hint = await generated(stock, text, prompt_stream_id=stream.id)
+    assert "prompt_stream" not in with_hint["meta_info"]
+    assert with_hint["text"] == (await generated(stock, text))["text"]
+    await client.delete_stream(stream.id)
+    await settled(client)

@@ -1,0 +1,266 @@
+"""Scores on a real engine: exact, from prefills alone, shared prefixes computed once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa import Workflow
+from flashmoa.engine import EngineClient, EngineUnreachable, MalformedRequest
+from flashmoa.engine.local import LocalEngines
+from flashmoa.observe import Event, LinkOpened
+from flashmoa.scoring import CandidateRefused, Scorer, Scores
+from flashmoa.scoring.distribution import mass, shares
+from tests.integration.scoring.conftest import Logprobs
+from tests.integration.support import generate, kv, settled, special_engine
+
+pytestmark = pytest.mark.anyio
+
+EXACT = 1e-4
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "You judge trips."},
+    {"role": "user", "content": "Is Pokhara worth a visit?"},
+]
+
+
+def assert_exact(found: Scores, expected: list[float], lengths: list[int] | None = None) -> None:
+    assert found.logprobs == pytest.approx(expected, abs=EXACT)
+    assert found.mass == pytest.approx(mass(expected), abs=EXACT)
+    weighed = expected
+    if lengths is not None:
+        weighed = [one / length for one, length in zip(expected, lengths, strict=True)]
+    assert found.probabilities == pytest.approx(shares(weighed), abs=EXACT)
+    assert math.isclose(sum(found.probabilities), 1)
+    assert found.usage.decoded_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "candidates"),
+    [
+        (1, [" the", " and", " of"]),
+        (2, [" Nepal", " a lake", " Kathmandu and Pokhara"]),
+        (40, [" the", " and", " of", " Nepal", " lake"]),
+        (41, [" a lake", " Kathmandu and Pokhara"]),
+        (42, [" trek"]),
+        (700, [" trek", " walk", " Kathmandu and Pokhara"]),
+    ],
+)
+async def test_probabilities_equal_hugging_face(
+    scorer: Scorer,
+    words: Callable[[int, int], str],
+    tokenizer: Any,
+    reference: Logprobs,
+    length: int,
+    candidates: list[str],
+) -> None:
+    context = words(length, length)
+    tokens = [tokenizer.encode(one) for one in candidates]
+    expected = reference(tokenizer.encode(context), tokens)
+    cold = await scorer.score(context, candidates)
+    warm = await scorer.score(tokenizer.encode(context), tokens)
+    by_length = await scorer.score(context, candidates, length_normalised=True)
+    assert_exact(cold, expected)
+    assert_exact(warm, expected)
+    assert_exact(by_length, expected, [len(its) for its in tokens])
+    assert cold.best == candidates[expected.index(max(expected))]
+
+
+async def test_messages_are_what_the_chat_template_makes_of_them(
+    scorer: Scorer, tokenizer: Any, reference: Logprobs
+) -> None:
+    prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    labels = {"positive": "Y", "negative": "N"}
+    found = await scorer.classify(CHAT, labels)
+    assert found.candidates == list(labels)
+    assert_exact(found, reference(ids, [tokenizer.encode("Y"), tokenizer.encode("N")]))
+    assert found.usage.requests == 1
+    with pytest.raises(CandidateRefused, match=r"'Melbourne' is \d tokens .*, \['M"):
+        await scorer.classify(CHAT, ["Melbourne", "N"])
+
+
+async def test_one_choice_is_one_prefill(
+    scorer: Scorer, tokenizer: Any, reference: Logprobs
+) -> None:
+    options = ["Walk to the lake", "Fly home", "Stay"]
+    found = await scorer.choose("What now?", options)
+    asked = (
+        "What now?\n\nA. Walk to the lake\nB. Fly home\nC. Stay\n"
+        "Answer with the letter of one option.\nAnswer:"
+    )
+    tokens = [tokenizer.encode(f" {letter}") for letter in "ABC"]
+    assert_exact(found, reference(tokenizer.encode(asked), tokens))
+    assert found.candidates == options and found.best in options
+    in_chat = await scorer.choose(CHAT, options)
+    assert in_chat.usage.requests == 1
+    with pytest.raises(ValueError, match="1 to 26 options, not for 27"):
+        await scorer.choose("What now?", [str(number) for number in range(27)])
+    with pytest.raises(ValueError, match="token ids are for score"):
+        await scorer.choose([1, 2], options)
+
+
+async def test_siblings_compute_their_prefix_once(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    context, options = words(1500, 31), [words(8, 500 + number)[3:] for number in range(8)]
+    alone = [await Scorer(client).select(context, [option]) for option in options]
+    await client.flush_cache()
+    found = await Scorer(client).select(context, options)
+    assert found.options == options
+    assert found.probabilities == pytest.approx([one.probabilities[0] for one in alone], abs=EXACT)
+    assert found.usage.decoded_tokens == 0
+    own = found.usage.prompt_tokens - found.usage.requests * 1500
+    assert found.usage.computed_tokens is not None
+    assert found.usage.computed_tokens <= 1500 + own + found.usage.requests
+    everything = await Scorer(client).select(context, options, threshold=0)
+    assert everything.chosen == options
+    await settled(client)
+
+
+async def test_candidates_of_several_tokens_share_the_context(
+    client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
+) -> None:
+    context, candidates = words(1200, 32), [words(4, 600 + number)[3:] for number in range(6)]
+    await client.flush_cache()
+    found = await scorer.score(context, candidates)
+    assert found.usage.requests == 6
+    # Each computes the context's last token again, for the first of its own.
+    assert found.usage.computed_tokens is not None
+    assert found.usage.computed_tokens <= 1200 + found.usage.requests * (1 + 4)
+
+
+async def test_a_plain_engine_scores_alike_and_what_it_lacks_is_said_once(
+    client: EngineClient,
+    plain_client: EngineClient,
+    words: Callable[[int, int], str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context, options = words(600, 33), ["lakes", "hills", "temples", "food"]
+    ours = await Scorer(client).select(context, options)
+    plain = Scorer(plain_client)
+    with caplog.at_level(logging.WARNING):
+        found = await plain.select(context, options)
+        await plain.select(CHAT, options)
+    assert [one for one in caplog.messages if "others wait for the first" in one] == caplog.messages
+    assert len(caplog.messages) == 1
+    assert found.probabilities == pytest.approx(ours.probabilities, abs=EXACT)
+    assert found.usage.decoded_tokens == 0
+    # Siblings find in the cache what the first has computed.
+    assert found.usage.computed_tokens is not None
+    assert found.usage.computed_tokens < 2 * 600
+
+
+async def test_an_engine_that_does_not_share_gets_one_first(
+    engines: LocalEngines,
+    model: Path,
+    words: Callable[[int, int], str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Siblings that are queued behind another request would all be computed in one forward."""
+    context, options = words(600, 39), ["lakes", "hills", "temples", "food"]
+    async with (
+        special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
+        EngineClient(engine.url, timeout=60) as client,
+        anyio.create_task_group() as group,
+    ):
+        assert [rank.shares for rank in (await client.info()).kv] == [False]
+        group.start_soon(partial(client.prefill_only, text=words(6000, 40)))
+        while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+            await anyio.sleep(0.01)
+        with caplog.at_level(logging.WARNING):
+            found = await Scorer(client).select(context, options)
+    assert found.usage.computed_tokens is not None
+    assert found.usage.computed_tokens < 2 * 600
+    assert any("does not share prefixes" in one for one in caplog.messages)
+
+
+async def test_scores_beside_a_request_that_decodes_are_the_same(
+    client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
+) -> None:
+    context = words(50, 34)
+    alone = await scorer.score(context, [" the", " and"])
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate, client, words(60, 35), 60)
+        for _ in range(5):
+            beside = await scorer.score(context, [" the", " and"])
+            assert beside.logprobs == pytest.approx(alone.logprobs, abs=EXACT)
+
+
+async def test_a_context_that_is_still_being_written_is_prefilled_meanwhile(
+    client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
+) -> None:
+    written, opened = words(400, 38), anyio.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, LinkOpened):
+            opened.set()
+
+    async with Workflow(client, listener=listen) as flow:
+        draft = flow.text("draft")
+        expected = await flow.expect([{"role": "user", "content": f"{draft}\nIs it done?"}])
+        draft.write(written[:200])
+        with anyio.fail_after(30):
+            await opened.wait()
+        draft.write(written[200:])
+        draft.close()
+        messages = await expected.messages()
+        stream = expected.take_over()["prompt_stream_id"]
+        found = await scorer.score(messages, ["Y", "N"], prompt_stream_id=stream)
+    assert found.usage.prompt_stream is not None
+    assert found.usage.prompt_stream.status == "hit"
+    again = await scorer.score(messages, ["Y", "N"])
+    assert again.logprobs == pytest.approx(found.logprobs, abs=EXACT)
+    await settled(client)
+
+
+@pytest.mark.parametrize(
+    ("context", "candidates", "problem"),
+    [
+        ("To Nep", ["al", " the"], "tokenised together with the context's end, as ' Nepal'"),
+        ("One ", ["two"], "Move white space"),
+        ("One", [" two", " two"], "two candidates are the same tokens"),
+        ("One", [""], "has no tokens"),
+        ("One", [], "at least one candidate"),
+        ("", [" two"], "context is empty"),
+        ([], [" two"], "none is empty"),
+        ([5] * 20, ["two"], "give candidates as token ids"),
+        ([1, 2.5], [" two"], "list of messages or a list of token ids"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused_with_a_reason(
+    scorer: Scorer, context: Any, candidates: list[str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        await scorer.score(context, candidates)
+
+
+async def test_what_the_engine_refuses_is_raised_as_it_is(
+    scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):
+        await scorer.score(words(13000, 37), [" the", " a lake and"])
+    with pytest.raises(MalformedRequest, match="token_ids_logprob must be in"):
+        await scorer.score("The", [[999_999]])
+    async with EngineClient("http://127.0.0.1:9") as nobody:
+        with pytest.raises(EngineUnreachable):
+            await Scorer(nobody).score("The", [" the"])
+    await settled(client)
+
+
+async def test_cancelled_it_leaves_nothing_behind(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(Scorer(client).select, words(9000, 36), ["lakes", "hills", "food"])
+        with anyio.fail_after(30):
+            while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    await settled(client)

@@ -1,0 +1,62 @@
+"""The pure parts of `flashmoa bench asyncep`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from flashmoa_bench.asyncep import H2D, RESIDENT, Memory, batch, flops, show, summarise
+from flashmoa_bench.memory import peak_resident
+from flashmoa_bench.report import terminal
+
+from flashmoa.engine import EngineError
+
+QWEN = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
+OPTIONS = argparse.Namespace(tokens=[100, 200], prompt=64, peak_tflops=989.0)
+SECONDS = {
+    RESIDENT: {100: [1.0, 2.0, 3.0], 200: [4.0, 4.0, 4.0]},
+    H2D: {100: [4.0, 4.0, 9.0], 200: [4.0, 5.0, 5.0]},
+}
+
+
+def test_a_batch_has_exactly_its_tokens() -> None:
+    assert [len(ids) for ids in batch(150, 64, random.Random(0))] == [64, 64, 22]
+    assert [len(ids) for ids in batch(64, 1000, random.Random(0))] == [64]
+
+
+def test_what_is_exposed_is_what_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = summarise(SECONDS, OPTIONS, QWEN)
+    assert [(row.tokens, row.way, row.exposed) for row in rows] == [
+        (100, RESIDENT, 0.0),
+        (100, H2D, 2.0),
+        (200, RESIDENT, 0.0),
+        (200, H2D, 1.0),
+    ]
+    assert [row.of_resident for row in rows] == [1.0, 0.5, 1.0, 0.8]
+    assert rows[0].mfu == pytest.approx((rows[0].teraflops or 0) / 989)
+    memory = [
+        Memory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
+        Memory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
+    ]
+    show(rows, memory, terminal())
+    assert "1,024.0" in capsys.readouterr().out
+
+
+def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
+    # 3.3 billion parameters are used for each token; the vocabulary's are not counted.
+    assert (flops(QWEN, 1000, 1000) or 0) / 1000 == pytest.approx(2 * 3.0e9, rel=0.1)
+    assert flops(None, 10, 10) is None
+    (tmp_path / "odd.json").write_text("[]")
+    with pytest.raises(EngineError, match="is not a model"):
+        flops(tmp_path / "odd.json", 10, 10)
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert flops(tmp_path / "other.json", 10, 10) is None
+    assert all(row.teraflops is row.mfu is None for row in summarise(SECONDS, OPTIONS, None))
+
+
+def test_there_is_no_scheduler_in_this_session() -> None:
+    assert peak_resident(os.getsid(0)) is None

@@ -1,0 +1,162 @@
+"""The family's task, prompts and tokenizer; what the models can do is measured elsewhere."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from flashmoa_bench.family.lessons import lessons
+from flashmoa_bench.family.prompts import AGGREGATION, along, titled
+from flashmoa_bench.family.questions import (
+    GRADES,
+    Grade,
+    Line,
+    Question,
+    final_answer,
+    is_right,
+    questions,
+    slips,
+)
+
+from flashmoa.moa.steps import Order
+
+QUESTION = Question(47, (Line("+", 85), Line("*", 7), Line("-", 30)))
+
+
+def test_a_question_is_told_and_worked_line_by_line() -> None:
+    told = "a = 47, b = a + 85, c = b * 07, d = c - 30. Find d modulo 100."
+    assert QUESTION.text == told
+    assert QUESTION.solution == "b = 32, c = 24, d = 94. Answer: 94"
+    assert QUESTION.grade == "medium"
+
+
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("b = 02, c = 06. Answer: 06", "06"),
+        ("Answer: 03. No: Answer: 90", "90"),
+        ("b = 02, c = 06. Answer:", None),
+        ("Answer: 6", None),
+        ("Answer: 666", None),
+        ("", None),
+    ],
+)
+def test_the_final_answer_is_the_last_two_digits_given(text: str, final: str | None) -> None:
+    assert final_answer(text) == final
+
+
+def test_only_the_final_answer_counts() -> None:
+    assert is_right(QUESTION, "b = 01. Answer: 94")
+    assert not is_right(QUESTION, "b = 32, c = 24, d = 94. Answer: 84")
+
+
+@pytest.mark.parametrize("grade", GRADES)
+def test_questions_are_the_same_for_a_seed_and_of_their_grade(grade: Grade) -> None:
+    once, again = (list(islice(questions(3, grade), 50)) for _ in range(2))
+    assert once == again
+    assert {question.grade for question in once} == {grade}
+
+
+def test_no_question_for_training_is_held_out() -> None:
+    learned = set(islice(questions(0), 3000))
+    assert learned.isdisjoint(islice(questions(0, held_out=True), 300))
+
+
+def test_a_mistake_in_one_line_is_carried_on() -> None:
+    values = QUESTION.values(lambda line, value: value + 1 if line == 0 else value)
+    assert values == [33, 31, 1]
+
+
+def test_answers_stand_before_or_after_the_question() -> None:
+    before, after = (
+        prompt.messages("Q", titled(prompt, ["one", "", "two"])) for prompt in AGGREGATION.values()
+    )
+    assert before[0]["content"].endswith(" wrong.\n1. one\n3. two")
+    assert before[1]["content"] == "Q"
+    assert after[1]["content"] == "Q\n1. one\n3. two"
+
+
+@pytest.mark.parametrize(
+    ("order", "asked"),
+    [
+        ("contiguous", ["Q\n1. abcdefghijkl\n2. ABCD"]),
+        ("rounds", ["Q\n1. abcd\n2. ABCD\n1. efghijkl"]),
+        ("interleaved", ["Q\n1. abcd\n2. ABCD", "so", "\n1. efghijkl"]),
+    ],
+)
+def test_chunks_stand_where_a_staircase_puts_them(order: Order, asked: list[str]) -> None:
+    prompt = AGGREGATION["question-first"]
+    messages = along(order, prompt, "Q", ["abcdefghijklm", "ABCD"], [1, 2], ["so"])
+    assert [message["content"] for message in messages[1:]] == asked
+
+
+def test_lessons_are_the_same_for_a_seed() -> None:
+    assert lessons(5, 20, 0.5) == lessons(5, 20, 0.5)
+
+
+def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
+    from flashmoa_bench.family.tokenizer import family_tokenizer
+    from flashmoa_sglang.http.cuts import CUTS, find_cuts
+
+    tokenizer = family_tokenizer(4096)
+    assert tokenizer.tokenize("b = 02, c = ") == ["bĠ=Ġ", "0", "2", ",", "ĠcĠ=Ġ"]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION.text}], tokenize=False, add_generation_prompt=True
+    )
+    assert len(tokenizer(prompt)["input_ids"]) < 40
+    for text in (prompt, "Grüße, 中文 🙂\n\t x==1  y"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    # Streams of its texts are tokenised as they grow.
+    assert find_cuts(tokenizer, lambda text: tokenizer(text)["input_ids"]) == list(CUTS)
+
+
+def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
+    import torch
+    from flashmoa_bench.family.growth import grow
+    from flashmoa_bench.family.network import Network, Shape
+
+    torch.manual_seed(0)
+    small = Network(Shape(layers=2, hidden=64, intermediate=64, heads=2, kv_heads=1), 40)
+    large = Network(Shape(layers=3, hidden=96, intermediate=96, heads=6, kv_heads=2), 40)
+    grow(small, large)
+    tokens = torch.arange(40).view(2, 20)
+    before, after = (network.logits(network(tokens)) for network in (small, large))
+    # Computed in bfloat16, in other orders.
+    assert (before - after).abs().max() < before.abs().max() / 20
+
+
+def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
+    found = slips(QUESTION, "b = 22, c = 54, d = 24. Answer: 34")
+    assert found == [("+", 90), ("*", 0), ("-", 0)]
+
+
+@pytest.mark.parametrize(
+    ("served", "begun", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
+)
+def test_served_turns_begin_with_the_last_words_of_those_before(
+    served: bool, begun: list[str], turn: str
+) -> None:
+    from flashmoa_bench.family.evaluate import climbed
+    from flashmoa_bench.family.speaker import Said
+
+    class Parrot:
+        """Writes how often it was asked, and notes what it was asked to go on with."""
+
+        def __init__(self) -> None:
+            self.begun: list[str] = []
+            self.prompts: list[list[str]] = []
+
+        def say(
+            self, prompts: list[list[dict[str, str]]], _t: float, begun: list[str], _longest: int
+        ) -> list[Said]:
+            if prompts:
+                self.begun += begun
+                self.prompts.append([message["content"] for message in prompts[0]])
+            return [Said(f"x{len(self.begun)}", 1.0)] * len(prompts)
+
+    parrot = Parrot()
+    # Three rounds, of 4, 8 and 16 characters.
+    said = climbed(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
+    assert said == ["x1x2x3"]
+    assert parrot.begun[:2] == begun
+    assert parrot.prompts[2][2:5:2] == ["x1", turn]

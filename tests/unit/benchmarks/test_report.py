@@ -1,0 +1,251 @@
+"""The pure parts of the benchmarks: grids, bounds, summaries, pictures."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from flashmoa_bench import ablation, chunk, handoff, heatmap, neighbours, schedule, stranger
+from flashmoa_bench.arguments import command_line
+from flashmoa_bench.engines import Role, _urls
+from flashmoa_bench.jobs import KINDS, workflows
+from flashmoa_bench.overlap import LINKED, Cell, cell, summarise
+from flashmoa_bench.pipelines import Round, Workload
+from flashmoa_bench.rounds import order
+from flashmoa_bench.stats import gaps, percentile
+
+from flashmoa import cli
+from flashmoa.cli import bench
+from flashmoa.engine import EngineError
+
+WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
+
+
+def rounds(*seconds: float, floor: float | None = None, computed: int = 0) -> list[Round]:
+    return [Round(value, 3.0, computed, floor) for value in seconds]
+
+
+def a_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> Cell:
+    measured = {
+        "fcfs": rounds(fcfs),
+        "lpm": rounds(lpm),
+        LINKED: rounds(linked, floor=0.1),
+    }
+    return cell(workload, measured)
+
+
+def grid(*arguments: str) -> list[Workload]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--full", action="store_true")
+    for name, kind in (("tps", float), ("prefix", int), ("upstream", int), ("concurrency", int)):
+        default = [1, 2, 4, 8] if name == "concurrency" else None
+        parser.add_argument(f"--{name}", type=kind, nargs="+", default=default)
+    return handoff.workloads(parser.parse_args(arguments))
+
+
+def test_the_default_grid_has_24_cells_and_the_full_one_240() -> None:
+    assert len(set(grid())) == 24
+    assert len(set(grid("--full"))) == 240
+
+
+def test_every_dimension_of_the_grid_can_be_set() -> None:
+    chosen = ["--tps", "5", "--prefix", "7", "8", "--upstream", "9", "--concurrency", "3"]
+    assert grid(*chosen) == [Workload(5, 7, 9, 3), Workload(5, 8, 9, 3)]
+
+
+def test_a_workload_counts_what_it_shares_once() -> None:
+    assert WORKLOAD.decode_seconds == 2.0
+    assert WORKLOAD.unique_tokens == 100 + 2 * (21 + 10)
+    assert WORKLOAD.pool_tokens > 2 * (100 + 21 + 10)
+
+
+def test_the_bound_is_the_shorter_phase_without_what_cannot_be_hidden() -> None:
+    short_prefill = a_cell(fcfs=3.2, lpm=3.0, linked=2.2)
+    assert short_prefill.sequential == 3.0
+    assert short_prefill.prefill == pytest.approx(1.0)
+    assert short_prefill.bound == pytest.approx(0.9)
+    assert short_prefill.hidden_fraction == pytest.approx(0.8 / 0.9)
+    assert short_prefill.speedup == {
+        "fcfs": pytest.approx(3.2 / 2.2),
+        "lpm": pytest.approx(3.0 / 2.2),
+    }
+    short_decode = a_cell(fcfs=9.0, lpm=9.0, linked=7.0)
+    assert short_decode.bound == pytest.approx(2.0)
+    assert short_decode.hidden_fraction == pytest.approx(1.0)
+
+
+def test_nothing_to_hide_has_no_fraction() -> None:
+    nothing = a_cell(fcfs=2.05, lpm=2.05, linked=2.05)
+    assert nothing.hidden_fraction is None
+    assert not nothing.is_worth_hiding
+
+
+def test_cells_are_medians_of_their_rounds() -> None:
+    measured = {"fcfs": rounds(1, 9, 4), LINKED: rounds(3, 2, 8, floor=0.1)}
+    assert cell(WORKLOAD, measured).seconds == {"fcfs": 4, LINKED: 3}
+
+
+def test_the_summary_counts_wins_and_what_was_hidden() -> None:
+    cells = [
+        a_cell(3.2, 3.0, 2.1),
+        a_cell(3.2, 3.0, 3.1),
+        a_cell(2.15, 2.15, 2.1),
+    ]
+    total = summarise(cells)
+    assert total.cells == 3
+    assert total.won == {"fcfs": 3, "lpm": 2}
+    assert total.worth_hiding == 2
+    assert total.well_hidden == 1
+    least, middle, most = total.speedups["lpm"]
+    assert (least, most) == (pytest.approx(3.0 / 3.1), pytest.approx(3.0 / 2.1))
+    assert least <= middle <= most
+
+
+def test_the_heat_map_is_svg_with_a_tile_per_cell_and_baseline() -> None:
+    cells = [
+        a_cell(3, 3, 2, Workload(10, prefix, 21, count)) for prefix in (5, 6) for count in (1, 2)
+    ]
+    picture = ElementTree.fromstring(heatmap.draw(cells, "a < b & c"))
+    tag = "{http://www.w3.org/2000/svg}"
+    texts = [element.text or "" for element in picture.iter(f"{tag}text")]
+    assert sum(text.endswith("x") for text in texts) == len(cells) * 2
+    assert "a < b & c" in texts
+    assert {"10/5/21", "10/6/21", "vs fcfs", "vs lpm", "C=1", "C=2"} <= set(texts)
+
+
+def test_colours_go_from_red_over_white_to_blue() -> None:
+    assert heatmap.colour(1.0, 2.0) == heatmap.colour(1.0, 1.0) == "#f7f7f7"
+    assert heatmap.colour(2.0, 2.0) == "#2166ac"
+    assert heatmap.colour(0.5, 2.0) == heatmap.colour(0.1, 2.0) == "#b2182b"
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert percentile(values, 0.99) == 99
+    assert percentile(values, 0.5) == 50
+    assert percentile([3.0], 0.99) == percentile([3.0], 0) == 3
+    with pytest.raises(ValueError, match="at least one"):
+        percentile([], 0.5)
+    assert gaps([1, 2, 4]) == [1, 2]
+
+
+def test_every_way_is_measured_first_as_often_as_any() -> None:
+    assert order(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_ablation_rows_stand_beside_the_papers() -> None:
+    workload = Workload(50, 2000, 200, 8)
+    unique = workload.unique_tokens
+    measured = {
+        "baseline": rounds(10, 12, 11, computed=3 * unique),
+        "batched": rounds(12, computed=4 * unique),
+        "streaming": rounds(6, computed=2 * unique),
+        "full": rounds(5, floor=0.2, computed=unique),
+    }
+    row = ablation.row(workload, measured)
+    assert row.seconds == {"baseline": 11, "batched": 12, "streaming": 6, "full": 5}
+    assert row.duplicates == {"baseline": 3, "batched": 4, "streaming": 2, "full": 1}
+    assert row.speedup == {"baseline": pytest.approx(2.2), "batched": pytest.approx(2.4)}
+    assert row.paper == {"baseline": 10.10, "streaming": 5.32, "full": 4.20}
+    assert ablation.row(Workload(50, 2000, 30, 8), measured).paper is None
+    assert ablation.row(WORKLOAD, measured).paper is None
+
+
+def test_chunks_are_compared_with_a_single_pass() -> None:
+    measured: dict[int, Sequence[Sequence[float]]] = {
+        4: [[1.0, 1.0, 0.5], [2.0, 3.0, 0.5], [2.0, 4.0, 1.0]],
+        10: [[2.0], [3.0], [4.0]],
+    }
+    small, single = chunk.summarise(measured, 10)
+    assert small.seconds == (2.0, 3.0, 0.5)
+    assert (small.total, small.over_single_pass) == (5.5, pytest.approx(5.5 / 3))
+    # The last full chunk, not the shorter rest.
+    assert small.last_over_first == pytest.approx(1.5)
+    assert (single.over_single_pass, single.last_over_first) == (1.0, None)
+
+
+def test_few_workflows_at_once_still_are_of_every_kind() -> None:
+    dice = random.Random(0)
+    assert [len(batch) for batch in schedule.batches(1, dice, shared=True)] == [1] * len(KINDS)
+    assert [len(batch) for batch in schedule.batches(10, dice, shared=True)] == [10]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_workflows_share_prefixes_where_told_to_and_nothing_else(shared: bool) -> None:
+    count = len(KINDS) + 1
+    made = workflows(count, random.Random(0), shared=shared)
+    first, again = made[0], made[-1]
+    assert (first[1].prefix == again[1].prefix) is shared
+    assert first[1].suffix != again[1].suffix
+    assert first[0].prefix != again[0].prefix
+    assert [step.output for step in first] == [agent.output for agent in KINDS[0]]
+
+
+def test_schedules_are_compared_with_fcfs() -> None:
+    measured = {"fcfs": [[2.0, 4.0], [6.0, 8.0]], "sjf": [[1.0, 2.0], [3.0, 4.0]]}
+    fcfs, sjf = schedule.summarise(10, measured)
+    assert (fcfs.mean, fcfs.p95, fcfs.mean_of_fcfs) == (5, 8, 1)
+    assert (sjf.mean, sjf.p95, sjf.mean_of_fcfs, sjf.p95_of_fcfs) == (2.5, 4, 0.5, 0.5)
+
+
+def test_throughput_is_compared_pair_by_pair() -> None:
+    flow = neighbours.throughput([100, 200, 50], [99, 220, 49])
+    assert (flow.stock, flow.plugin) == (100, 99)
+    assert flow.ratio == pytest.approx(0.99)
+    assert len(flow.ratios) == 3
+
+
+def test_a_stranger_is_compared_by_medians_of_rounds() -> None:
+    alone = [stranger.Round((1.0, 1.0, 2.0), 0.0)]
+    beside = [stranger.Round((2.0, 2.0, 6.0), 30.0)]
+    found = stranger.summarise(alone, beside)
+    assert (found.median_ratio, found.p99_ratio) == (2, 3)
+    assert found.beside.stream_tokens_per_second == 30
+
+
+def test_running_engines_must_be_complete() -> None:
+    roles = [
+        Role("stock", plugin=False),
+        Role("lpm", plugin=False, optional=True),
+        Role("flashmoa", plugin=True),
+    ]
+    parser = command_line("x", "y", roles)
+    assert _urls(roles, parser.parse_args([])) == {}
+    with pytest.raises(EngineError, match="--flashmoa-url"):
+        _urls(roles, parser.parse_args(["--stock-url", "http://a:1"]))
+    given = parser.parse_args(["--stock-url", "http://a:1", "--flashmoa-url", "http://b:1"])
+    assert list(_urls(roles, given)) == ["stock", "flashmoa"]
+
+
+def test_the_command_says_that_it_can_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["flashmoa", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert "flashmoa bench NAME" in capsys.readouterr().out
+
+
+def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["speed"]) == 2
+    message = capsys.readouterr().err
+    assert "there is no benchmark 'speed'" in message
+    assert all(name in message for name in bench.BENCHES)
+
+
+@pytest.mark.parametrize("name", list(bench.BENCHES))
+def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        bench.main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
+
+
+def test_pictures_are_svg(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["handoff", "--picture", str(tmp_path / "map.png")])

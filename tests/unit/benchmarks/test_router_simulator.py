@@ -1,0 +1,128 @@
+"""The simulated engines and the mix they are given, on cases small enough to compute by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import pytest
+from flashmoa_bench import router, routers
+from flashmoa_bench.prefill_mix import TABLE_2, Ask, mix
+from flashmoa_bench.simulated import Cache, Machine, best_hit_rate, replay
+
+from flashmoa.router.baselines import RoundRobin
+from flashmoa.router.blocks import token_blocks
+from flashmoa.router.flops import TokenCount
+from flashmoa.router.prefix_aware import PrefixAware
+
+# Ten tokens a second, a hundred at a time.
+MACHINE = Machine(TokenCount(), rate=10.0, batch_tokens=100, cache_blocks=1000)
+
+
+def ask(name: str, *parts: tuple[int, int]) -> Ask:
+    """``parts``: (token, how often)."""
+    return Ask(name, "", token_blocks([token for token, count in parts for _ in range(count)]))
+
+
+def engines(count: int, machine: Machine = MACHINE) -> dict[str, Machine]:
+    return {f"e{number}": machine for number in range(count)}
+
+
+SIBLINGS = [ask("a", (1, 32), (2, 8)), ask("b", (1, 32), (3, 8))]
+
+
+def test_siblings_in_one_forward_compute_their_prefix_once() -> None:
+    outcome = replay(SIBLINGS, RoundRobin(), engines(1), concurrency=2)
+    assert (outcome.tokens, outcome.cached, outcome.work) == (80, 32, 48)
+    assert (outcome.seconds, outcome.steps, outcome.imbalance) == (4.8, 1, 1.0)
+    assert (outcome.throughput, outcome.hit_rate) == (pytest.approx(80 / 4.8), 0.4)
+    assert best_hit_rate(one.blocks for one in SIBLINGS) == 0.4
+
+
+def test_siblings_on_two_engines_compute_it_twice() -> None:
+    outcome = replay(SIBLINGS, RoundRobin(), engines(2), concurrency=2)
+    assert (outcome.cached, outcome.work, outcome.seconds, outcome.steps) == (0, 80, 4.0, 2)
+
+
+def test_a_long_prompt_is_chunked_and_a_short_forward_takes_its_floor() -> None:
+    machine = Machine(TokenCount(), 10.0, batch_tokens=16, cache_blocks=1000, floor=1.0)
+    outcome = replay([ask("a", (1, 40))], RoundRobin(), engines(1, machine), concurrency=1)
+    # 1.6 + 1.6 s, and 1 s for the last 8 tokens.
+    assert (outcome.steps, outcome.seconds) == (3, pytest.approx(4.2))
+
+
+@pytest.mark.parametrize(("blocks", "cached"), [(2, 0), (4, 31)])
+def test_a_small_cache_forgets(blocks: int, cached: int) -> None:
+    machine = Machine(TokenCount(), 10.0, batch_tokens=100, cache_blocks=blocks)
+    asks = [ask("a", (1, 32)), ask("b", (2, 32)), ask("c", (1, 32))]
+    assert replay(asks, RoundRobin(), engines(1, machine), concurrency=1).cached == cached
+
+
+def test_the_cache_evicts_ends_of_the_least_recently_used_prompt_first() -> None:
+    cache = Cache(4)
+    assert cache.use([1, 2]) == [] and cache.use([3, 4]) == []
+    assert cache.use([1, 5]) == [2]
+    assert cache.match([1, 2]) == 1 and cache.match([3, 4]) == 2
+
+
+def test_prefixes_stay_together_under_a_queue() -> None:
+    documents = [
+        ask(f"{document}-{number}", (document, 160), (100 + number, 16))
+        for number in range(8)
+        for document in range(4)
+    ]
+    policies = {"ours": PrefixAware(), "paper": PrefixAware(patience=0), "turn": RoundRobin()}
+    hits = {
+        name: replay(documents, policy, engines(3), saturation=200, concurrency=12).hit_rate
+        for name, policy in policies.items()
+    }
+    best = best_hit_rate(one.blocks for one in documents)
+    assert hits["ours"] == pytest.approx(best, abs=0.06)
+    assert hits["ours"] > hits["paper"] and hits["ours"] > hits["turn"]
+
+
+@pytest.mark.parametrize("dataset", TABLE_2, ids=lambda one: one.name)
+def test_lengths_have_the_paper_s_range_and_mean(dataset: object) -> None:
+    assert isinstance(dataset, type(TABLE_2[0]))
+    dice = random.Random(0)
+    lengths = [dataset.length(dice) for _ in range(20_000)]
+    assert dataset.shortest <= min(lengths) and max(lengths) <= dataset.longest
+    assert sum(lengths) / len(lengths) == pytest.approx(dataset.tokens / dataset.requests, rel=0.05)
+
+
+def test_the_mix_has_each_dataset_s_part_and_is_the_same_for_a_seed() -> None:
+    asks = mix(0.01, 0.05, 3)
+    assert len(asks) == 738 and asks == mix(0.01, 0.05, 3) != mix(0.01, 0.05, 4)
+    assert sum(one.dataset == "MMLU" for one in asks) == 240
+    assert len({one.name for one in asks}) == len(asks)
+
+
+def test_the_bench_ranks_policies_and_saves_what_it_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "router.json"
+    arguments = ["--scale", "0.05", "--engines", "4", "--json", str(path)]
+    assert router.main(arguments) == 0
+    rows = {row["policy"]: row for row in json.loads(path.read_text())["results"]["rows"]}
+    speed = {policy: row["throughput"] for policy, row in rows.items()}
+    assert speed["prefix_aware"] > speed["cache_aware"] > speed["random"]
+    assert rows["prefix_aware"]["hit_rate"] > rows[router.PAPER]["hit_rate"]
+    assert rows["random"]["speedup"] == 1.0
+    shown = capsys.readouterr().out
+    assert all(name.split(",")[0] in shown for name in rows)
+
+
+def test_a_live_round_has_its_requests_about_documents_and_others() -> None:
+    options = argparse.Namespace(documents=2, siblings=3, others=4, words=50)
+    texts = routers.prompts(options, 0)
+    assert len(texts) == 10 and texts == routers.prompts(options, 0) != routers.prompts(options, 1)
+    starts = [text[:300] for text in texts]
+    assert sorted(starts.count(start) for start in set(starts)) == [1, 1, 1, 1, 3, 3]
+
+
+def test_a_live_router_has_a_name() -> None:
+    assert routers._named("ours=http://a:1/") == ("ours", "http://a:1")
+    with pytest.raises(argparse.ArgumentTypeError, match="NAME=URL"):
+        routers._named("http://a:1")

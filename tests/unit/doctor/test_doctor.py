@@ -1,0 +1,143 @@
+"""The doctor, without an engine: what is installed, and URLs where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import anyio
+import pytest
+from flashmoa_sglang import internals, releases
+
+from flashmoa.cli import doctor
+from flashmoa.doctor import Asked, check_engine, check_installation, hooks, installation, machine
+from tests.unit.plugin.renamed import Renamed
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """A web server that answers every path with a page."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<html></html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_this_installation_is_well_and_nothing_heavy_is_imported() -> None:
+    script = (
+        "import sys; from flashmoa.cli import doctor; code = doctor.main(['--json']); "
+        "assert not {'torch', 'sglang'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = {one["about"]: one for one in json.loads(done.stdout)}
+    assert done.returncode == 0, found
+    assert found["SGLang"]["level"] == "ok" and found["internals"]["level"] == "ok"
+
+
+def test_an_old_sglang_is_to_be_mended() -> None:
+    old = hooks.check_release("0.4.6")
+    assert old.level == "mend" and all(one in old.text for one in releases.TESTED)
+    assert hooks.check_release("0.5.19").level == "note"
+    assert releases.too_old("0.0.0.dev1+g123") is None
+
+
+def test_each_missing_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A hooked method of a class with bases, one that is called, an attribute that is read.
+    for name in ("flush_cache", "stash_chunked_request", "waiting_queue"):
+        other = Renamed(name)
+        monkeypatch.setattr(internals, "installed", lambda other=other: other)
+        (found,) = hooks.check_internals()
+        assert found.level == "mend"
+        assert f"has no sglang.srt.managers.scheduler.Scheduler.{name}" in found.text
+        assert found.remedy == f"pip install sglang=={releases.TESTED[-1]}"
+
+
+def test_what_only_some_engines_use_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
+    (found,) = hooks.check_internals()
+    assert found.level == "note" and "--flashmoa-asyncep needs that" in found.text
+    # Without a GPU every engine is on a CPU.
+    monkeypatch.setattr(internals, "installed", lambda: Renamed("PlatformEnum"))
+    for gpus, level in ((["nvidia0"], "note"), ([], "mend")):
+        monkeypatch.setattr(machine, "accelerators", lambda gpus=gpus: gpus)
+        assert [one.level for one in hooks.check_internals()] == [level]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "which", lambda _name: None)
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    monkeypatch.setenv("SGLANG_PLATFORM", "other")
+    to_mend = {one.about: one.remedy for one in check_installation() if one.level == "mend"}
+    assert to_mend["C compiler"] == "apt-get install gcc"
+    assert "SGLANG_PLATFORM" in to_mend["environment"]
+    monkeypatch.setattr(installation, "installed", lambda _name: None)
+    assert "flashmoa[autogen]" in installation.check_autogen().remedy
+    # A machine for clients only: nothing is wrong with it.
+    assert [one.level for one in installation.check_plugin()] == ["note"]
+    monkeypatch.setattr(installation, "installed", {"sglang": "0.5.18"}.get)
+    assert installation.check_plugin()[1].remedy == "pip install ./server_patches"
+
+
+async def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    (_, system) = machine.check_system()
+    assert system.level == "note" and "Linux only" in system.text
+
+
+@pytest.mark.parametrize(
+    ("url", "said", "remedy"),
+    [
+        ("http://127.0.0.1:9", "nothing answers at http://127.0.0.1:9", "--port 9"),
+        ("localhost:30000", "is not an engine's URL", "http://HOST:PORT"),
+        ("http://127.0.0.1:port", "is not an engine's URL", "http://HOST:PORT"),
+    ],
+)
+async def test_no_engine(url: str, said: str, remedy: str) -> None:
+    (finding,) = await check_engine(Asked(url))
+    assert finding.level == "mend" and said in finding.text and remedy in finding.remedy
+
+
+async def test_another_server(other_server: str) -> None:
+    (finding,) = await check_engine(Asked(other_server))
+    assert (finding.level, finding.text) == ("mend", f"{other_server} answers, but is no engine")
+
+
+@pytest.mark.anyio
+async def test_the_list_has_what_mends(capsys: pytest.CaptureFixture[str]) -> None:
+    # Not in this thread, where the session's event loop may be.
+    command = ["--engine-only", "--engine", "http://127.0.0.1:9"]
+    assert await anyio.to_thread.run_sync(doctor.main, command) == 1
+    shown = capsys.readouterr().out
+    assert "mend  engine" in shown and "→ flashmoa serve" in shown and "1 to mend" in shown
+
+
+def test_a_torch_without_cuda_beside_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
+    assert machine._accelerator()[-1].level == "mend"
+    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "12.8"))
+    assert machine._accelerator()[-1].text == "nvidia0"

@@ -1,0 +1,108 @@
+"""Prompts told beforehand, over chat templates of the main families."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import TextMessage
+from autogen_core.models import AssistantMessage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import Environment, TemplateError
+
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._forecast import forecast
+from flashmoa.autogen._rendering import render
+from flashmoa.autogen._shadows import agent_dry_runs
+from flashmoa.engine import MalformedRequest
+from flashmoa.linking.placeholders import StandIns
+from tests.chat_templates import ALTERNATING, TEMPLATES
+
+
+class Renderer:
+    """What an engine does with a template."""
+
+    def __init__(self, template: str) -> None:
+        environment = Environment()
+        environment.globals["raise_exception"] = _refuse
+        self._template = environment.from_string(template)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        try:
+            return self._template.render(messages=messages, tools=tools, **(template_args or {}))
+        except TemplateError as error:
+            raise MalformedRequest(str(error), status=400, code="malformed") from error
+
+
+def _refuse(reason: str) -> None:
+    raise TemplateError(reason)
+
+
+def reader(family: str, *, merge: bool, tools: bool) -> Any:
+    """An agent that has spoken once already."""
+    client = FlashMoAChatCompletionClient(
+        model="tiny", base_url="http://127.0.0.1:9", merge_user_messages=merge
+    )
+    client.engine = Renderer(TEMPLATES[family])  # type: ignore[assignment]
+    more: dict[str, Any] = {"tools": [look]} if tools else {}
+    return AssistantAgent("reader", model_client=client, system_message="Be brief. ", **more)
+
+
+async def look(place: str) -> str:
+    """Look at a place."""
+    return place
+
+
+async def told_and_sent(
+    family: str, texts: Sequence[str], *, merge: bool, tools: bool
+) -> tuple[str, str, str]:
+    """What is certain of a prompt before and after its texts are written, and what is sent."""
+    agent = reader(family, merge=merge, tools=tools)
+    context = agent._model_context
+    await context.add_message(TextMessage(content="Hi", source="user").to_model_message())
+    await context.add_message(AssistantMessage(content="<think>well</think>Hello", source="reader"))
+    writers = [f"writer{number}" for number in range(len(texts))]
+    stand_ins = StandIns(writers)
+    (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
+    future = [TextMessage(content=stand_ins.padded(name), source=name) for name in writers]
+    prompt = await forecast(agent._model_client, [dry_run], [future], stand_ins)
+    before = prompt.stable()
+    for slot in prompt.slots:
+        slot.append(texts[writers.index(slot.name)])
+        slot.close()
+    written = [TextMessage(content=t, source=n) for n, t in zip(writers, texts, strict=True)]
+    call = await dry_run(written)
+    sent = await render(agent._model_client, call.messages, call.tools)
+    return before, prompt.stable(), sent
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@given(
+    # Of blank text, a template that trims leaves less than was certain; that only costs time.
+    texts=st.lists(
+        st.text(alphabet="ab \n<>[]{}|/é漢", max_size=12).filter(str.strip), min_size=1, max_size=3
+    ),
+    tools=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_what_is_told_is_what_is_sent(family: str, texts: list[str], tools: bool) -> None:
+    merge = family in ALTERNATING
+    before, told, sent = asyncio.run(told_and_sent(family, texts, merge=merge, tools=tools))
+    assert told == sent
+    assert told.startswith(before) and "A trip, please." in before
+
+
+@pytest.mark.parametrize("family", sorted(ALTERNATING))
+def test_templates_that_refuse_consecutive_users_say_so(family: str) -> None:
+    with pytest.raises(MalformedRequest, match="alternate"):
+        asyncio.run(told_and_sent(family, ["a", "b"], merge=False, tools=False))

@@ -1,0 +1,101 @@
+"""An engine with the plugin's routes, some of which take a request and never answer it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Literal
+
+import anyio
+from anyio.abc import SocketStream
+
+from tests.unit.engine.faulty_engine import BROKEN, listening, received, send, stream
+
+Route = Literal["render", "open", "append", "keep_alive", "delete", "chat"]
+
+
+class HungEngine:
+    """Engine of any number of prompt streams.
+
+    Attributes:
+        hangs: routes that do not answer.
+        lacks: routes that it does not have.
+        gone: streams that have expired.
+        asked: every request so far, as (route, its body).
+    """
+
+    def __init__(self, url: str, hangs: tuple[Route, ...]) -> None:
+        self.url = url
+        self.hangs = set(hangs)
+        self.lacks: set[Route] = set()
+        self.gone: set[str] = set()
+        self.asked: list[tuple[Route, dict[str, Any]]] = []
+        self._ids = (f"s{number}" for number in itertools.count())
+
+    def routes(self) -> list[Route]:
+        return [route for route, _ in self.asked]
+
+    async def until(self, route: Route, times: int = 1) -> None:
+        """Wait until it was asked that."""
+        with anyio.fail_after(10):
+            while self.routes().count(route) < times:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+
+    async def serve(self, client: SocketStream) -> None:
+        async with client:
+            with suppress(*BROKEN):
+                method, path, body = await received(client)
+                route = _route(method, path)
+                self.asked.append((route, body))
+                if route in self.hangs:
+                    await client.receive()  # Until the client has gone.
+                elif route in self.lacks:
+                    await send(client, 404, {"detail": "Not Found"})
+                elif path.split("/")[2:3] and path.split("/")[2] in self.gone:
+                    error = {"message": "it has expired", "code": "stream_gone"}
+                    await send(client, 410, {"error": error})
+                else:
+                    await self._answer(client, route, body)
+
+    async def _answer(self, client: SocketStream, route: Route, body: dict[str, Any]) -> None:
+        if route == "chat":
+            if body.get("max_tokens") == -1:
+                await send(client, 400, {"error": {"message": "no", "code": "bad"}})
+            elif body.get("stream"):
+                await stream(client, "fine")
+            else:
+                raise AssertionError("only streams are asked for here")
+        elif route == "render":
+            await send(client, 200, {"text": "\n".join(m["content"] for m in body["messages"])})
+        else:
+            await send(client, 200, {**_STATE, "id": next(self._ids), "next_seq": 0})
+
+
+_STATE = {
+    "received_tokens": 1,
+    "prefilled_tokens": 1,
+    "computed_tokens": 1,
+    "increments": 1,
+    "ended": False,
+    "ttl_seconds": 30.0,
+    "pace_seconds": 0.01,
+}
+
+
+def _route(method: str, path: str) -> Route:
+    if path == "/render":
+        return "render"
+    if path == "/prompt_streams":
+        return "open"
+    if method == "DELETE":
+        return "delete"
+    if path.endswith("/append"):
+        return "append"
+    return "keep_alive" if path.endswith("/keep_alive") else "chat"
+
+
+@asynccontextmanager
+async def hung_engine(*hangs: Route) -> AsyncGenerator[HungEngine]:
+    async with listening(lambda url: HungEngine(url, hangs)) as engine:
+        yield engine

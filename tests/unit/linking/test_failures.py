@@ -1,0 +1,105 @@
+"""Failure policies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+
+from flashmoa import FailurePolicy, Text, UpstreamCancelled
+from flashmoa.engine import EngineTimeout, EngineUnreachable
+from flashmoa.linking.failure_policy import failure_of
+from flashmoa.linking.streamed_text import mentioned, replaced
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (ValueError(), "error"),
+        (EngineUnreachable("gone"), "error"),
+        (EngineTimeout("late"), "timeout"),
+        (TimeoutError(), "timeout"),
+        (httpx.ReadTimeout("late"), "timeout"),
+        (type("ReadTimeout", (type("TimeoutException", (Exception,), {}),), {})(), "timeout"),
+        (
+            caused(
+                openai.APITimeoutError(request=httpx.Request("POST", "http://x")),
+                httpx.ReadTimeout("late"),
+            ),
+            "timeout",
+        ),
+        (UpstreamCancelled("stopped"), "cancel"),
+        (asyncio.CancelledError(), "cancel"),
+        (GeneratorExit(), "cancel"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_an_exception_is(error: BaseException, failure: str) -> None:
+    assert failure_of(error) == failure
+
+
+def test_a_cause_may_lead_back_to_itself() -> None:
+    error = ValueError()
+    assert failure_of(caused(error, caused(KeyError(), error))) == "error"
+
+
+def test_one_action_is_for_all_but_a_stall() -> None:
+    policy = FailurePolicy.of("finalize")
+    assert [policy.action(one) for one in ("error", "cancel", "timeout")] == ["finalize"] * 3
+    assert policy.action("stall") == "abort"
+    assert FailurePolicy.of(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"error": "ignore"}, "error must be 'abort' or 'finalize'"),
+        ({"stall_seconds": 0}, "stall_seconds must be a positive number"),
+        ({"stall_seconds": "soon"}, "stall_seconds must be a positive number"),
+    ],
+)
+def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FailurePolicy(**wrong)
+
+
+async def test_a_text_is_read_by_policy() -> None:
+    text = Text("draft")
+    text.write("so far")
+    with pytest.raises(TimeoutError):
+        with anyio.fail_after(0.05):
+            await text.read(FailurePolicy(stall_seconds=0.01))
+    stalled = FailurePolicy(stall="finalize", stall_seconds=0.01)
+    assert await text.read(stalled) == "so far"
+    text.fail(ValueError("broken"))
+    text.write(" and no further")
+    text.close()
+    assert await text.read(FailurePolicy(error="finalize")) == "so far"
+    for policy in (FailurePolicy(), FailurePolicy(timeout="finalize")):
+        with pytest.raises(ValueError, match="broken"):
+            await text.read(policy)
+    assert not text.is_complete and f"{text}" == text.mark
+
+
+def test_marks_are_found_and_replaced() -> None:
+    texts = {text.mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
+    one, two, three = texts
+    assert [t.mark for t in mentioned([f"{two} {one}", f"x{two}"], texts)] == [two, one]
+    assert mentioned([one[:-1], two[1:], "\u27e6one:0123456789abcdef\u27e7"], texts) == []
+    assert replaced(f"<{one}{three}>", {one: two, three: ""}) == f"<{two}>"

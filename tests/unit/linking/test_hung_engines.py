@@ -1,0 +1,215 @@
+"""An engine that does not answer holds neither a request nor whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_core import CancellationToken
+from autogen_core.models import UserMessage
+
+from flashmoa import EngineClient, Text, Workflow
+from flashmoa._concurrency import TaskHost
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.autogen._promises import _texts
+from flashmoa.engine import EngineError
+from flashmoa.observe import CallStarted, Event, LinkClosed
+from tests.unit.engine.faulty_engine import TEXT
+from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine
+from tests.unit.linking.test_openai_tap import INFO
+
+pytestmark = pytest.mark.anyio
+# What nothing here may take longer than; what hangs, hangs for 25 s.
+SOON = 1.0
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@contextmanager
+def soon() -> Generator[None]:
+    before = anyio.current_time()
+    yield
+    assert anyio.current_time() - before < SOON
+
+
+def client_of(engine: HungEngine, **more: Any) -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient(
+        model="m", base_url=engine.url, timeout=25.0, model_info=INFO, max_retries=0, **more
+    )
+
+
+def asks(text: object) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"Read this: {text}"}]
+
+
+async def reached(engine: HungEngine, text: Text, times: int = 1) -> None:
+    """Wait until so many links to a text are as far as they come; a stream gets a piece of it."""
+    far: Route | None = next((one for one in ("render", "open") if one in engine.hangs), None)
+    await engine.until(far or "open", times)
+    if far is None:
+        text.write("a ")
+        await engine.until("append", times)
+
+
+@pytest.mark.parametrize("hangs", ["render", "open", "append"])
+async def test_a_request_is_sent_once_its_texts_are_there(hangs: Route) -> None:
+    events: list[Event] = []
+    async with (
+        hung_engine(hangs) as engine,
+        EngineClient(engine.url, timeout=25.0) as client,
+        Workflow(client, listener=events.append) as flow,
+    ):
+        draft = flow.text("draft")
+        answer = flow.ask(asks(draft))
+        await reached(engine, draft)
+        with soon():
+            draft.finish("a plan")
+            assert await answer == TEXT
+    (started,) = [event for event in events if isinstance(event, CallStarted)]
+    assert started.late == (hangs != "append")
+    assert (started.stream_id is not None) == (hangs == "append")
+
+
+async def test_expecting_waits_for_nothing() -> None:
+    async with (
+        hung_engine("render") as engine,
+        EngineClient(engine.url, timeout=25.0) as client,
+        Workflow(client) as flow,
+    ):
+        draft = flow.text("draft")
+        with soon():
+            expected = await flow.expect(asks(draft))
+            await engine.until("render")
+            draft.finish("a plan")
+            assert "a plan" in (await expected.messages())[0]["content"]
+            assert expected.take_over() == {}
+        assert expected.is_late
+
+
+@pytest.mark.parametrize("hangs", ["render", "open", "append"])
+async def test_a_call_with_a_promise_in_it_is_sent_once_that_is_there(hangs: Route) -> None:
+    async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
+        writer, reader = client_of(writing), client_of(reading)
+        mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content
+        read = [UserMessage(content=f"Read {mark}", source="user")]
+        review = str((await reader.promise(read)).content)
+        await reached(reading, _texts[str(mark)])
+        with soon():
+            _texts[str(mark)].finish("a plan")
+            assert await reader.result(review) == TEXT
+            await reader.close()
+            await writer.close()
+
+
+@pytest.mark.parametrize(
+    "hangs", [("render",), ("open",), ("append",), ("delete",), ("open", "delete")]
+)
+@pytest.mark.parametrize("is_error", [False, True])
+async def test_leaving_a_workflow_waits_for_no_engine(
+    hangs: tuple[Route, ...], is_error: bool
+) -> None:
+    async with hung_engine(*hangs) as engine, EngineClient(engine.url, timeout=25.0) as client:
+        events: list[Event] = []
+        try:
+            async with Workflow(client, listener=events.append) as flow:
+                draft = flow.text("draft")
+                several = [await flow.expect(asks(draft), name=f"e{n}") for n in range(3)]
+                await reached(engine, draft, 3)
+                if hangs == ("delete",):
+                    # Of one that was taken over, the workflow itself gives the stream back.
+                    assert several[0].take_over()
+                    with soon():
+                        await several[0].give_back()
+                before = anyio.current_time()
+                if is_error:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert is_error
+        assert anyio.current_time() - before < SOON
+        if hangs != ("render",):
+            assert len([event for event in events if isinstance(event, LinkClosed)]) == 3
+
+
+async def test_a_refused_request_holds_nobody_either() -> None:
+    async with hung_engine("delete") as engine, EngineClient(engine.url, timeout=25.0) as client:
+        async with Workflow(client) as flow:
+            draft = flow.text("draft")
+            answer = flow.ask(asks(draft), max_tokens=-1)
+            await reached(engine, draft)
+            before = anyio.current_time()
+            draft.finish("a plan")
+            with pytest.raises(EngineError):
+                await answer
+        assert anyio.current_time() - before < SOON
+    assert "delete" in engine.routes()
+
+
+@pytest.mark.parametrize("hangs", ["render", "open", "append", "delete"])
+async def test_closing_a_client_waits_for_no_engine(hangs: Route) -> None:
+    """Nor does each thing that it closes, one after the other."""
+    async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
+        writer, reader = client_of(writing), client_of(reading)
+        mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content
+        for _ in range(4):
+            await reader.promise([UserMessage(content=f"Read {mark}", source="user")])
+        await reached(reading, _texts[str(mark)], 4)
+        with soon():
+            await reader.close()
+            await writer.close()
+
+
+@pytest.mark.parametrize("hangs", ["render", "open", "delete"])
+async def test_closing_linked_teams_waits_for_no_engine(hangs: Route) -> None:
+    async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
+        writer, reader = client_of(writing), client_of(reading)
+        runs: list[asyncio.Future[Any]] = []
+        token = CancellationToken()
+        for _ in range(4):
+            agents = [
+                AssistantAgent("writer", model_client=writer),
+                AssistantAgent("reviewer", model_client=reader),
+            ]
+            team = RoundRobinGroupChat(agents, max_turns=2)
+            linked = link(team)
+            running = team.run(task="Go.", cancellation_token=token)
+            runs.append(asyncio.ensure_future(running))
+        await reading.until("open" if hangs == "delete" else hangs, 4)
+        with soon():
+            await linked.close()
+        with soon():
+            await reader.close()
+        token.cancel()
+        await asyncio.wait(runs)
+        await writer.close()
+
+
+async def test_what_is_left_to_do_while_a_host_closes_is_done_at_once() -> None:
+    host, done = TaskHost(), 0
+
+    async def last() -> None:
+        nonlocal done
+        with anyio.CancelScope(shield=True):
+            await anyio.lowlevel.checkpoint()
+        done += 1
+
+    async def work() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            host.finish(last)
+
+    for _ in range(3):
+        host.start(work)
+    await anyio.wait_all_tasks_blocked()
+    await host.close()
+    assert done == 3

@@ -1,0 +1,163 @@
+"""Streams that live as long as their link does, and not much longer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from autogen_core.models import ChatCompletionClient
+
+from flashmoa import EngineClient, Link, Prompt, Slot, Workflow
+from flashmoa.agent_framework import FlashMoAChatClient
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.observe import Event, LinkClosed, LinkOpened
+from tests.unit.linking.hung_engine import HungEngine, hung_engine
+from tests.unit.linking.test_openai_tap import INFO
+
+pytestmark = pytest.mark.anyio
+# Of which a third is soon over.
+TTL = 0.3
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def linked(
+    engine: HungEngine, events: list[Event] | None = None, **more: Any
+) -> AsyncGenerator[Link]:
+    """A link to a prompt that two write, once its stream is open."""
+    prompt, told = Prompt(["Go. ", Slot("a"), Slot("b")]), events if events is not None else []
+    async with (
+        EngineClient(engine.url, timeout=25.0, stream_ttl_seconds=TTL) as client,
+        anyio.create_task_group() as group,
+    ):
+        link = Link(client, prompt, agent="reader", listener=told.append, **more)
+        group.start_soon(link.run)
+        await engine.until("open")
+        yield link
+        group.cancel_scope.cancel()
+
+
+async def test_a_slow_writer_keeps_its_link() -> None:
+    async with hung_engine() as engine, linked(engine) as link:
+        await engine.until("keep_alive", 3)
+        link.feed("a", "some ")
+        await engine.until("append")
+        await engine.until("keep_alive", 5)
+        assert not link.is_over
+
+
+async def test_text_that_cannot_be_sent_yet_is_no_sign_of_life() -> None:
+    async with hung_engine() as engine, linked(engine) as link, anyio.create_task_group() as group:
+
+        async def write() -> None:
+            while True:
+                link.feed("b", "more ")
+                await anyio.sleep(0.01)
+
+        group.start_soon(write)
+        await engine.until("keep_alive", 3)
+        assert "append" not in engine.routes()
+        group.cancel_scope.cancel()
+
+
+async def test_a_complete_prompt_is_kept_until_it_is_used() -> None:
+    async with hung_engine() as engine, linked(engine) as link:
+        for name in ("a", "b"):
+            link.feed(name, "some ")
+            link.close_slot(name)
+        await engine.until("append")
+        await engine.until("keep_alive", 3)
+        assert link.take_over() == "s0"
+        asked = len(engine.routes())
+        await anyio.sleep(TTL)
+        assert len(engine.routes()) == asked
+
+
+async def test_a_prompt_that_is_not_used_is_not_kept_forever() -> None:
+    events: list[Event] = []
+    async with hung_engine() as engine, linked(engine, events, unused_seconds=2 * TTL) as link:
+        for name in ("a", "b"):
+            link.close_slot(name)
+        await engine.until("delete")
+        assert "keep_alive" in engine.routes()
+    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
+    assert closed.reason == "unused"
+
+
+async def test_a_plugin_that_does_not_know_it_costs_no_link() -> None:
+    async with hung_engine() as engine:
+        engine.lacks.add("keep_alive")
+        async with linked(engine) as link:
+            await engine.until("keep_alive")
+            await anyio.sleep(TTL)
+            link.feed("a", "some ")
+            await engine.until("append")
+            assert engine.routes().count("keep_alive") == 1
+            assert not link.is_over
+
+
+async def test_a_stream_that_is_gone_ends_its_link() -> None:
+    events: list[Event] = []
+    async with hung_engine() as engine, linked(engine, events):
+        engine.gone.add("s0")
+        await engine.until("delete")
+    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
+    assert closed.reason.startswith("StreamGone")
+
+
+async def test_an_engine_that_does_not_answer_to_it_is_sent_text_all_the_same() -> None:
+    async with hung_engine("keep_alive") as engine, linked(engine) as link:
+        await engine.until("keep_alive")
+        link.feed("a", "some ")
+        await engine.until("append")
+        # And told again, as soon as there is nothing else to tell it.
+        await engine.until("keep_alive", 2)
+        assert not link.is_over
+
+
+async def test_a_stream_opens_only_once_for_a_listener() -> None:
+    """Signs of life are no news."""
+    events: list[Event] = []
+    async with hung_engine() as engine, linked(engine, events):
+        await engine.until("keep_alive", 2)
+    assert [type(event) for event in events] == [LinkOpened, LinkClosed]
+
+
+async def test_a_streams_lifetime_is_what_users_say() -> None:
+    async with hung_engine() as engine:
+        async with EngineClient(engine.url, stream_ttl_seconds=7.0) as client:
+            for seconds in (None, 9.0):
+                async with Workflow(client, stream_ttl_seconds=seconds) as flow:
+                    await flow.expect([{"role": "user", "content": f"Read {flow.text()}"}])
+                    await engine.until("open", 1 if seconds is None else 2)
+        async with EngineClient(engine.url) as client, anyio.create_task_group() as group:
+            group.start_soon(Link(client, Prompt(["Go. ", Slot("a")]), agent="b").run)
+            await engine.until("open", 3)
+            group.cancel_scope.cancel()
+    opened = [body["ttl_seconds"] for route, body in engine.asked if route == "open"]
+    assert opened == [7.0, 9.0, 30.0]
+
+
+async def test_clients_say_it_too() -> None:
+    chat = FlashMoAChatCompletionClient(
+        model="m", base_url="http://127.0.0.1:9", model_info=INFO, stream_ttl_seconds=7.0
+    )
+    loaded = ChatCompletionClient.load_component(chat.dump_component())
+    assert isinstance(loaded, FlashMoAChatCompletionClient)
+    other = FlashMoAChatClient("m", base_url="http://127.0.0.1:9", stream_ttl_seconds=7.0)
+    for client in (chat, loaded, other):
+        assert client.engine.stream_ttl_seconds == 7.0
+        await client.close()
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="stream_ttl_seconds must be a positive number"):
+            EngineClient("http://127.0.0.1:9", stream_ttl_seconds=wrong)
+        async with EngineClient("http://127.0.0.1:9") as client:
+            with pytest.raises(ValueError, match="stream_ttl_seconds must be a positive number"):
+                Workflow(client, stream_ttl_seconds=wrong)

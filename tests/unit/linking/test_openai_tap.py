@@ -1,0 +1,268 @@
+"""Hearing an answer changes nothing about it, nor about what goes wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Literal, get_args
+
+import httpx
+import pytest
+from agent_framework import Message
+from autogen_core.models import CreateResult, ModelFamily, ModelInfo, UserMessage
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from openai import APIStatusError, AsyncOpenAI
+
+from flashmoa import EngineClient, Link, Prompt, Slot, Text
+from flashmoa.agent_framework import FlashMoAChatClient
+from flashmoa.agent_framework._calls import Call
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._promises import _texts
+from flashmoa.completions import Watch, WatchedBody, watch_completions
+from flashmoa.observe import ignore
+from flashmoa.observe.calls import CallReporter
+from tests.unit.engine.faulty_engine import OTHER, TEXT, WORDS, Fate, FaultyEngine, faulty_engine
+
+pytestmark = pytest.mark.anyio
+ASK = [UserMessage(content="Go.", source="user")]
+INFO = ModelInfo(
+    vision=False,
+    function_calling=False,
+    json_output=False,
+    family=ModelFamily.UNKNOWN,
+    structured_output=False,
+)
+How = Literal["stock", "unlinked", "listener", "linked"]
+HOWS: tuple[How, ...] = get_args(How)
+# Long enough for what is told it, and short enough to wait for.
+BRIEF = 0.5
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def client_of(
+    engine: FaultyEngine, how: How, **more: Any
+) -> AsyncGenerator[OpenAIChatCompletionClient]:
+    settings: dict[str, Any] = {"model": "m", "model_info": INFO, "timeout": 5.0, **more}
+    if how == "stock":
+        made = OpenAIChatCompletionClient(base_url=f"{engine.url}/v1", api_key="x", **settings)
+    elif how == "listener":
+        made = FlashMoAChatCompletionClient(
+            base_url=engine.url, listener=lambda _: None, **settings
+        )
+    else:
+        made = FlashMoAChatCompletionClient(base_url=engine.url, **settings)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def ended(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngine) -> Any:
+    """What a call ended in, and how many requests there were: its text, or its exception."""
+    try:
+        if how == "linked":
+            assert isinstance(client, FlashMoAChatCompletionClient)
+            promised = await client.promise(ASK)
+            text: Any = await client.result(str(promised.content))
+        else:
+            text = (await client.create(ASK)).content
+        return text, len(engine.bodies)
+    except Exception as error:
+        status = error.status_code if isinstance(error, APIStatusError) else None
+        body = error.body if isinstance(error, APIStatusError) else None
+        return type(error), type(error.__cause__), status, body, len(engine.bodies)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenAI's client waits half a second and longer before it tries again."""
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize(
+    "fates",
+    [
+        ("fine",), ("cut",), ("cut",) * 3, ("ends",), ("error",), ("error",) * 3, (500,),
+        (500,) * 3, (429,), (404,), ("hang",), ("slow",), ("html",),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_is_heard_ends_as_what_is_not(fates: tuple[Fate, ...], retries: int) -> None:
+    """Its text or its exception, and the number of its requests."""
+    outcomes: dict[How, Any] = {}
+    for how in HOWS:
+        async with faulty_engine(*fates) as engine:
+            # A slow answer takes longer, though no word of it does.
+            timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
+            async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
+                outcomes[how] = await ended(client, how, engine)
+            is_heard = how in ("listener", "linked")
+            assert all(bool(body.get("stream")) == is_heard for body in engine.bodies)
+    assert outcomes == dict.fromkeys(HOWS, outcomes["stock"])
+    if fates == ("fine",):
+        assert outcomes["stock"] == (TEXT, 1)
+    elif len(fates) <= retries and fates[0] not in (404, "html"):
+        assert outcomes["stock"] == (TEXT, len(fates) + 1)
+    else:
+        assert not isinstance(outcomes["stock"][0], str)
+
+
+@pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
+async def test_a_stream_ends_as_the_stock_clients(fate: Fate) -> None:
+    outcomes: list[Any] = []
+    for how in ("stock", "listener"):
+        async with faulty_engine(fate) as engine:
+            timeout = BRIEF if fate == "hang" else 5.0
+            async with client_of(engine, how, timeout=timeout, max_retries=2) as client:
+                items: list[Any] = []
+                try:
+                    items += [item async for item in client.create_stream(ASK)]
+                except Exception as error:
+                    items += [type(error), type(error.__cause__), f"{error}"]
+                items = [x.content if isinstance(x, CreateResult) else x for x in items]
+                outcomes.append((items, len(engine.bodies)))
+    assert outcomes[0] == outcomes[1]
+
+
+def openai_of(engine: FaultyEngine, **more: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="x", **more)
+
+
+async def asked(client: AsyncOpenAI, heard: list[str]) -> Any:
+    watch = Watch(heard.append, taps=True)
+    return await client.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": "Go."}],
+        extra_body=WatchedBody({"prompt_stream_id": "s"}, watch),
+    )
+
+
+async def test_the_whole_answer_is_as_without_hearing() -> None:
+    async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as heard:
+        watch_completions(heard)
+        plain: Any = await stock.chat.completions.create(model="m", messages=[])
+        pieces: list[str] = []
+        whole = await asked(heard, pieces)
+    assert pieces == WORDS
+    # Besides what there is none of.
+    assert whole.to_dict(exclude_none=True) == plain.to_dict(exclude_none=True)
+    assert whole._request_id == plain._request_id == "r1"
+    assert engine.bodies[1]["prompt_stream_id"] == "s"
+
+
+@pytest.mark.parametrize(
+    ("fates", "told", "text"),
+    [
+        (("cut", "cut", "fine"), WORDS, TEXT),
+        # Of another answer nothing is told: what flows on ends there.
+        (("cut", "other"), WORDS[:3], "".join(OTHER)),
+        (("cut", "other", "fine"), WORDS[:3], "".join(OTHER)),
+    ],
+)
+async def test_what_is_asked_again_is_told_once(
+    fates: tuple[Fate, ...], told: list[str], text: str
+) -> None:
+    pieces: list[str] = []
+    async with faulty_engine(*fates) as engine, openai_of(engine) as client:
+        watch_completions(client)
+        answer = await asked(client, pieces)
+    assert answer.choices[0].message.content == text
+    assert pieces == told
+
+
+async def test_a_promise_that_is_written_anew_reads_right() -> None:
+    """Who waits gets the answer there is; links that were told another one end."""
+    async with (
+        faulty_engine("cut", "other") as engine,
+        EngineClient("http://127.0.0.1:9") as nowhere,
+        client_of(engine, "linked", max_retries=2) as client,
+    ):
+        assert isinstance(client, FlashMoAChatCompletionClient)
+        mark = str((await client.promise(ASK)).content)
+        link = Link(nowhere, Prompt([Slot(_texts[mark].name)]), agent="reader")
+        _texts[mark].follow(link)
+        assert await client.result(f"Read: {mark}") == f"Read: {''.join(OTHER)}"
+    assert link.is_over and link.take_over() is None
+
+
+async def test_a_shared_http_client_is_tapped_once_and_elsewhere_as_ever() -> None:
+    async with httpx.AsyncClient() as http, faulty_engine() as engine:
+        one, other = (openai_of(engine, http_client=http) for _ in range(2))
+        for client in (one, other, one):
+            watch_completions(client)
+        pieces: list[str] = []
+        await asked(one, pieces)
+        assert pieces == WORDS
+        await one.chat.completions.create(model="m", messages=[])
+        await one.with_options(max_retries=1).chat.completions.create(model="m", messages=[])
+    assert [body.get("stream") for body in engine.bodies] == [True, None, None]
+
+
+async def test_whoever_patches_the_http_client_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    async with faulty_engine() as engine, openai_of(engine) as client:
+        kind: Any = type(client._client)
+        real = kind.send
+
+        async def send(self: Any, request: Any, **options: Any) -> Any:
+            seen.append(request.url.path)
+            return await real(self, request, **options)
+
+        watch_completions(client)
+        monkeypatch.setattr(kind, "send", send)
+        assert (await asked(client, [])).choices[0].message.content == TEXT
+    assert seen == ["/v1/chat/completions"]
+
+
+async def test_hearing_that_fails_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    def hear(_: str) -> None:
+        raise ZeroDivisionError
+
+    async with faulty_engine() as engine, openai_of(engine) as client:
+        watch_completions(client)
+        body = WatchedBody({}, Watch(hear, taps=True))
+        answer = await client.chat.completions.create(model="m", messages=[], extra_body=body)
+    assert answer.choices[0].message.content == TEXT
+    assert [body.get("stream") for body in engine.bodies] == [True, None]
+    assert "it is asked for anew" in caplog.text
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
+async def test_agent_framework_fares_the_same(fate: Fate, retries: int) -> None:
+    outcomes: list[Any] = []
+    for is_heard in (False, True):
+        async with faulty_engine(fate) as engine:
+            client = FlashMoAChatClient("m", base_url=engine.url)
+            openai: Any = client.client
+            openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
+            workflow = Hearing()
+            if is_heard:
+                client.watchers.add(workflow)
+            try:
+                outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
+            except Exception as error:
+                outcome = type(error), type(error.__cause__)
+            outcomes.append((outcome, len(engine.bodies)))
+            await client.close()
+            assert all(bool(body.get("stream")) == is_heard for body in engine.bodies)
+    assert outcomes[0] == outcomes[1]
+
+
+class Hearing:
+    """A linked workflow (a ``Watcher``) to which every request belongs."""
+
+    def begin(self, url: str, options: Any) -> Call:
+        return Call(
+            CallReporter(ignore, agent="a", engine=url, model="m"),
+            text=Text("a"), held=False, own=None, late=False,
+            give_back=lambda _: None, called_tools=lambda: None,
+        )  # fmt: skip
+
+    async def close(self) -> None: ...

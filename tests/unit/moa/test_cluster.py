@@ -1,0 +1,108 @@
+"""What deciding about leaving early delays, by a clock that only embedding moves on."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import anyio
+import numpy as np
+import pytest
+
+from flashmoa.linking.streamed_text import Text
+from flashmoa.moa.answers import AgentAnswer
+from flashmoa.moa.cluster import Cluster, Member, Slot
+from flashmoa.moa.early_exit import Answers, EarlyExit
+from flashmoa.moa.similarity import Embedding
+from flashmoa.workflow import Answer
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Embedding2s:
+    """Takes two seconds of the clock for each text."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    async def embed(self, text: str) -> Embedding:
+        self._clock.now += 2
+        return np.ones((1, 4), dtype=np.float32)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def members(*texts: str | None) -> list[Member]:
+    """One for each answer; ``None`` is never written."""
+    made: list[Member] = []
+    for place, text in enumerate(texts):
+        answer = Answer(f"1.{place + 1}")
+        if text is not None:
+            answer.write(text)
+            answer.close()
+        record = AgentAnswer(0, place, "model", "http://engine")
+        made.append(Member(answer, record, [Slot(Text(f"slot {place}"))]))
+    return made
+
+
+async def followed(several: list[Member], policy: EarlyExit | None) -> Cluster:
+    async def enough() -> None:
+        return None
+
+    answers = Answers(policy, random.Random(0)) if policy is not None else None
+    cluster = Cluster(
+        several, room=enough, stall_seconds=1, answers=answers, leave=lambda _member: None
+    )
+    await cluster.run()
+    return cluster
+
+
+async def test_readers_wait_for_the_decision_and_for_those_before_it(clock: Clock) -> None:
+    policy = EarlyExit(Embedding2s(clock), rule="threshold", threshold=0)
+    cluster = await followed(members("one", "two", None), policy)
+    # The second answer was there at once, and judged after the first.
+    assert [decision.seconds for decision in cluster.decisions] == [2, 4]
+    assert cluster.deciding == 4
+    assert cluster.last.record.place == 1
+
+
+async def test_where_nothing_is_judged_nothing_is_decided(clock: Clock) -> None:
+    cluster = await followed(members("one", "two"), None)
+    assert cluster.deciding == 0 and not cluster.decisions
+
+
+class Endless:
+    """Never comes to an end."""
+
+    async def embed(self, text: str) -> Embedding:
+        await anyio.sleep_forever()
+        raise AssertionError(text)
+
+
+async def test_nobody_waits_for_a_decision_once_all_answers_are_there() -> None:
+    several = members("one", "two", "three")
+    with anyio.fail_after(10):
+        cluster = await followed(several, EarlyExit(Endless()))
+    assert all(member.used for member in several) and not cluster.decisions
+
+
+async def test_nobody_waits_for_a_decision_once_the_others_have_failed() -> None:
+    several = members("one", None, None)
+    for member in several[1:]:
+        member.answer.fail(RuntimeError("gone"))
+    with anyio.fail_after(10):
+        await followed(several, EarlyExit(Endless()))
+    assert [member.used for member in several] == [True, False, False]

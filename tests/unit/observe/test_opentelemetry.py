@@ -1,0 +1,286 @@
+"""Spans and metrics made of events."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from flashmoa.engine import PromptUsage
+from flashmoa.observe import (
+    CallFailed,
+    CallFinished,
+    CallStarted,
+    Event,
+    FirstToken,
+    LinkAdvanced,
+    LinkClosed,
+    LinkDeclined,
+    LinkOpened,
+    LinkWaits,
+    UpstreamFailed,
+    opentelemetry,
+)
+from flashmoa.observe.opentelemetry import OpenTelemetry
+
+B = {"agent": "B", "engine": "http://b:30000"}
+CALL = {**B, "call_id": "1"}
+USAGE = PromptUsage.from_openai(
+    {
+        "prompt_tokens": 600,
+        "completion_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 590, "streamed_tokens": 500, "late_tokens": 10},
+        "prompt_stream": {
+            "id": "s",
+            "status": "hit",
+            "prefills": [{"start": 1.0, "end": 2.5, "tokens": 500}],
+        },
+    }
+)
+STARTED = CallStarted(**CALL, at=4.0, model="m", stream_id="s")
+LINKED: list[Event] = [
+    LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
+    LinkAdvanced(**B, at=2.5, stream_id="s", received_tokens=510, prefilled_tokens=500),
+    STARTED,
+    LinkClosed(**B, at=4.25, stream_id="s", reason="used"),
+    FirstToken(**CALL, at=4.5),
+    CallFinished(**CALL, at=6.0, text="It rains.", usage=USAGE, finish_reason="stop"),
+]
+
+
+class Telemetry:
+    """An OpenTelemetry set-up that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.tracers = TracerProvider()
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.reader = InMemoryMetricReader()
+        self.meters = MeterProvider([self.reader])
+
+    def listener(self, **more: Any) -> OpenTelemetry:
+        return OpenTelemetry(tracer_provider=self.tracers, meter_provider=self.meters, **more)
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        """By name; each name once."""
+        found = self.exporter.get_finished_spans()
+        assert len({span.name for span in found}) == len(found)
+        return {span.name: span for span in found}
+
+    def points(self, name: str) -> list[Any]:
+        data = self.reader.get_metrics_data()
+        metrics = data.resource_metrics[0].scope_metrics[0].metrics if data is not None else []
+        return [point for one in metrics if one.name == name for point in one.data.data_points]
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry()
+
+
+def tell(listener: Callable[[Event], None], events: list[Event]) -> None:
+    for event in events:
+        listener(event)
+
+
+def times(span: ReadableSpan) -> tuple[float, float]:
+    assert span.start_time is not None and span.end_time is not None
+    return span.start_time / 1e9, span.end_time / 1e9
+
+
+def parent(span: ReadableSpan) -> int | None:
+    return span.parent.span_id if span.parent is not None else None
+
+
+def test_a_linked_call(telemetry: Telemetry) -> None:
+    tell(telemetry.listener(), LINKED)
+    spans = telemetry.spans()
+    assert list(spans) == ["link B", "prefill", "chat m", "invoke_agent B"]
+    agent, chat, link, prefill = (
+        spans[n] for n in ("invoke_agent B", "chat m", "link B", "prefill")
+    )
+    assert parent(agent) is None
+    assert parent(chat) == parent(link) == agent.context.span_id
+    assert parent(prefill) == link.context.span_id
+    assert times(agent) == times(chat) == (4.0, 6.0)
+    assert times(link) == (0.5, 4.25) and times(prefill) == (1.0, 2.5)
+    assert chat.kind is trace.SpanKind.CLIENT and agent.kind is trace.SpanKind.INTERNAL
+    assert dict(chat.attributes or {}) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "sglang",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.stream": True,
+        "gen_ai.agent.name": "B",
+        "gen_ai.usage.input_tokens": 600,
+        "gen_ai.usage.output_tokens": 20,
+        "gen_ai.usage.cache_read.input_tokens": 590,
+        "gen_ai.response.time_to_first_chunk": 0.5,
+        "gen_ai.response.finish_reasons": ("stop",),
+        "server.address": "b",
+        "server.port": 30000,
+        "flashmoa.usage.cached_tokens": 590,
+        "flashmoa.usage.streamed_tokens": 500,
+        "flashmoa.usage.late_tokens": 10,
+        "flashmoa.link.status": "hit",
+        "flashmoa.link.stream_id": "s",
+        "flashmoa.link.late": False,
+    }
+    assert link.attributes is not None
+    assert link.attributes["flashmoa.link.upstream"] == ("A",)
+    assert link.attributes["flashmoa.link.reason"] == "used"
+    assert [(e.name, e.timestamp) for e in link.events] == [("flashmoa.link.advanced", 2.5e9)]
+    assert prefill.attributes == {"flashmoa.prefill.tokens": 500}
+    assert all(span.status.is_ok or span.status.is_unset for span in spans.values())
+
+
+def test_what_is_measured(telemetry: Telemetry) -> None:
+    tell(telemetry.listener(), LINKED)
+    (duration,) = telemetry.points("gen_ai.client.operation.duration")
+    assert duration.sum == 2.0 and duration.attributes["gen_ai.request.model"] == "m"
+    (first,) = telemetry.points("gen_ai.client.operation.time_to_first_chunk")
+    assert first.sum == 0.5
+    tokens = telemetry.points("gen_ai.client.token.usage")
+    assert {p.attributes["gen_ai.token.type"]: p.sum for p in tokens} == {
+        "input": 600,
+        "output": 20,
+    }
+    prompt = telemetry.points("flashmoa.prompt.tokens")
+    assert {p.attributes["flashmoa.prompt.source"]: p.value for p in prompt} == {
+        "streamed": 500,
+        "cached": 90,
+        "late": 10,
+    }
+    (links,) = telemetry.points("flashmoa.linking.link")
+    assert links.value == 1 and links.attributes == {"flashmoa.link.reason": "used"}
+
+
+def test_answers_are_recorded_on_request_only(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "gen_ai.output.messages"
+    tell(telemetry.listener(), LINKED)
+    assert message not in (telemetry.spans()["chat m"].attributes or {})
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "SPAN_ONLY")
+    for more in ({}, {"content": True}, {"content": False}):
+        telemetry.exporter.clear()
+        tell(telemetry.listener(**more), LINKED)
+        attributes = telemetry.spans()["chat m"].attributes or {}
+        assert (message in attributes) is (more != {"content": False})
+    telemetry.exporter.clear()
+    tell(telemetry.listener(content=True), LINKED)
+    said = json.loads(str((telemetry.spans()["chat m"].attributes or {})[message]))
+    parts = [{"type": "text", "content": "It rains."}]
+    assert said == [{"role": "assistant", "parts": parts, "finish_reason": "stop"}]
+
+
+def test_a_failed_call(telemetry: Telemetry) -> None:
+    failed = CallFailed(**CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError")
+    closed = LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
+    tell(telemetry.listener(), [*LINKED[:3], closed, failed])
+    for name, kind in (("chat m", "TimeoutError"), ("invoke_agent B", "TimeoutError")):
+        span = telemetry.spans()[name]
+        assert span.status.status_code is trace.StatusCode.ERROR
+        assert span.attributes is not None and span.attributes["error.type"] == kind
+        assert times(span) == (4.0, 5.0)
+    link = telemetry.spans()["link B"]
+    assert link.attributes is not None
+    assert link.attributes["error.type"] == "EngineUnreachable"
+    (duration,) = telemetry.points("gen_ai.client.operation.duration")
+    assert duration.attributes["error.type"] == "TimeoutError"
+    (links,) = telemetry.points("flashmoa.linking.link")
+    assert links.attributes == {"flashmoa.link.reason": "EngineUnreachable"}
+
+
+def test_a_call_that_failed_before_its_request(telemetry: Telemetry) -> None:
+    tell(telemetry.listener(), [CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")])
+    (span,) = telemetry.spans().values()
+    assert span.name == "invoke_agent B" and times(span) == (5.0, 5.0)
+    assert span.attributes is not None and span.attributes["error.type"] == "Upstream"
+    assert telemetry.points("gen_ai.client.operation.duration") == []
+
+
+def test_calls_are_children_of_what_is_current(telemetry: Telemetry) -> None:
+    """And of an agent's own span where there is one, as in AutoGen."""
+    tracer = telemetry.tracers.get_tracer("a framework")
+    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
+    with tracer.start_as_current_span("its agent", attributes=attributes) as own:
+        listener = telemetry.listener()
+        tell(listener, LINKED[:3])
+    tell(listener, LINKED[3:])
+    spans = telemetry.spans()
+    assert "invoke_agent B" not in spans
+    assert parent(spans["chat m"]) == parent(spans["link B"]) == own.get_span_context().span_id
+    telemetry.exporter.clear()
+    attributes["gen_ai.agent.name"] = "somebody else"
+    with tracer.start_as_current_span("a supervisor", attributes=attributes) as other:
+        tell(telemetry.listener(), LINKED)
+    assert parent(telemetry.spans()["invoke_agent B"]) == other.get_span_context().span_id
+
+
+def test_links_without_a_stream_are_told_of_by_the_call(telemetry: Telemetry) -> None:
+    before: list[Event] = [
+        LinkWaits(**B, at=1.0, upstream="A", reason="it has tools"),
+        UpstreamFailed(**B, at=2.0, upstream="A", failure="error", action="finalize"),
+        LinkDeclined(agent="B", engine="", at=2.5, reason="its code is not known"),
+        LinkClosed(**B, at=3.0, stream_id=None, reason="too late"),
+        CallStarted(**CALL, at=4.0, model="m", late=True),
+        CallFinished(**CALL, at=5.0),
+    ]
+    tell(telemetry.listener(), before)
+    chat = telemetry.spans()["chat m"]
+    assert [event.name for event in chat.events] == [
+        "flashmoa.link.waits",
+        "flashmoa.upstream.failed",
+        "flashmoa.link.declined",
+        "flashmoa.link.closed",
+    ]
+    assert chat.attributes is not None and chat.attributes["flashmoa.link.late"] is True
+
+
+def test_a_link_in_vain_is_a_span_where_it_was_opened(telemetry: Telemetry) -> None:
+    listener = telemetry.listener()
+    with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
+        tell(listener, [*LINKED[:2], UpstreamFailed(**B, upstream="A", failure="x", action="y")])
+    tell(listener, [LinkClosed(**B, stream_id="s", reason="abort")])
+    link = telemetry.spans()["link B"]
+    assert parent(link) == run.get_span_context().span_id
+    assert [e.name for e in link.events] == ["flashmoa.link.advanced", "flashmoa.upstream.failed"]
+    assert link.status.is_unset
+
+
+def test_what_never_ends_is_dropped(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opentelemetry, "_KEPT", 2)
+    listener = telemetry.listener()
+    for number in range(5):
+        agent = {"agent": f"agent-{number}", "engine": "http://b"}
+        listener(LinkDeclined(**agent, reason="no room"))
+        listener(LinkOpened(**agent, upstream=(), stream_id=f"s{number}"))
+        listener(CallStarted(**agent, call_id=f"{number}", model=f"m{number}"))
+    assert {len(kept) for kept in (listener._calls, listener._links)} == {2}
+    assert len(listener._loose) <= 2
+    assert {f"chat m{n}" for n in range(3)} == {n for n in telemetry.spans() if "chat" in n}
+    listener.close()
+    assert len(telemetry.spans()) == 15
+    for span in telemetry.spans().values():
+        assert span.attributes is not None and span.attributes["error.type"] == "_OTHER"
+
+
+def test_events_nobody_began_are_ignored(telemetry: Telemetry) -> None:
+    tell(telemetry.listener(), [LINKED[4], LINKED[5]])
+    assert telemetry.spans() == {}
+
+
+def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "flashmoa.observe.opentelemetry")
+    with pytest.raises(ImportError, match=r"pip install 'flashmoa\[opentelemetry\]'"):
+        import flashmoa.observe.opentelemetry  # noqa: F401

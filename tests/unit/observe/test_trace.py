@@ -1,0 +1,98 @@
+"""Traces: written, read again, shown, and converted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoa.cli import trace as command
+from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, UpstreamFailed
+from flashmoa.observe.perfetto import perfetto
+from flashmoa.observe.trace import Trace, TraceError, read
+from tests.unit.observe.test_timeline import EVENTS
+
+B = {"agent": "B", "engine": "http://b"}
+
+LINK: list[Event] = [
+    LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
+    LinkAdvanced(**B, at=3.0, stream_id="s", received_tokens=400, prefilled_tokens=300),
+    UpstreamFailed(**B, at=4.0, upstream="A", failure="stall", action="finalize"),
+    LinkClosed(**B, at=8.0, stream_id="s", reason="used"),
+]
+RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    for _ in range(2):  # The first is replaced.
+        trace = Trace(path)
+        trace(LINK[0])
+    trace = Trace(path)
+    for event in RUN:
+        trace(event)
+    return path
+
+
+def test_what_is_written_is_read(file: Path) -> None:
+    assert read(file) == RUN
+    # A program that was killed while it wrote.
+    whole = file.read_text()
+    file.write_text(whole[:-20])
+    assert read(file) == RUN[:-1]
+
+
+@pytest.mark.parametrize(
+    "line", ["no json", "[]", "{}", '{"event": "Unheard"}', '{"event": "FirstToken", "at": "x"}']
+)
+def test_what_is_no_trace_is_said(file: Path, line: str, capsys: Any) -> None:
+    file.write_text(f"{line}\n{file.read_text()}")
+    with pytest.raises(TraceError, match=r"is no trace, .*; its line 1 is no event"):
+        read(file)
+    assert command.main([str(file)]) == 1
+    assert "line 1 is no event" in capsys.readouterr().err
+    assert command.main([f"{file}-missing"]) == 1
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_what_is_no_trace_is_not_overwritten(tmp_path: Path) -> None:
+    program = tmp_path / "team.py"
+    program.write_text("print('Hello!')\n")
+    with pytest.raises(ValueError, match="is not overwritten"):
+        Trace(program)
+    assert program.read_text() == "print('Hello!')\n"
+
+
+def test_it_is_shown(file: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "perfetto.json"
+    assert command.main([str(file), "--perfetto", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "A |" in shown and "█" in shown and "░" in shown
+    assert "500 ms" in shown and "hit" in shown
+    assert "links, by why they ended: 1 used" in shown
+    assert json.loads(out.read_text()) == perfetto(RUN)
+    file.write_text("")
+    assert command.main([str(file)]) == 0
+    assert "No call was finished" in capsys.readouterr().out
+
+
+def test_perfetto_has_the_overlap() -> None:
+    events: list[dict[str, Any]] = perfetto(RUN)["traceEvents"]
+    threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert len(threads) == len(processes) == 2
+    bars = {(e["tid"], e["cat"]): e for e in events if e["ph"] == "X"}
+    ahead, decode = bars[threads["B"], "ahead"], bars[threads["A"], "decode"]
+    assert (ahead["ts"], ahead["dur"], ahead["args"]) == (1_000_000, 5_000_000, {"tokens": 500})
+    assert ahead["ts"] < decode["ts"] + decode["dur"] and decode["ts"] < ahead["ts"] + ahead["dur"]
+    (counter,) = [e for e in events if e["ph"] == "C"]
+    assert counter["args"] == {"certain": 400, "prefilled": 300}
+    instants = [e["name"] for e in events if e["ph"] == "i"]
+    assert instants == [
+        "link opened, from A",
+        "A failed (stall): finalize",
+        "link closed: used",
+    ]

@@ -1,0 +1,127 @@
+"""Routers in front of engines that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from urllib.parse import unquote
+
+import anyio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flashmoa.router.application import application
+from flashmoa.router.bodies import json_answer
+from flashmoa.router.options import RouterOptions
+from flashmoa.router.paths import STREAMS
+from flashmoa.router.shell.application import ShellOptions
+from flashmoa.router.shell.application import application as shell
+from tests.integration.router.serving import served
+
+KEY = {"authorization": "Bearer right"}
+
+
+class Engine:
+    """Answers everything, to whoever has the key.
+
+    Args:
+        streams: that it has.
+        lets_in: whether it takes any key, and none.
+
+    Attributes:
+        asked: the requests that it let in, but for those that a router asks by itself.
+    """
+
+    def __init__(self, *streams: str, lets_in: bool = False) -> None:
+        self._streams = streams
+        self._lets_in = lets_in
+        self.asked: list[str] = []
+
+    def app(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "DELETE"]
+        return Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path
+        await request.body()
+        if not self._lets_in and request.headers.get("authorization") != KEY["authorization"]:
+            return json_answer({"error": "Unauthorized"}, 401)
+        if path not in ("/model_info", "/server_info", "/v1/loads"):
+            self.asked.append(f"{request.method} {path}")
+        if path == STREAMS:
+            told = {"open": len(self._streams)}
+            return json_answer(told if request.method == "GET" else {"id": self._streams[0]})
+        if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
+            return json_answer({"error": {"code": "unknown_stream"}}, 404)
+        return json_answer({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
+
+
+class Asked:
+    """An application that is asked as a web server asks it."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        query: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """The answer's status and body; ``path``: percent-encoded. Raises: what the app raises."""
+        given: Iterator[bytes] = iter([body])
+        status, pieces = 0, list[bytes]()
+
+        async def receive() -> dict[str, Any]:
+            if (piece := next(given, None)) is None:
+                await anyio.sleep_forever()
+            return {"type": "http.request", "body": piece, "more_body": False}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            pieces.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": query,
+            "headers": [
+                (name.lower().encode("latin-1"), value.encode("latin-1"))
+                for name, value in ({"host": "router"} | dict(headers or {})).items()
+            ],
+        }
+        await self._app(scope, receive, send)
+        return status, b"".join(pieces)
+
+
+@asynccontextmanager
+async def running(app: Starlette) -> AsyncGenerator[Asked]:
+    async with app.router.lifespan_context(app):
+        yield Asked(app)
+
+
+@asynccontextmanager
+async def routing(*engines: Engine, **more: Any) -> AsyncGenerator[Asked]:
+    """A router over engines."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(one.app())) for one in engines]
+        options = RouterOptions(urls, api_key="right", watch_seconds=60, **more)
+        yield await stack.enter_async_context(running(application(options)))
+
+
+@asynccontextmanager
+async def pair(engine: Engine, seconds: float = 0.01) -> AsyncGenerator[Asked]:
+    """A shell router; the engine is its prefill engine and its pair's router."""
+    async with (
+        served(engine.app()) as url,
+        running(shell(ShellOptions(url, url, agent_seconds=seconds))) as asked,
+    ):
+        yield asked

@@ -1,0 +1,31 @@
+"""A prompt as a chain of block hashes, against its prefixes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from flashmoa.router.blocks import text_blocks, token_blocks
+from tests.unit.router.support import PROMPTS, SIZE, blocks, prefixes
+
+
+@given(one=PROMPTS, other=PROMPTS)
+def test_hashes_are_equal_exactly_as_far_as_blocks_are(one: list[int], other: list[int]) -> None:
+    shared = len(prefixes(one) & prefixes(other))
+    pairs = zip(blocks(one).hashes, blocks(other).hashes, strict=False)
+    assert [a == b for a, b in pairs].count(True) == shared
+    assert blocks(one).hashes[:shared] == blocks(other).hashes[:shared]
+    assert len(blocks(one).hashes) == len(one) // SIZE
+
+
+def test_a_salt_and_a_text_are_prompts_of_their_own() -> None:
+    tokens = list(range(8))
+    assert not set(token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
+    text = text_blocks("x" * 130)
+    assert (len(text.hashes), text.length) == (2, 33)
+    assert text_blocks("x" * 130 + "\ud800").hashes == text.hashes
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert blocks([1] * 8).tokens(2) == 7
+    assert blocks([1] * 9).tokens(2) == 8
+    assert blocks([]).tokens(0) == 0

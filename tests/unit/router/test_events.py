@@ -1,0 +1,250 @@
+"""Engines' KV events: pages, gaps and replays, ranks, and where they are published."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.router.blocks import token_blocks
+from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.event_sources import EventSource, event_sources
+from flashmoa.router.flops import TokenCount
+from flashmoa.router.kv_events import PageMirror
+from flashmoa.router.policies import EngineTraits
+from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.subscriber import EngineBlocks, Subscriber
+from tests.unit.router.support import PROMPTS, SIZE, blocks
+
+pytestmark = pytest.mark.anyio
+PROMPT = token_blocks([1] * 32)
+STORED: list[object] = ["BlockStored", [1, 2], None, [1] * 32, 16, None, "GPU"]
+NOBODY = EventSource("tcp://nobody:1")
+
+
+def batch(*events: list[object], written: float = 0.0) -> bytes:
+    return msgspec.msgpack.encode([written, events, 0])
+
+
+@given(
+    prompts=st.lists(PROMPTS, max_size=10),
+    page=st.sampled_from([1, 2, 3, 4, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_what_an_engine_reports_is_what_prompts_hash_to(
+    prompts: list[list[int]], page: int, seed: int
+) -> None:
+    """Against an engine whose cache is a set of page prefixes, evicted from their ends."""
+    dice = random.Random(seed)
+    mirror = PageMirror(SIZE)
+    held: Counter[int] = Counter()
+    cache: set[tuple[int, ...]] = set()
+    for prompt in prompts:
+        for end in range(page, len(prompt) + 1, page):
+            if (pages := tuple(prompt[:end])) not in cache:
+                parent = hash(pages[:-page]) if end > page else None
+                for _ in range(dice.choice((1, 2))):  # Once more changes nothing.
+                    held.update(mirror.stored([hash(pages)], parent, pages[-page:], page))
+                cache.add(pages)
+        leaves = [one for one in cache if not any(o[:-page] == one for o in cache)]
+        if leaves and dice.random() < 0.5:
+            leaf = dice.choice(sorted(leaves))
+            held.subtract(mirror.removed([hash(leaf)]))
+            cache.discard(leaf)
+    ends = {one[: n * SIZE] for one in cache for n in range(1, len(one) // SIZE + 1)}
+    if page <= SIZE and SIZE % page == 0:
+        known = {block for block, count in held.items() if count > 0}
+        assert known == {blocks(one).hashes[-1] for one in ends}
+    assert len(mirror) == len(cache)
+
+
+def test_pages_behind_a_lost_event_are_left_out() -> None:
+    mirror = PageMirror(SIZE)
+    assert mirror.stored([5], 4, [1, 2, 3, 4], 4) == []
+    assert mirror.stored([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
+        blocks([1, 2, 3, 4, 5, 6, 7, 8]).hashes
+    )
+    assert mirror.removed([9]) == []
+    mirror.clear()
+    assert len(mirror) == 0
+
+
+def one_engine() -> tuple[PrefixAware, Dispatcher]:
+    policy = PrefixAware()
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", EngineTraits(TokenCount()))
+    return policy, dispatcher
+
+
+def test_a_gap_in_an_engine_s_events_empties_its_table() -> None:
+    policy, dispatcher = one_engine()
+    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    heard.receive(4, batch(STORED))
+    assert policy.matched("a", PROMPT) == 31
+    heard.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
+    assert policy.matched("a", PROMPT) == 16
+    heard.receive(7, batch())
+    assert policy.cached_blocks("a") == 0
+    heard.receive(8, batch([*STORED, {"cache_salt": "x"}]))
+    assert policy.matched("a", token_blocks([1] * 32, salt="x")) == 31
+    heard.receive(9, batch(["AllBlocksCleared"]))
+    assert policy.cached_blocks("a") == 0
+    heard.receive(10, batch(STORED))
+    heard.receive(11, b"\xc1")
+    assert policy.cached_blocks("a") == 0
+
+
+def test_tokens_may_come_as_pairs() -> None:
+    """As an engine with speculative decoding tells them."""
+    policy, dispatcher = one_engine()
+    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    tokens = list(range(33))
+    kind, pages, parent, _, size, *more = STORED
+    heard.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
+    assert policy.matched("a", token_blocks(tokens)) == 32
+
+
+def test_a_block_is_there_as_long_as_one_rank_has_it() -> None:
+    policy, dispatcher = one_engine()
+    shared = EngineBlocks(dispatcher, "a", ranks=2)
+    ranks = [Subscriber(shared, NOBODY) for _ in range(2)]
+    for rank in ranks:
+        rank.receive(0, batch(STORED))
+    ranks[0].receive(1, batch(["BlockRemoved", [2], "GPU"]))
+    assert policy.matched("a", PROMPT) == 31
+    ranks[1].receive(1, batch(["BlockRemoved", [2], "GPU"]))
+    assert policy.matched("a", PROMPT) == 16
+    ranks[1].receive(2, batch(["AllBlocksCleared"]))
+    assert policy.matched("a", PROMPT) == 16
+    ranks[0].receive(3, batch())
+    assert policy.cached_blocks("a") == 0
+
+
+class Publisher:
+    """What SGLang's publisher does on its two sockets, with messages that get lost."""
+
+    def __init__(self, live: zmq.asyncio.Socket, again: zmq.asyncio.Socket) -> None:
+        self._live = live
+        self._again = again
+        self._kept: list[tuple[int, bytes]] = []
+        self.asked: list[int] = []
+
+    async def publish(self, sequence: int, payload: bytes, *, lost: bool = False) -> None:
+        self._kept.append((sequence, payload))
+        if not lost:
+            await self._live.send_multipart([b"kv", sequence.to_bytes(8, "big"), payload])
+
+    def restart(self) -> None:
+        self._kept.clear()
+
+    async def run(self) -> None:
+        while True:
+            client, _, first = await self._again.recv_multipart()
+            self.asked.append(int.from_bytes(first, "big"))
+            for sequence, payload in self._kept:
+                if sequence >= self.asked[-1]:
+                    number = sequence.to_bytes(8, "big")
+                    await self._again.send_multipart([client, b"", number, payload])
+            await self._again.send_multipart([client, b"", b"\xff" * 8, b""])
+
+
+@asynccontextmanager
+async def publishing() -> AsyncGenerator[tuple[Publisher, EventSource]]:
+    context = zmq.asyncio.Context()
+    live, again = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    try:
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (live, again)]
+        source = EventSource(*(f"tcp://127.0.0.1:{port}" for port in ports), topic="kv")
+        publisher = Publisher(live, again)
+        async with anyio.create_task_group() as group:
+            group.start_soon(publisher.run)
+            yield publisher, source
+            group.cancel_scope.cancel()
+    finally:
+        live.close(linger=0)
+        again.close(linger=0)
+        context.term()
+
+
+async def test_what_was_not_heard_is_asked_for() -> None:
+    policy, dispatcher = one_engine()
+    other: list[object] = ["BlockStored", [3, 4], None, [2] * 32, 16, None, "GPU"]
+    third: list[object] = ["BlockStored", [5, 6], None, [3] * 32, 16, None, "GPU"]
+
+    async def until(blocks: int) -> None:
+        with anyio.fail_after(20):
+            while policy.cached_blocks("a") != blocks:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+
+    async with publishing() as (publisher, source), anyio.create_task_group() as group:
+        # Before anybody listened.
+        await publisher.publish(0, batch(STORED, written=1.0))
+        group.start_soon(Subscriber(EngineBlocks(dispatcher, "a"), source).run)
+        await until(2)
+        # A subscription takes a moment; this one is heard, replayed, or both.
+        await publisher.publish(1, batch(other, written=2.0), lost=True)
+        await publisher.publish(2, batch(third, written=3.0), lost=True)
+        sequence = 3
+        with anyio.fail_after(20):
+            while policy.cached_blocks("a") != 6:
+                await publisher.publish(sequence, batch(written=sequence + 1.0))
+                sequence += 1
+                await anyio.sleep(0.005)
+        assert publisher.asked[:2] == [0, 1]
+        # Another engine at the same address.
+        publisher.restart()
+        await publisher.publish(0, batch(STORED, written=1000.0))
+        await until(2)
+        assert publisher.asked[-1] == 0
+        group.cancel_scope.cancel()
+
+
+SAID = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv"}
+CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7100"}
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, ()),
+        ({"kv_events": None, "kv_events_config": None}, ()),
+        ({"kv_events_config": "no JSON"}, ()),
+        ({"kv_events_config": json.dumps({"publisher": "null"})}, ()),
+        ({"kv_events_config": json.dumps({"publisher": "zmq", "endpoint": "ipc://x"})}, ()),
+        (
+            {"kv_events": SAID | {"dp_size": 2}},
+            (
+                EventSource("tcp://host:5557", None, "kv"),
+                EventSource("tcp://host:5558", None, "kv"),
+            ),
+        ),
+        # A release that describes nothing.
+        (
+            {"kv_events_config": json.dumps(CONFIG), "dp_size": 2},
+            (
+                EventSource("tcp://host:7000", "tcp://host:7100"),
+                EventSource("tcp://host:7001", "tcp://host:7101"),
+            ),
+        ),
+        (
+            {"kv_events": SAID, "kv_events_config": json.dumps(CONFIG)},
+            (EventSource("tcp://host:5557", "tcp://host:7100", "kv"),),
+        ),
+    ],
+)
+def test_where_an_engine_says_it_publishes(
+    told: dict[str, Any], expected: tuple[EventSource, ...]
+) -> None:
+    assert event_sources("http://host:30000", told) == expected

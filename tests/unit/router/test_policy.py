@@ -1,0 +1,271 @@
+"""Where requests go: the cascade and the policy around it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashmoa.router.cascade import Candidate, choose
+from flashmoa.router.flops import Measure, TokenCount
+from flashmoa.router.policies import EngineTraits, Waiting
+from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
+
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        engine=st.uuids().map(str),
+        matched=st.integers(0, 3),
+        cost=st.integers(0, 4),
+        load=st.integers(0, 3),
+        saturated=st.booleans(),
+        running=st.integers(0, 2),
+    ),
+    max_size=6,
+)
+
+
+@given(candidates=CANDIDATES, patience=st.sampled_from([0, 1, 8]))
+def test_the_choice_is_the_best_of_those_that_are_not_saturated(
+    candidates: list[Candidate], patience: int
+) -> None:
+    chosen = choose(candidates, patience)
+    free = [one for one in candidates if not one.saturated]
+    if not free:
+        assert chosen is None
+        return
+    longest = [one for one in free if one.matched == max(other.matched for other in free)]
+    best = min(longest, key=lambda one: (one.load, one.running))
+    waits = patience > 0 and any(
+        one.saturated
+        and one.matched > best.matched
+        and patience * (best.cost - one.cost) > one.load - best.load
+        for one in candidates
+    )
+    assert (chosen is None) == waits
+    if chosen is not None:
+        assert (chosen.matched, chosen.load, chosen.running) == (
+            best.matched, best.load, best.running
+        )  # fmt: skip
+
+
+@given(
+    measure=MEASURES,
+    engines=st.integers(1, 4),
+    limit=st.integers(1, 200),
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=60),
+)
+def test_a_round_fills_each_engine_to_the_threshold_and_by_one_request_more(
+    measure: Measure, engines: int, limit: int, prompts: list[list[int]]
+) -> None:
+    routing = policy(engines, measure, limit)
+    most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
+    queue = [Waiting(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
+    placed = routing.route(queue)
+    # In order of arrival, and nobody is overtaken.
+    assert list(placed) == [one.request for one in queue[: len(placed)]]
+    loads = [routing.load(f"e{number}") for number in range(engines)]
+    assert all(load < limit + most for load in loads)
+    assert len(placed) == len(queue) or all(load >= limit for load in loads)
+    # A request is never free, and never costs more than all its tokens.
+    for one in queue:
+        routing.end(one.request)
+    assert not any(routing.load(f"e{number}") for number in range(engines))
+
+
+@given(
+    measure=MEASURES,
+    engines=st.integers(1, 4),
+    limit=st.integers(1, 100),
+    patience=st.sampled_from([0.5, 1.0, 8.0]),
+    rounds=st.lists(
+        st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12), max_size=5
+    ),
+)
+def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
+    measure: Measure, engines: int, limit: int, patience: float, rounds: list[list[list[int]]]
+) -> None:
+    routing = policy(engines, measure, limit, patience)
+    names = [f"e{number}" for number in range(engines)]
+    queue: list[Waiting] = []
+    for number, prompts in enumerate(rounds):
+        queue += [Waiting(f"{number}/{n}", blocks(one)) for n, one in enumerate(prompts)]
+        placed = routing.route(queue)
+        queue = [one for one in queue if one.request not in placed]
+        room = {name for name in names if not routing.is_saturated(name)}
+        for one in queue if room else ():
+            matched = {name: routing.matched(name, one.blocks) for name in names}
+            # Nothing is computed yet: what matches is being computed there, or would be here.
+            done = {
+                name: routing.load(name)
+                - measure.work(0, matched[name])
+                + measure.work(matched[name], one.blocks.length)
+                for name in names
+            }
+            # An engine is idle beside it only where that would have it done later.
+            idle = [name for name in names if routing.load(name) == 0]
+            assert all(done[name] > min(done[other] for other in names) for name in idle)
+            best = max(matched.values())
+            assert best > 0 and not any(matched[name] == best for name in room)
+
+
+def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
+    routing = policy(2, TokenCount(), 10, patience=2.0)
+    document = [7] * 16
+    queue = [Waiting("first", blocks(document)), Waiting("other", blocks([1] * 4))]
+    assert routing.route(queue) == {"first": "e0", "other": "e1"}
+    # 16 of 17 tokens saved, twice, and 16 to be computed before: it waits.
+    queue = [Waiting("sibling", blocks([*document, 1])), Waiting("stranger", blocks([2] * 4))]
+    assert routing.route(queue) == {"stranger": "e1"}
+    # 4 of 8 tokens saved, twice, and 8 more to be computed than elsewhere: it does not.
+    routing.computed("other")
+    assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
+    routing.stored("e0", blocks(document).hashes[:2])
+    assert routing.load("e0") == 8
+    assert routing.route(queue[:1]) == {"sibling": "e0"}
+
+
+def test_an_idle_engine_takes_what_would_be_done_later() -> None:
+    routing = policy(2, TokenCount(), 10, patience=9.0)
+    document = [7] * 16
+    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    routing.stored("e0", blocks(document).hashes)
+    routing.admit(Waiting("long", blocks([1] * 20)), "e0")
+    # 16 tokens to compute again, or 20 to be computed before: one does; others wait, for either.
+    assert routing.route(queue) == {"0": "e1"}
+    routing.computed("0")
+    assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
+
+
+def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
+    routing = policy(2, TokenCount(), 10, patience=9.0)
+    document = [7] * 16
+    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    # Though the other engine has nothing to do: it would take as long.
+    assert routing.route(queue) == {"0": "e0"}
+    routing.computed("0")
+    assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
+
+
+def test_what_an_idle_engine_takes_draws_others_there() -> None:
+    routing = policy(2, TokenCount(), 30, patience=9.0)
+    document = [7] * 16
+    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    routing.stored("e0", blocks(document).hashes)
+    routing.admit(Waiting("long", blocks([1] * 40)), "e0")
+    assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 1 << 30),
+    measure=MEASURES,
+    limit=st.one_of(st.none(), st.integers(1, 300)),
+)
+def test_whatever_happens_loads_are_those_of_what_is_left(
+    seed: int, measure: Measure, limit: int | None
+) -> None:
+    """Requests come, are computed, end or fail; engines report, die and come back."""
+    dice = random.Random(seed)
+    routing = policy(3, measure, limit)
+    alive = {"e0", "e1", "e2"}
+    open_requests: dict[str, str] = {}
+    for number in range(80):
+        step = dice.random()
+        if step < 0.5:
+            prompt = blocks(dice.choices([0, 1], k=dice.randrange(1, 24)))
+            best = max((routing.matched(e, prompt) for e in alive if not routing.is_saturated(e)),
+                       default=None)  # fmt: skip
+            matched = {engine: routing.matched(engine, prompt) for engine in alive}
+            placed = place(routing, str(number), prompt)
+            assert (placed is None) == (best is None)
+            if placed is not None:
+                assert matched[placed] == best
+                open_requests[str(number)] = placed
+        elif step < 0.75 and open_requests:
+            name = dice.choice(list(open_requests))
+            if dice.random() < 0.6:
+                routing.computed(name)
+            routing.end(name)
+            del open_requests[name]
+        elif step < 0.9:
+            part = blocks(dice.choices([0, 1], k=12)).hashes
+            where = dice.choice(["e0", "e1", "e2"])
+            dice.choice([routing.stored, routing.removed])(where, part)
+        elif alive and step < 0.95:
+            gone = dice.choice(sorted(alive))
+            alive.discard(gone)
+            routing.leave(gone)
+            open_requests = {name: at for name, at in open_requests.items() if at != gone}
+        else:
+            back = dice.choice(["e0", "e1", "e2"])
+            routing.join(back, EngineTraits(measure, limit))
+            alive.add(back)
+        assert all(routing.load(engine) >= 0 for engine in alive)
+    for name in open_requests:
+        routing.end(name)
+    assert all(routing.load(engine) == 0 for engine in alive)
+
+
+def test_a_burst_of_siblings_goes_where_the_first_one_went_and_spills_when_that_is_full() -> None:
+    routing = policy(2, TokenCount(), 30)
+    document = [7] * 16
+    siblings = [blocks([*document, number, number]) for number in range(14)]
+    places = [place(routing, str(number), one) for number, one in enumerate(siblings)]
+    # 18 tokens, then 2 each, until 30 are reached; the same on the other engine; then they wait.
+    assert places == ["e0"] * 7 + ["e1"] * 7
+    assert place(routing, "late", siblings[0]) is None
+    # It reports the document's first half: 8 tokens less of work.
+    routing.stored("e1", siblings[0].hashes[:2])
+    assert routing.load("e1") == 22
+    assert place(routing, "late", siblings[0]) == "e1"
+
+
+def test_an_engine_that_left_is_forgotten() -> None:
+    routing = policy(2, TokenCount(), None)
+    prompt = blocks([1] * 17)
+    assert place(routing, "a", prompt) == "e0"
+    routing.computed("a")
+    routing.leave("e0")
+    assert place(routing, "b", prompt) == "e1"
+    routing.end("a")
+    routing.join("e0", EngineTraits())
+    assert routing.matched("e0", prompt) == 0 and routing.load("e0") == 0
+    routing.leave("e0")
+    routing.leave("e1")
+    assert place(routing, "c", prompt) is None
+
+
+def test_a_prompt_that_an_engine_has_already_is_no_work() -> None:
+    routing = policy(2, TokenCount(), 40)
+    prompt = blocks([1] * 41)
+    routing.admit(Waiting("a", prompt), "e1", cached=prompt.length)
+    assert routing.load("e1") == 0 and routing.matched("e1", prompt) == 40
+    with pytest.raises(ValueError, match="routed already"):
+        routing.admit(Waiting("a", prompt), "e0")
+    routing.computed("a")
+    routing.end("a")
+    assert place(routing, "b", prompt) == "e1"
+    routing.admit(Waiting("c", blocks([2] * 41)), "e1")
+    assert routing.load("e1") == 42
+
+
+def test_a_failed_request_takes_its_promise_back_and_a_computed_one_keeps_it() -> None:
+    routing = policy(1, TokenCount(), None)
+    prompt = blocks([1] * 17)
+    place(routing, "a", prompt)
+    assert routing.matched("e0", prompt) == 16
+    routing.end("a")
+    assert routing.matched("e0", prompt) == 0
+    place(routing, "b", prompt)
+    routing.computed("b")
+    routing.end("b")
+    assert (routing.matched("e0", prompt), routing.load("e0")) == (16, 0)
+    routing.removed("e0", prompt.hashes[2:])
+    assert routing.matched("e0", prompt) == 8
+    routing.cleared("e0")
+    assert routing.matched("e0", prompt) == 0
+    with pytest.raises(ValueError, match="measured otherwise"):
+        routing.join("e0", EngineTraits(FLOPS))

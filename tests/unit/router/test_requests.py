@@ -1,0 +1,203 @@
+"""What the routers answer, in front of engines that are not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from flashmoa.router.application import application
+from flashmoa.router.options import RouterOptions
+from flashmoa.router.paths import CHAT, GENERATE, ROUTED, STREAMS
+from tests.unit.router.asked import KEY, Asked, Engine, pair, routing, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_how_many_streams_are_open_is_all_that_is_said_of_them() -> None:
+    async with routing(Engine("a", "b"), Engine("c")) as asked:
+        assert await asked("GET", STREAMS, headers=KEY) == (200, b'{"open": 3}')
+        for path in ("/metrics", "/flashmoa/info"):
+            _, page = await asked("GET", path, headers=KEY)
+            assert b"prompt_streams/" not in page
+
+
+async def test_a_stream_s_requests_go_to_its_engine() -> None:
+    engines = [Engine("a"), Engine("b")]
+    async with routing(*engines) as asked:
+        for method, rest in (("POST", "/keep_alive"), ("POST", "/append"), ("GET", "")):
+            assert (await asked(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
+        status, content = await asked("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
+        assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
+    # It was looked for once.
+    looked = ["GET /prompt_streams/b", "GET /prompt_streams/c"]
+    assert engines[0].asked == looked
+    ours = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
+    assert engines[1].asked == [looked[0], *ours, looked[0], looked[1]]
+
+
+REFUSED = [
+    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
+    *[("POST", f"{STREAMS}/{name}/{what}") for name in "ax" for what in ("append", "keep_alive")],
+    *[(method, f"{STREAMS}/{name}") for name in "ax" for method in ("GET", "DELETE")],
+    *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/server_info")],
+    ("POST", "/flush_cache"),
+]
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+async def test_who_has_no_key_is_let_in_nowhere(headers: dict[str, str]) -> None:
+    engine, body = Engine("a"), b'{"text": "x", "prompt_stream_id": "a"}'
+    async with routing(engine) as asked:
+        # Its router knows the stream, and the prompt.
+        for path in (STREAMS, GENERATE):
+            assert (await asked("POST", path, body, KEY))[0] == 200
+        known = list(engine.asked)
+        for method, path in REFUSED:
+            assert (await asked(method, path, body, headers))[0] == 401, path
+        assert engine.asked == known
+        # It has not forgotten where the stream is.
+        assert (await asked("GET", f"{STREAMS}/a", headers=KEY))[0] == 200
+        assert engine.asked == [*known, f"GET {STREAMS}/a"]
+
+
+async def test_nor_by_the_shell_router() -> None:
+    engine, read = Engine("a"), b'{"prompt": [{"agent": "nobody"}]}'
+    async with pair(engine, 60) as asked:
+        for method, path in [*REFUSED, ("GET", "/anything")]:
+            assert (await asked(method, path))[0] == 401, path
+        # Nor does it wait for an agent.
+        with anyio.fail_after(10):
+            assert (await asked("POST", GENERATE, read))[0] == 401
+            assert (await asked("POST", GENERATE, b'{"agent": "a", "text": "x"}'))[0] == 401
+        assert engine.asked == []
+
+
+async def test_without_engines_nobody_says_that_there_are_no_streams() -> None:
+    async with running(application(RouterOptions(["http://127.0.0.1:9"]))) as asked:
+        for method, path in (("GET", STREAMS), ("GET", f"{STREAMS}/a"), ("POST", "/flush_cache")):
+            assert (await asked(method, path))[0] == 503
+        assert (await asked("GET", "/flashmoa/info"))[0] == 503
+
+
+HALF = "half of a pair: \ud83d"
+# One that is nested is put in where this stands.
+DEEP = "deep below"
+texts = st.sampled_from([HALF, DEEP, "", "a", "x", "word" * 40])
+plain = st.sampled_from([None, True, 0, -1, 1 << 70, 1.5, float("nan"), [], {}, [[]], {"n": 2}])
+odd = st.one_of(texts, plain, texts, st.text(max_size=20))
+ids = st.lists(st.integers(-1, 1 << 33), max_size=40)
+part = st.fixed_dictionaries({}, optional={"text": odd, "agent": odd, "input_ids": ids | odd})
+parts = st.lists(part | part.map(lambda one: one | {"type": "agent"}) | odd, max_size=3)
+message = st.fixed_dictionaries({}, optional={"role": odd, "content": st.one_of(parts, odd)})
+prompts = st.one_of(texts, ids, parts, st.lists(texts, max_size=3), odd)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("text", "prompt", "input", "input_ids"), prompts),
+    **dict.fromkeys(("cache_salt", "extra_key", "workflow", "agent", "stream", "n"), odd),
+    **dict.fromkeys(("query", "items", "documents"), prompts),
+    "messages": st.one_of(st.lists(message, max_size=3), odd),
+    "tools": odd,
+    "sampling_params": st.one_of(st.fixed_dictionaries({}, optional={"n": odd}), odd),
+    "prompt_stream_id": odd,
+    "add_special_tokens": odd,
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """JSON, as Python writes it."""
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=2, max_size=6, unique=True))
+    fields = {name: draw(FIELDS[name]) for name in names}
+    deep = draw(st.sampled_from([190, 250, 5000]) | st.integers(950, 990))
+    nest = draw(st.sampled_from([("[", "]"), ('{"a":', "}")]))
+    inner = nest[0] * deep + "1" + nest[1] * deep
+    written = json.dumps(fields, ensure_ascii=draw(st.booleans()))
+    return written.replace(f'"{DEEP}"', inner).encode("utf-8", "surrogatepass")
+
+
+ROUTES = [
+    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
+    *[("POST", f"{STREAMS}/ID/{what}") for what in ("append", "keep_alive")],
+    *[(method, f"{STREAMS}/ID") for method in ("GET", "DELETE")],
+    *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/metrics", "/health")],
+    *[("POST", path) for path in ("/flush_cache", "/ID")],
+]
+cut = st.tuples(bodies(), st.integers(0, 50)).map(lambda both: both[0][: both[1]])
+# What a web server lets through.
+header = st.text(
+    st.just("\t") | st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f")
+)
+requests = st.fixed_dictionaries(
+    {
+        "route": st.sampled_from(ROUTES),
+        "name": st.binary(max_size=8).map(quote) | st.sampled_from(["a", "x"]),
+        "body": st.one_of(st.binary(max_size=40), odd.map(json.dumps).map(str.encode), cut),
+        "query": st.one_of(st.just(b""), st.binary(max_size=8)),
+        "headers": st.dictionaries(
+            st.sampled_from(["host", "authorization", "content-type", "x-odd", "content-length"]),
+            header.map(str.strip),
+            max_size=2,
+        ),
+    }
+)
+EXAMPLES = settings(
+    deadline=None,
+    max_examples=200,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(params=["router", "tokenizing", "shell"])
+async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[Asked]:
+    engine = Engine("a", lets_in=True)
+    if request.param == "shell":
+        async with pair(engine) as asked:
+            yield asked
+    else:
+        async with routing(engine, tokenize=request.param == "tokenizing") as asked:
+            yield asked
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+async def test_no_depth_of_a_body_is_too_much(any_router: Asked, path: str) -> None:
+    for depth in (198, 199, *range(900, 1000), 10_000):
+        deep = "[" * depth + "]" * depth
+        body = f'{{"messages": [], "tools": {deep}, "text": "x"}}'.encode()
+        status, content = await any_router("POST", path, body)
+        assert status == (200 if depth < 200 else 400), depth
+        assert status == 200 or b"at most 200 lists and objects" in content
+
+
+@EXAMPLES
+@example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
+@example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')
+@given(path=st.sampled_from(ROUTED), body=bodies())
+async def test_a_router_says_what_is_wrong_with_a_body(
+    any_router: Asked, path: str, body: bytes
+) -> None:
+    status, content = await any_router("POST", path, body)
+    # The engine likes them all; nobody writes what is read.
+    assert status in (200, 400, 424)
+    if status != 200:
+        assert len(json.loads(content)["error"]["message"]) > 10
+
+
+@EXAMPLES
+@given(request=requests)
+async def test_whatever_is_sent_a_router_does_not_fail(
+    any_router: Asked, request: dict[str, Any]
+) -> None:
+    method, path = request["route"]
+    path = path.replace("ID", request["name"] or "x")
+    status, _ = await any_router(
+        method, path, request["body"], request["headers"], request["query"]
+    )
+    assert 200 <= status < 500

@@ -1,0 +1,116 @@
+"""What an engine holds and has to do, against plain sets and lists."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from flashmoa.router.flops import Measure
+from flashmoa.router.loads import Load
+from flashmoa.router.tables import BlockTable
+from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, prefixes
+
+
+class Tables(RuleBasedStateMachine):
+    """A table beside plain sets of block prefixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = BlockTable()
+        self.committed: set[tuple[int, ...]] = set()
+        self.promised: list[list[int]] = []
+
+    @rule(prompt=PROMPTS)
+    def promise(self, prompt: list[int]) -> None:
+        self.table.promise(blocks(prompt).hashes)
+        self.promised.append(prompt)
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def release(self, pick: random.Random) -> None:
+        if self.promised:
+            prompt = self.promised.pop(pick.randrange(len(self.promised)))
+            self.table.release(blocks(prompt).hashes)
+
+    @rule(prompt=PROMPTS)
+    def commit(self, prompt: list[int]) -> None:
+        new = prefixes(prompt) - self.committed
+        arrived = {one for one in new if any(one in prefixes(other) for other in self.promised)}
+        assert self.table.commit(blocks(prompt).hashes) == len(arrived)
+        self.committed |= prefixes(prompt)
+
+    @rule(prompt=PROMPTS)
+    def evict(self, prompt: list[int]) -> None:
+        self.table.evict(blocks(prompt).hashes)
+        self.committed -= prefixes(prompt)
+
+    @rule()
+    def clear(self) -> None:
+        self.table.clear()
+        self.committed.clear()
+
+    @rule(prompt=PROMPTS)
+    def match(self, prompt: list[int]) -> None:
+        known = self.committed.union(*(prefixes(other) for other in self.promised))
+        naive = 0
+        while tuple(prompt[: (naive + 1) * SIZE]) in known and (naive + 1) * SIZE <= len(prompt):
+            naive += 1
+        assert self.table.match(blocks(prompt).hashes) == naive
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.table) == len(self.committed)
+        assert self.table.pending == len(set().union(*map(prefixes, self.promised)))
+
+
+TestTables = Tables.TestCase
+TestTables.settings = STEPS
+
+
+@given(prompts=st.lists(PROMPTS, max_size=12), capacity=st.integers(0, 6))
+def test_a_bounded_table_forgets_ends_before_beginnings(
+    prompts: list[list[int]], capacity: int
+) -> None:
+    table = BlockTable(capacity)
+    for prompt in prompts:
+        table.commit(blocks(prompt).hashes)
+        assert len(table) <= capacity
+        assert table.match(blocks(prompt).hashes) == min(capacity, len(prompt) // SIZE)
+
+
+class Loads(RuleBasedStateMachine):
+    """A load beside a list of single tokens still to be computed."""
+
+    @initialize(measure=MEASURES)
+    def begin(self, measure: Measure) -> None:
+        self.measure = measure
+        self.load = Load(measure)
+        self.left: list[tuple[str, int]] = []
+        self.names = 0
+
+    @rule(start=st.integers(0, 30), more=st.integers(-3, 30))
+    def add(self, start: int, more: int) -> None:
+        self.names += 1
+        self.load.add(str(self.names), start, start + more)
+        self.left += [(str(self.names), token) for token in range(start, start + more)]
+
+    @rule(tokens=st.integers(0, 50))
+    def executed(self, tokens: int) -> None:
+        self.load.executed(tokens)
+        del self.left[:tokens]
+
+    @rule(name=st.integers(0, 20))
+    def end(self, name: int) -> None:
+        self.load.end(str(name))
+        self.left = [one for one in self.left if one[0] != str(name)]
+
+    @invariant()
+    def is_what_is_left(self) -> None:
+        assert self.load.total == sum(self.measure.work(t, t + 1) for _, t in self.left)
+        assert len(self.load) == len({name for name, _ in self.left})
+
+
+TestLoads = Loads.TestCase
+TestLoads.settings = STEPS

@@ -7,7 +7,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 
 # An installed package does not have them; a clone does.
 _FOLDERS = (Path(__file__).parents[2] / "examples", Path("examples"))

@@ -1,22 +1,6 @@
 """Engines: one typed client per SGLang server, and what can go wrong with it."""
 
 from flashmoa.engine.client import EngineClient
-from flashmoa.engine.errors import (
-    BadAnswer,
-    EngineDraining,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    FlashMoAError,
-    MalformedRequest,
-    PluginMissing,
-    PromptTooLarge,
-    RequestRefused,
-    StreamGone,
-    StreamOutOfOrder,
-    StreamUnknown,
-    TooManyStreams,
-)
 from flashmoa.engine.logprobs import NextLogprobs
 from flashmoa.engine.namespaces import kv_namespace
 from flashmoa.engine.urls import engine_url, self_hosted_url
@@ -31,6 +15,21 @@ from flashmoa.engine.wire import (
     StreamState,
     StreamUse,
 )
+from flashmoa.errors import (
+    BadAnswer,
+    EngineDraining,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+    RequestRefused,
+    StreamGone,
+    StreamOutOfOrder,
+    StreamUnknown,
+    TooManyStreams,
+)
 
 __all__ = [
     "BadAnswer",
@@ -42,7 +41,6 @@ __all__ = [
     "EngineInfo",
     "EngineTimeout",
     "EngineUnreachable",
-    "FlashMoAError",
     "KvState",
     "MalformedRequest",
     "NextLogprobs",

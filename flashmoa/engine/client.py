@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from flashmoa.engine import errors
+from flashmoa import errors
 from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.engine.deltas import chat_completion, data_events, generation
 from flashmoa.engine.logprobs import Generated, NextLogprobs
@@ -37,7 +37,7 @@ class EngineClient:
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
-    :class:`RequestRefused` (see ``errors.py``). Close it, or use it as a context manager.
+    :class:`RequestRefused` (see ``flashmoa.errors``). Close it, or use it as a context manager.
     """
 
     def __init__(

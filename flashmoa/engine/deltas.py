@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from flashmoa.engine import errors
+from flashmoa import errors
 from flashmoa.engine.refusals import aborted
 from flashmoa.engine.wire import Delta, PromptUsage
 

@@ -25,7 +25,7 @@ import httpx
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
-from flashmoa.engine.errors import EngineError
+from flashmoa.errors import EngineError
 
 # Arguments of engines that are measured on a CPU: nothing overlaps there, so that SGLang's overlap
 # schedule would only tell each token a step late.

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flashmoa.engine.errors import BadAnswer
 from flashmoa.engine.refusals import aborted
 from flashmoa.engine.wire import PromptUsage
+from flashmoa.errors import BadAnswer
 
 # A log-probability (none for minus infinity, and for a prompt's first token), a token, its text.
 _Logprob = tuple[float | None, int, Any]

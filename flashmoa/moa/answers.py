@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flashmoa.engine import FlashMoAError, PromptUsage
+from flashmoa.engine import PromptUsage
+from flashmoa.errors import FlashMoAError
 from flashmoa.moa.early_exit import Quality
 from flashmoa.moa.vote import Vote
 
@@ -13,7 +14,7 @@ Status = Literal["used", "left out", "failed"]
 
 
 class MixtureFailed(FlashMoAError):
-    """No answer could be made. Its ``__cause__`` is what one of the agents failed with."""
+    """Raised when no answer can be made; ``__cause__`` is what one of the agents failed with."""
 
 
 @dataclass(slots=True)

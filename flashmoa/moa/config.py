@@ -24,7 +24,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flashmoa.engine import EngineClient, FlashMoAError
+from flashmoa.engine import EngineClient
+from flashmoa.errors import FlashMoAError
 from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule
 from flashmoa.moa.embedders import EngineEmbedder, LocalEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
@@ -33,7 +34,7 @@ from flashmoa.moa.prompts import AggregationPrompt, Layout
 
 
 class ConfigError(FlashMoAError):
-    """A file that describes no mixture; says where it is wrong."""
+    """Raised when a file does not describe a mixture; says where it is wrong."""
 
 
 class _Part(BaseModel):

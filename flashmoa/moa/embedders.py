@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
-from flashmoa.engine import EngineClient, FlashMoAError
+from flashmoa.engine import EngineClient
+from flashmoa.errors import FlashMoAError
 from flashmoa.moa.encoder import Encoder
 
 if TYPE_CHECKING:

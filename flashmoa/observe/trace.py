@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 from flashmoa.observe.events import CallEvent, Event
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _KINDS: dict[str, type[Event]] = {
 
 
 class TraceError(FlashMoAError):
-    """A file that is no trace."""
+    """Raised when a file is not a trace."""
 
 
 class Trace:

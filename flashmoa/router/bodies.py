@@ -10,17 +10,19 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from flashmoa.errors import FlashMoAError
+
 # What Python nests without reaching the end of its stack, wherever it stands on it.
 _MOST_NESTED = 200
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class TooLarge(Exception):
-    """A request's body is larger than what is let in."""
+class TooLarge(FlashMoAError):
+    """Raised when a request's body is larger than the router admits."""
 
 
-class BadBody(ValueError):
-    """A request's body is JSON, and no engine would take it."""
+class BadBody(FlashMoAError, ValueError):
+    """Raised when a request's body is JSON that no engine would take."""
 
 
 async def read_body(request: Request, most: int) -> bytes:

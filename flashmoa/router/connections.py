@@ -14,6 +14,7 @@ from aiohttp.connector import Connection
 from yarl import URL
 
 from flashmoa.engine.connections import KEPT_SECONDS
+from flashmoa.errors import FlashMoAError
 from flashmoa.router.paths import Repeat
 
 # Answers take as long as they take; the server's clients decide for how long.
@@ -27,8 +28,8 @@ _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
 
 
-class EngineLost(Exception):
-    """The engine's connection broke before anything of its answer was passed on.
+class EngineLost(FlashMoAError):
+    """Raised when an engine's connection breaks before anything of its answer was passed on.
 
     Attributes:
         reached: whether the engine can have got the request, and so have been ended by it.

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from flashmoa.errors import FlashMoAError
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.policies import EngineTraits, Policy, Waiting
 
 
-class NoEngine(Exception):
-    """No engine is left that could take the request."""
+class NoEngine(FlashMoAError):
+    """Raised when no engine is left that could take the request."""
 
 
-class QueueFull(Exception):
-    """More requests wait than are let in."""
+class QueueFull(FlashMoAError):
+    """Raised when more requests wait than the queue admits."""
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 
+from flashmoa.errors import FlashMoAError
 from flashmoa.router.bodies import json_object
 from flashmoa.router.connections import Connections, EngineLost
 from flashmoa.router.dispatcher import NoEngine
@@ -38,8 +39,8 @@ class Told:
         return json_object(self.content)
 
 
-class Refused(Exception):
-    """No engine agrees to what all were asked; ``told``: what one of them says."""
+class Refused(FlashMoAError):
+    """Raised when every engine refuses; ``told`` is the answer of one of them."""
 
     def __init__(self, told: Told) -> None:
         super().__init__(f"engines answer {told.status}")

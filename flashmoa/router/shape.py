@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flashmoa.errors import FlashMoAError
 from flashmoa.router.flops import TrueFlops
 
 # Their MLPs have two matrices, not three.
@@ -13,8 +14,8 @@ _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 
 
-class UnknownShape(ValueError):
-    """A config that does not say what a token costs: count tokens instead."""
+class UnknownShape(FlashMoAError, ValueError):
+    """Raised when a config does not say what a token costs; count tokens instead."""
 
 
 def true_flops(config: Mapping[str, Any]) -> TrueFlops:

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from flashmoa.engine import FlashMoAError, RequestRefused
+from flashmoa.engine import RequestRefused
+from flashmoa.errors import FlashMoAError
 
 # A text that goes on where the context ends, or the tokens themselves.
 Candidate = str | Sequence[int]
@@ -22,7 +23,7 @@ _SERVER_ERROR = 500
 
 
 class CandidateRefused(FlashMoAError, ValueError):
-    """A candidate cannot be scored after this context, and what to do about it."""
+    """Raised when a candidate cannot be scored after this context; says what to do about it."""
 
 
 class Tokenizer(Protocol):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flashmoa.errors import FlashMoAError
 from flashmoa.scoring.answers import Scores, Selection
 from flashmoa.scoring.contexts import Context
 from flashmoa.scoring.scorer import Scorer
@@ -20,8 +21,8 @@ _TOKENS = 1 << 31
 Tokens = list[Annotated[int, Field(ge=0, lt=_TOKENS)]]
 
 
-class BadLine(ValueError):
-    """A line that cannot be scored, and why."""
+class BadLine(FlashMoAError, ValueError):
+    """Raised when a line cannot be scored; says why."""
 
 
 class Line(BaseModel):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 from flashmoa.scoring.lines import BadLine, Line, is_record_of
 
 # How every line that is written begins.
@@ -16,7 +16,7 @@ _BLOCK = 256 * 1024
 
 
 class NotResumable(FlashMoAError):
-    """The file of scores that is there is not what this input would give."""
+    """Raised when the existing file of scores is not what this input would give."""
 
 
 def resume(source: Path, out: Path, errors: Path) -> int:

@@ -8,11 +8,12 @@ from itertools import islice
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from flashmoa.errors import FlashMoAError
 from flashmoa.linking.streamed_text import Text
 
 
-class AgentFailed(Exception):
-    """An answer that others wait for will not be completed."""
+class AgentFailed(FlashMoAError):
+    """Raised when an answer that others wait for will not be completed."""
 
 
 class Name(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang import kv_free, releases
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
 from flashmoa_sglang.http.token_buffer import canonical
 from flashmoa_sglang.messages import (
     NO_ROOM,
@@ -248,7 +248,7 @@ class Engine:
                 async for output in outputs:
                     return output["meta_info"]
         except ValueError as error:
-            raise Malformed(f"SGLang refuses this prefill: {error}") from error
+            raise MalformedRequest(f"SGLang refuses this prefill: {error}") from error
         except HTTPException as error:
             if error.status_code != EngineBusy.status:
                 raise EngineFailed(f"SGLang could not run the prefill: {error.detail}") from error

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import (
-    Draining,
-    OutOfOrder,
+    EngineDraining,
+    PromptTooLarge,
     StreamGone,
-    TooLarge,
+    StreamOutOfOrder,
+    StreamUnknown,
     TooManyStreams,
-    UnknownStream,
 )
 from flashmoa_sglang.http.keeper import Keeper
 from flashmoa_sglang.http.pace import Pace
@@ -69,7 +69,7 @@ class StreamTable:
         return len(self._open)
 
     def get(self, stream_id: str) -> PromptStream:
-        """Raises: UnknownStream, StreamGone."""
+        """Raises: StreamUnknown, StreamGone."""
         stream = self._open.get(stream_id)
         if stream is not None:
             return stream
@@ -78,7 +78,7 @@ class StreamTable:
             raise StreamGone(
                 f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
             )
-        raise UnknownStream(f"There is no prompt stream {stream_id}. Open one first.")
+        raise StreamUnknown(f"There is no prompt stream {stream_id}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
         """For a final request, to which the id is only a hint: the stream, or why not."""
@@ -90,9 +90,9 @@ class StreamTable:
         return None, self._ended.get(stream_id, "unknown")
 
     def open(self, stream: PromptStream) -> None:
-        """Start a stream. Raises: TooManyStreams, Draining."""
+        """Start a stream. Raises: TooManyStreams, EngineDraining."""
         if self._engine.draining:
-            raise Draining("The server is shutting down; use another engine.")
+            raise EngineDraining("The server is shutting down; use another engine.")
         if len(self._open) >= self.limits.streams:
             raise TooManyStreams(
                 f"{self.limits.streams} prompt streams are open, which is the limit. "
@@ -111,7 +111,7 @@ class StreamTable:
         """Buffer text or token ids; ``end``: the last ones.
 
         Raises:
-            TooLarge: with the stream as it was before.
+            PromptTooLarge: with the stream as it was before.
         """
         room = self._engine.max_prompt_tokens
         if stream.buffer is None:
@@ -132,17 +132,20 @@ class StreamTable:
             raise _over_context(room)
 
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
-        """Add the ``seq``-th piece, once. Raises: OutOfOrder, StreamGone, TooLarge, Draining."""
+        """Add the ``seq``-th piece, once.
+
+        Raises: StreamOutOfOrder, StreamGone, PromptTooLarge, EngineDraining.
+        """
         if stream.claimed:
             raise StreamGone(f"Prompt stream {stream.id} is in use by its request.", reason="used")
         if seq < stream.next_seq:
             return
         if self._engine.draining:
-            raise Draining("The server is shutting down; send the whole request elsewhere.")
+            raise EngineDraining("The server is shutting down; send the whole request elsewhere.")
         if stream.ended_at is not None:
-            raise OutOfOrder(f"Prompt stream {stream.id} has ended; open a new one.")
+            raise StreamOutOfOrder(f"Prompt stream {stream.id} has ended; open a new one.")
         if seq > stream.next_seq:
-            raise OutOfOrder(
+            raise StreamOutOfOrder(
                 f"Append {seq} came before append {stream.next_seq}; send the missing ones "
                 "first, in order.",
                 expected_seq=stream.next_seq,
@@ -234,8 +237,8 @@ class StreamTable:
                 self.close(stream, "expired")
 
 
-def _over_context(room: int) -> TooLarge:
-    return TooLarge(
+def _over_context(room: int) -> PromptTooLarge:
+    return PromptTooLarge(
         f"The prompt would not fit this server: {room} tokens are the most. "
         "Nothing of this piece was taken.",
         max_tokens=room,

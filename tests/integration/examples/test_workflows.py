@@ -12,8 +12,8 @@ from flashmoa_bench.runs import run_once
 from flashmoa_bench.workloads import Duo, Way, play, workloads
 from pptx import Presentation
 
-from flashmoa.engine import FlashMoAError
 from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import FlashMoAError
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls

@@ -16,7 +16,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.cli import bench, trace
 from flashmoa.engine import BadAnswer, EngineClient, EngineUnreachable, PluginMissing, engine_url
-from flashmoa.engine.errors import RequestRefused
+from flashmoa.errors import RequestRefused
 from flashmoa.observe import LinkClosed
 from flashmoa.observe.trace import Trace
 
@@ -117,7 +117,7 @@ async def test_what_is_no_engine() -> None:
                 async for _ in deltas:
                     pass
     async with answering(404, html="<html>") as client:
-        with pytest.raises(PluginMissing, match="or is no engine"):
+        with pytest.raises(PluginMissing, match="or it is not an engine"):
             await client.info()
     async with answering(401, json={"error": "Unauthorized"}) as client:
         with pytest.raises(RequestRefused, match="give it as api_key"):

@@ -17,7 +17,7 @@ from flashmoa_sglang import releases  # noqa: E402
 from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
 from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
-from flashmoa_sglang.http.errors import Draining  # noqa: E402
+from flashmoa_sglang.http.errors import EngineDraining  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 from flashmoa_sglang.releases import v0_5_23  # noqa: E402
@@ -98,7 +98,7 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
     engine.draining = True
     assert await gone(table, busy) == "drained"
     assert len(engine.aborted) == 1
-    with pytest.raises(Draining):
+    with pytest.raises(EngineDraining):
         opened(table)
 
 

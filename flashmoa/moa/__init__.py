@@ -3,8 +3,8 @@
 from flashmoa.moa.answers import AgentAnswer, DebateResult, Decision, MixtureFailed, MixtureResult
 from flashmoa.moa.debate import Debate
 from flashmoa.moa.debate_prompt import DebatePrompt
-from flashmoa.moa.early_exit import EarlyExit, Embedder, Quality
-from flashmoa.moa.embedders import EngineEmbedder, LocalEmbedder
+from flashmoa.moa.early_exit import EarlyExit, Quality
+from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt

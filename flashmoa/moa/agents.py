@@ -10,7 +10,7 @@ from flashmoa.engine import EngineError
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.moa.answers import AgentAnswer, MixtureFailed
 from flashmoa.moa.cluster import Cluster, Member, Room, Slot
-from flashmoa.moa.early_exit import Answers
+from flashmoa.moa.early_exit import ScoredAnswers
 from flashmoa.moa.models import Model
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 from flashmoa.workflow import Answer, Workflow
@@ -55,7 +55,7 @@ class Agents:
         return Member(answer, self._records[layer][place], slots)
 
     def follow(
-        self, members: Sequence[Member], room: Room, answers: Answers | None = None
+        self, members: Sequence[Member], room: Room, answers: ScoredAnswers | None = None
     ) -> Cluster:
         """Have their answers go into their slots."""
         for member in members:

@@ -12,7 +12,7 @@ import anyio
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.answers import AgentAnswer, Decision, MixtureFailed
-from flashmoa.moa.early_exit import Answers
+from flashmoa.moa.early_exit import ScoredAnswers
 from flashmoa.moa.patience import patiently
 from flashmoa.moa.shares import fair_shares
 from flashmoa.workflow import Answer
@@ -92,7 +92,7 @@ class Cluster:
         *,
         room: Room,
         stall_seconds: float,
-        answers: Answers | None,
+        answers: ScoredAnswers | None,
         leave: Callable[[Member], None],
     ) -> None:
         self.decisions: list[Decision] = []

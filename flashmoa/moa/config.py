@@ -24,10 +24,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flashmoa.engine import EngineClient
-from flashmoa.errors import FlashMoAError
-from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule
-from flashmoa.moa.embedders import EngineEmbedder, LocalEmbedder
+from flashmoa.engine import EngineClient, FlashMoAError
+from flashmoa.moa.early_exit import EarlyExit, Rule
+from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt, Layout

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from flashmoa.moa.agents import Agents, Times, explained, room_of
 from flashmoa.moa.answers import MixtureResult
 from flashmoa.moa.cluster import Cluster
-from flashmoa.moa.early_exit import Answers, EarlyExit
+from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt
 from flashmoa.moa.topology import Reads, Topology
@@ -91,7 +91,7 @@ class Running:
     def _policy(self, reads: Reads) -> EarlyExit | None:
         """What decides about leaving those early, if anything does."""
         policy = self._mixture.early_exit
-        return policy if policy is not None and policy.judges(len(reads)) else None
+        return policy if policy is not None and policy.applies_to(len(reads)) else None
 
     def _cluster(self, layer: int, reads: Reads) -> list[str]:
         """Have the agents followed that some of this layer read; what stands for their answers."""
@@ -101,7 +101,7 @@ class Running:
             for number, place in enumerate(reads, 1)
         ]
         policy = self._policy(reads)
-        answers = Answers(policy, mixture.coin) if policy is not None else None
+        answers = ScoredAnswers(policy, mixture.coin) if policy is not None else None
         cluster = self._agents.follow(members, lambda: self._room(layer, reads), answers)
         self._clusters[layer, reads] = cluster
         return [f"{member.slots[0].text}" for member in members]

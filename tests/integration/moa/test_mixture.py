@@ -20,7 +20,7 @@ from flashmoa.moa import (
     MixtureResult,
     Model,
 )
-from flashmoa.moa.similarity import Embedding
+from flashmoa.moa.embedding import Embedding
 from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import settled

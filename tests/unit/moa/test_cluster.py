@@ -12,8 +12,8 @@ import pytest
 from flashmoa.linking.streamed_text import Text
 from flashmoa.moa.answers import AgentAnswer
 from flashmoa.moa.cluster import Cluster, Member, Slot
-from flashmoa.moa.early_exit import Answers, EarlyExit
-from flashmoa.moa.similarity import Embedding
+from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
+from flashmoa.moa.embedding import Embedding
 from flashmoa.workflow import Answer
 
 pytestmark = pytest.mark.anyio
@@ -62,7 +62,7 @@ async def followed(several: list[Member], policy: EarlyExit | None) -> Cluster:
     async def enough() -> None:
         return None
 
-    answers = Answers(policy, random.Random(0)) if policy is not None else None
+    answers = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
     cluster = Cluster(
         several, room=enough, stall_seconds=1, answers=answers, leave=lambda _member: None
     )

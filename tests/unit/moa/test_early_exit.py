@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.early_exit import Answers, EarlyExit, confidence, quality
-from flashmoa.moa.similarity import Embedding, frobenius_cosine, normalised
+from flashmoa.moa.early_exit import (
+    EarlyExit,
+    ScoredAnswers,
+    confidence,
+    frobenius_cosine,
+    normalised,
+    quality,
+)
+from flashmoa.moa.embedding import Embedding
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -93,7 +100,7 @@ async def test_it_leaves_when_answers_agree_enough(rule: str) -> None:
     policy = EarlyExit(ByLength(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
 
     async def run(texts: list[str], logprob: float) -> list[bool]:
-        answers = Answers(policy, random.Random(policy.seed))
+        answers = ScoredAnswers(policy, random.Random(policy.seed))
         return [answers.suffice(await answers.add(text, [logprob])) for text in texts]
 
     # Sure, and all the same: left as soon as two are there; the first is never enough.
@@ -102,9 +109,13 @@ async def test_it_leaves_when_answers_agree_enough(rule: str) -> None:
     assert await run(["aa", "bb", "cc"], -30.0) == [False, False, False]
 
 
-def test_policies_that_make_no_sense_are_refused() -> None:
-    for wrong in ({"tau": 0}, {"threshold": 2}, {"min_answers": 0}):
-        with pytest.raises(ValueError, match="tau is in"):
-            EarlyExit(ByLength(), **wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{"tau": 0}, {"threshold": 2}, {"min_answers": 0}])
+def test_policy_refuses_numbers_out_of_range(wrong: dict[str, int]) -> None:
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+        EarlyExit(ByLength(), **wrong)  # type: ignore[arg-type]
+
+
+def test_as_published_counts_the_diagonal_and_leaves_with_one_answer() -> None:
     published = EarlyExit.as_published(ByLength())
     assert published.diagonal and published.min_answers == 1

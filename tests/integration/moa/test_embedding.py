@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngines
 from flashmoa.moa import EngineEmbedder
-from flashmoa.moa.similarity import frobenius_cosine, normalised
+from flashmoa.moa.early_exit import frobenius_cosine, normalised
 from tests.integration.support import special_engine
 
 pytestmark = pytest.mark.anyio

@@ -23,8 +23,7 @@ from flashmoa.moa import (
     Schedule,
     Staircase,
 )
-from flashmoa.moa.prompts import Layout
-from flashmoa.moa.steps import Order
+from flashmoa.moa.prompts import Layout, Order
 from flashmoa.observe import Event, FirstToken, both
 from flashmoa.workflow import Workflow
 from flashmoa_bench.family.models import AGGREGATOR, SIZES

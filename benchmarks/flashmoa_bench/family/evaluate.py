@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 
 from flashmoa.engine.local import local_engines
-from flashmoa.moa.prompts import conversation
-from flashmoa.moa.steps import CHARACTERS, Order, Schedule, last_words
+from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN, Schedule
+from flashmoa.moa.prompts import Order, conversation, last_words
 from flashmoa_bench.family.models import AGGREGATOR, SIZES, model_folder
 from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, along, titled
 from flashmoa_bench.family.questions import (
@@ -147,7 +147,7 @@ def climbed(
     """What an aggregator writes along with answers, in rounds as ``Staircase`` has them.
 
     Args:
-        first: of the chunks, in tokens of ``CHARACTERS``.
+        first: of the chunks, in tokens of ``CHARACTERS_PER_TOKEN``.
         served: begin each interleaved turn with the last words of those before, as ``Staircase``
             does and lessons do not.
     """
@@ -157,8 +157,8 @@ def climbed(
     most = max(len(text) for texts in answers for text in texts)
     for number in count(1):
         sizes = list(islice(Schedule(first), number))
-        room = sum(sizes) * CHARACTERS
-        before = room - sizes[-1] * CHARACTERS
+        room = sum(sizes) * CHARACTERS_PER_TOKEN
+        before = room - sizes[-1] * CHARACTERS_PER_TOKEN
         if before >= most:
             break
         lasts = [all(len(text) <= room for text in texts) for texts in answers]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from flashmoa.moa.chunks import Schedule
 from flashmoa.moa.prompts import Layout, conversation
-from flashmoa.moa.steps import Schedule
 from flashmoa_bench.family.prompts import AGGREGATION, MOST_ANSWERS, ORDERS, along, titled
 from flashmoa_bench.family.questions import MODULUS, Grade, Operator, Question, questions, worked
 from flashmoa_bench.family.tokenizer import PIECES

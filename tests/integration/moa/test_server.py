@@ -107,7 +107,7 @@ async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_pa
     ("text", "said"),
     [
         ("layers = 3", "layers: Input should be a valid list"),
-        ("[[layers]", "is no TOML"),
+        ("[[layers]", "is not valid TOML"),
         ("nmae = 'x'", "nmae: Extra inputs"),
     ],
 )

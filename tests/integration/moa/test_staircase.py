@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureFailed, Model, Schedule, Staircase
-from flashmoa.moa.chunks import Chunks
+from flashmoa.moa.chunks import ChunkedText
 from flashmoa.workflow import Answer, Workflow
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import settled
@@ -32,7 +32,7 @@ def staircase(pair: tuple[EngineClient, EngineClient], **more: Any) -> Staircase
 def test_schedules() -> None:
     assert list(islice(Schedule(), 7)) == [8, 16, 32, 64, 128, 128, 128]
     assert list(islice(Schedule(4, 1.5, 10), 4)) == [4, 6, 9, 10]
-    with pytest.raises(ValueError, match="a schedule needs"):
+    with pytest.raises(ValueError, match="first is 0; a chunk needs"):
         Schedule(first=0)
 
 
@@ -46,7 +46,7 @@ async def test_chunks_do_not_depend_on_how_events_cut_a_text(
             for begin in range(0, len(whole), size):
                 answer.write(whole[begin : begin + size])
             answer.close()
-            proposal = Chunks(flow, answer, "1. ", Schedule())
+            proposal = ChunkedText(flow, answer, "1. ", Schedule())
             await proposal.cut()
             chunks = [await proposal.chunk(number) for number in range(4)]
             assert [len(chunk.removeprefix("1. ")) for chunk in chunks] == [32, 64, 54, 0]
@@ -64,10 +64,10 @@ async def test_linked_and_unlinked_are_the_same(
         for engine in pair:
             await engine.flush_cache()
         steps = staircase(pair, ahead=ahead, order=order)
-        async with steps.answering(QUESTION) as climb:
-            pieces = [piece async for piece in climb]
-        assert "".join(pieces) == climb.result.text
-        results.append(climb.result)
+        async with steps.answering(QUESTION) as run:
+            pieces = [piece async for piece in run]
+            results.append(await run.result())
+        assert "".join(pieces) == results[-1].text
     unlinked, linked = results
     assert unlinked.text == linked.text and unlinked.proposals == linked.proposals
     # The aggregator may write 50 tokens: 8, 16, and the rest of 32.
@@ -111,12 +111,13 @@ async def test_who_begins_anew_in_every_round_says_it_once(
     steps = staircase(pair, order=order)
     last = Model(small, sampling={"temperature": 0, "regex": numbers, "max_tokens": 400})
     again = Staircase(steps.proposers, last, prompt=PROMPT, order=order)
-    async with again.answering(QUESTION) as climb:
-        pieces = [piece async for piece in climb]
-    assert "".join(pieces) == climb.result.text == numbers
-    assert climb.result.dropped_words > 0
-    assert climb.result.rounds[0].finish_reason == "length"
-    assert climb.result.rounds[-1].finish_reason == "stop"
+    async with again.answering(QUESTION) as run:
+        pieces = [piece async for piece in run]
+        result = await run.result()
+    assert "".join(pieces) == result.text == numbers
+    assert result.dropped_words > 0
+    assert result.rounds[0].finish_reason == "length"
+    assert result.rounds[-1].finish_reason == "stop"
     again = Staircase([last], last, prompt=PROMPT, order=order, drop_repeats=False)
     result = await again.answer(QUESTION)
     assert len(result.text) > len(numbers) and result.dropped_words == 0
@@ -172,8 +173,8 @@ async def test_a_staircase_that_is_left_gives_everything_back(
     slow = [Model(engine, sampling={**SAMPLING, "max_tokens": 2000}) for engine in pair]
     for engine in pair:
         await engine.flush_cache()
-    async with Staircase([slow[0]], slow[1], prompt=PROMPT).answering(QUESTION) as climb:
-        async for _ in climb:
+    async with Staircase([slow[0]], slow[1], prompt=PROMPT).answering(QUESTION) as run:
+        async for _ in run:
             break
     # An answer to its end would be in the cache.
     assert (await settled(small)).evictable < 2000

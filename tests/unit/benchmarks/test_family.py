@@ -18,7 +18,7 @@ from flashmoa_bench.family.questions import (
     slips,
 )
 
-from flashmoa.moa.steps import Order
+from flashmoa.moa.prompts import Order
 
 QUESTION = Question(47, (Line("+", 85), Line("*", 7), Line("-", 30)))
 

@@ -6,15 +6,15 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Schedule
-from flashmoa.moa.chunks import Chunks
-from flashmoa.moa.steps import last_words
+from flashmoa.moa.chunks import ChunkedText
+from flashmoa.moa.prompts import last_words
 from flashmoa.workflow import Answer, Workflow
 
 pytestmark = pytest.mark.anyio
 
 
-def chunks(flow: Workflow, answer: Answer) -> Chunks:
-    return Chunks(flow, answer, "1. ", Schedule(first=1), stall_seconds=0.01)
+def chunks(flow: Workflow, answer: Answer) -> ChunkedText:
+    return ChunkedText(flow, answer, "1. ", Schedule(first=1), stall_seconds=0.01)
 
 
 async def test_one_that_stalls_is_read_as_far_as_it_is() -> None:

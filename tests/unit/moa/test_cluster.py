@@ -9,12 +9,11 @@ import anyio
 import numpy as np
 import pytest
 
-from flashmoa.linking.streamed_text import Text
-from flashmoa.moa.answers import AgentAnswer
-from flashmoa.moa.cluster import Cluster, Member, Slot
+from flashmoa import Answer, Text
+from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.embedding import Embedding
-from flashmoa.workflow import Answer
+from flashmoa.moa.results import AgentAnswer
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +53,7 @@ def members(*texts: str | None) -> list[Member]:
             answer.write(text)
             answer.close()
         record = AgentAnswer(0, place, "model", "http://engine")
-        made.append(Member(answer, record, [Slot(Text(f"slot {place}"))]))
+        made.append(Member(answer, record, [AnswerSlot(Text(f"slot {place}"))]))
     return made
 
 
@@ -62,9 +61,9 @@ async def followed(several: list[Member], policy: EarlyExit | None) -> Cluster:
     async def enough() -> None:
         return None
 
-    answers = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
+    scores = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
     cluster = Cluster(
-        several, room=enough, stall_seconds=1, answers=answers, leave=lambda _member: None
+        several, room=enough, stall_seconds=1, scores=scores, leave=lambda _member: None
     )
     await cluster.run()
     return cluster

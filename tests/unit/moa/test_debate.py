@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Debate, DebatePrompt, Model
-from flashmoa.moa.debate_prompt import Told
-from flashmoa.moa.vote import vote
+from flashmoa.moa.debate import vote
+from flashmoa.moa.prompts import AnswerForms
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -22,8 +22,8 @@ def number(answer: str) -> str | None:
     return found[-1] if found else None
 
 
-def told(*answers: str) -> list[Told]:
-    return [Told(answer, f"[{answer}]") for answer in answers]
+def told(*answers: str) -> list[AnswerForms]:
+    return [AnswerForms(answer, f"[{answer}]") for answer in answers]
 
 
 def roles(messages: list[dict[str, Any]]) -> list[str]:
@@ -38,7 +38,7 @@ def test_a_debater_is_told_its_own_answer_as_its_own() -> None:
         {"role": "assistant", "content": "four"},
         {"role": "user", "content": "Others:[three][five]"},
     ]
-    seat = DebatePrompt(together="You are {number}:").seat(1)
+    seat = DebatePrompt(staircase_instruction="You are {number}:").on_staircase(1)
     assert (seat.layout, seat.instruction) == ("question-first", "You are 2:")
     assert seat.title(3) == prompt.title(3) == "\n\nAnswer of debater 3:\n"
 
@@ -78,6 +78,7 @@ def test_nobody_has_more_than_the_winner(answers: list[str]) -> None:
 
 def test_what_is_no_debate_is_refused() -> None:
     one = Model(EngineClient("http://127.0.0.1:9"))
-    for debaters, rounds in (([one], 2), ([one, one], 0)):
-        with pytest.raises(ValueError, match="at least two debaters"):
-            Debate(debaters, rounds, number)
+    with pytest.raises(ValueError, match="at least two debaters; there are 1"):
+        Debate([one], 2, number)
+    with pytest.raises(ValueError, match="at least one round; rounds is 0"):
+        Debate([one, one], 0, number)

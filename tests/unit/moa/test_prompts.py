@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.moa.cluster import fair_shares
 from flashmoa.moa.prompts import AggregationPrompt
-from flashmoa.moa.shares import fair_shares
 
 TALK = [
     {"role": "system", "content": "Be brief."},

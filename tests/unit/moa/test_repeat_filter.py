@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.seam import Seam
+from flashmoa.moa.repeat_filter import RepeatFilter
 
 # Few words, of which some begin as others do.
 WORDS = st.lists(st.sampled_from(["a", "ab", "b", "c", "cab", "d."]), max_size=9)
@@ -37,8 +37,8 @@ def plainly(written: str, part: str) -> tuple[str, str]:
     return part, ""
 
 
-def shown(written: str, pieces: list[str]) -> tuple[str, Seam]:
-    seam = Seam(written)
+def shown(written: str, pieces: list[str]) -> tuple[str, RepeatFilter]:
+    seam = RepeatFilter(written)
     return "".join(seam.add(piece) for piece in pieces) + seam.end(), seam
 
 
@@ -73,8 +73,8 @@ def test_seams(written: str, part: str, expected: str) -> None:
 
 
 def test_no_more_is_held_back_than_must_be() -> None:
-    seam = Seam("You need three days in Kathmandu")
+    seam = RepeatFilter("You need three days in Kathmandu")
     assert seam.add("thr") == "" and seam.held == "thr"
     assert seam.add("ough") == "through"
     assert seam.add(" three days in Kathmandu") == " three days in Kathmandu"
-    assert Seam("two words").add("two") == "two"
+    assert RepeatFilter("two words").add("two") == "two"

@@ -16,7 +16,7 @@ from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = DebatePrompt(heading="\n{number}. ", together="You are {number}:")
+PROMPT = DebatePrompt(heading="\n{number}. ", staircase_instruction="You are {number}:")
 
 
 def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any) -> Debate:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.router.shape import UnknownShape, true_flops
+from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.arguments import command_line, positive
 from flashmoa_bench.engines import Engines, Role, connected
 from flashmoa_bench.memory import peak_resident

@@ -17,12 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa.router.baselines import CacheAware, Random, RoundRobin
 from flashmoa.router.blocks import BLOCK_TOKENS
-from flashmoa.router.flops import saturation
-from flashmoa.router.policies import Policy
+from flashmoa.router.flops import saturation, true_flops
+from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.shape import true_flops
 from flashmoa_bench.arguments import positive
 from flashmoa_bench.prefill_mix import TABLE_2, Ask, mix
 from flashmoa_bench.report import Report, progress, terminal

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.flops import Measure
-from flashmoa.router.policies import EngineTraits, Policy, Waiting
+from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa_bench.prefill_mix import Ask
 
 
@@ -192,7 +192,7 @@ class _Replay:
         self._running: list[tuple[float, str, Step]] = []
         self._idle = set(self._engines)
         self._asks: dict[str, Ask] = {}
-        self._queue: list[Waiting] = []
+        self._queue: list[WaitingRequest] = []
         for name, machine in machines.items():
             policy.join(name, machine.traits(saturation))
 
@@ -224,7 +224,7 @@ class _Replay:
         while coming and len(self._asks) < concurrency:
             ask = coming.popleft()
             self._asks[ask.name] = ask
-            self._queue.append(Waiting(ask.name, ask.blocks))
+            self._queue.append(WaitingRequest(ask.name, ask.blocks))
         placed = self._policy.route(self._queue)
         self._queue = [one for one in self._queue if one.request not in placed]
         for request, engine in placed.items():

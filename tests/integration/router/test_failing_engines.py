@@ -15,8 +15,8 @@ from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.stapled import MultiListener
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.baselines import RoundRobin
-from flashmoa.router.options import RouterOptions
+from flashmoa.router.application import RouterOptions
+from flashmoa.router.policies import RoundRobin
 from tests.integration.router.asking import generated, generation, metric, raised
 from tests.integration.router.conftest import options, routed
 

@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.baselines import RoundRobin
+from flashmoa.router.policies import RoundRobin
 from tests.integration.router.asking import asked, generated, generation, metric, raised
 from tests.integration.router.conftest import options, routed
 from tests.integration.support import settled, special_engine

@@ -12,9 +12,9 @@ from flashmoa_bench import router, routers
 from flashmoa_bench.prefill_mix import TABLE_2, Ask, mix
 from flashmoa_bench.simulated import Cache, Machine, best_hit_rate, replay
 
-from flashmoa.router.baselines import RoundRobin
 from flashmoa.router.blocks import token_blocks
 from flashmoa.router.flops import TokenCount
+from flashmoa.router.policies import RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 
 # Ten tokens a second, a hundred at a time.

@@ -13,12 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa.router.application import application
-from flashmoa.router.bodies import json_answer
-from flashmoa.router.options import RouterOptions
-from flashmoa.router.paths import STREAMS
-from flashmoa.router.shell.application import ShellOptions
-from flashmoa.router.shell.application import application as shell
+from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.client_requests import STREAMS, json_answer
+from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import served
 
 KEY = {"authorization": "Bearer right"}
@@ -122,6 +119,6 @@ async def pair(engine: Engine, seconds: float = 0.01) -> AsyncGenerator[Asked]:
     """A shell router; the engine is its prefill engine and its pair's router."""
     async with (
         served(engine.app()) as url,
-        running(shell(ShellOptions(url, url, agent_seconds=seconds))) as asked,
+        running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as asked,
     ):
         yield asked

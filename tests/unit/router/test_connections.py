@@ -9,8 +9,9 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from flashmoa.router.connections import Connections, EngineLost, connections
-from flashmoa.router.paths import Repeat, repeat
+from flashmoa.router.client_requests import Repeat, repeat_rule
+from flashmoa.router.connections import Connections, connections
+from flashmoa.router.errors import EngineLost
 
 pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -181,4 +182,4 @@ async def test_an_engine_that_is_gone_the_second_time_was_reached_the_first_time
     ],
 )
 def test_only_what_is_harmless_is_repeated(method: str, path: str, expected: Repeat) -> None:
-    assert repeat(method, path) is expected
+    assert repeat_rule(method, path) is expected

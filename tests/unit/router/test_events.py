@@ -18,14 +18,12 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.router.blocks import token_blocks
+from flashmoa.router.blocks import PageMirror, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.event_sources import EventSource, event_sources
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.kv_events import PageMirror
+from flashmoa.router.kv_events import EngineBlocks, EventSource, KvEventSubscriber, event_sources
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.subscriber import EngineBlocks, Subscriber
 from tests.unit.router.support import PROMPTS, SIZE, blocks
 
 pytestmark = pytest.mark.anyio
@@ -90,7 +88,7 @@ def one_engine() -> tuple[PrefixAware, Dispatcher]:
 
 def test_a_gap_in_an_engine_s_events_empties_its_table() -> None:
     policy, dispatcher = one_engine()
-    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), NOBODY)
     heard.receive(4, batch(STORED))
     assert policy.matched("a", PROMPT) == 31
     heard.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
@@ -109,7 +107,7 @@ def test_a_gap_in_an_engine_s_events_empties_its_table() -> None:
 def test_tokens_may_come_as_pairs() -> None:
     """As an engine with speculative decoding tells them."""
     policy, dispatcher = one_engine()
-    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), NOBODY)
     tokens = list(range(33))
     kind, pages, parent, _, size, *more = STORED
     heard.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
@@ -119,7 +117,7 @@ def test_tokens_may_come_as_pairs() -> None:
 def test_a_block_is_there_as_long_as_one_rank_has_it() -> None:
     policy, dispatcher = one_engine()
     shared = EngineBlocks(dispatcher, "a", ranks=2)
-    ranks = [Subscriber(shared, NOBODY) for _ in range(2)]
+    ranks = [KvEventSubscriber(shared, NOBODY) for _ in range(2)]
     for rank in ranks:
         rank.receive(0, batch(STORED))
     ranks[0].receive(1, batch(["BlockRemoved", [2], "GPU"]))
@@ -191,7 +189,7 @@ async def test_what_was_not_heard_is_asked_for() -> None:
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
         # Before anybody listened.
         await publisher.publish(0, batch(STORED, written=1.0))
-        group.start_soon(Subscriber(EngineBlocks(dispatcher, "a"), source).run)
+        group.start_soon(KvEventSubscriber(EngineBlocks(dispatcher, "a"), source).run)
         await until(2)
         # A subscription takes a moment; this one is heard, replayed, or both.
         await publisher.publish(1, batch(other, written=2.0), lost=True)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.router.flops import Measure, TokenCount, saturation
-from flashmoa.router.shape import UnknownShape, true_flops
+from flashmoa.router.flops import Measure, TokenCount, UnknownShape, saturation, true_flops
 from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 QWEN3_8B = {

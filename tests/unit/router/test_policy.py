@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.router.cascade import Candidate, choose
 from flashmoa.router.flops import Measure, TokenCount
-from flashmoa.router.policies import EngineTraits, Waiting
+from flashmoa.router.policies import EngineTraits, WaitingRequest
+from flashmoa.router.prefix_aware import EngineCandidate, choose_engine
 from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 CANDIDATES = st.lists(
     st.builds(
-        Candidate,
+        EngineCandidate,
         engine=st.uuids().map(str),
         matched=st.integers(0, 3),
         cost=st.integers(0, 4),
@@ -29,9 +29,9 @@ CANDIDATES = st.lists(
 
 @given(candidates=CANDIDATES, patience=st.sampled_from([0, 1, 8]))
 def test_the_choice_is_the_best_of_those_that_are_not_saturated(
-    candidates: list[Candidate], patience: int
+    candidates: list[EngineCandidate], patience: int
 ) -> None:
-    chosen = choose(candidates, patience)
+    chosen = choose_engine(candidates, patience)
     free = [one for one in candidates if not one.saturated]
     if not free:
         assert chosen is None
@@ -62,7 +62,7 @@ def test_a_round_fills_each_engine_to_the_threshold_and_by_one_request_more(
 ) -> None:
     routing = policy(engines, measure, limit)
     most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
-    queue = [Waiting(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
+    queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
     # In order of arrival, and nobody is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
@@ -89,9 +89,9 @@ def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
 ) -> None:
     routing = policy(engines, measure, limit, patience)
     names = [f"e{number}" for number in range(engines)]
-    queue: list[Waiting] = []
+    queue: list[WaitingRequest] = []
     for number, prompts in enumerate(rounds):
-        queue += [Waiting(f"{number}/{n}", blocks(one)) for n, one in enumerate(prompts)]
+        queue += [WaitingRequest(f"{number}/{n}", blocks(one)) for n, one in enumerate(prompts)]
         placed = routing.route(queue)
         queue = [one for one in queue if one.request not in placed]
         room = {name for name in names if not routing.is_saturated(name)}
@@ -114,10 +114,13 @@ def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
 def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     routing = policy(2, TokenCount(), 10, patience=2.0)
     document = [7] * 16
-    queue = [Waiting("first", blocks(document)), Waiting("other", blocks([1] * 4))]
+    queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
     # 16 of 17 tokens saved, twice, and 16 to be computed before: it waits.
-    queue = [Waiting("sibling", blocks([*document, 1])), Waiting("stranger", blocks([2] * 4))]
+    queue = [
+        WaitingRequest("sibling", blocks([*document, 1])),
+        WaitingRequest("stranger", blocks([2] * 4)),
+    ]
     assert routing.route(queue) == {"stranger": "e1"}
     # 4 of 8 tokens saved, twice, and 8 more to be computed than elsewhere: it does not.
     routing.computed("other")
@@ -130,9 +133,9 @@ def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
 def test_an_idle_engine_takes_what_would_be_done_later() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.stored("e0", blocks(document).hashes)
-    routing.admit(Waiting("long", blocks([1] * 20)), "e0")
+    routing.admit(WaitingRequest("long", blocks([1] * 20)), "e0")
     # 16 tokens to compute again, or 20 to be computed before: one does; others wait, for either.
     assert routing.route(queue) == {"0": "e1"}
     routing.computed("0")
@@ -142,7 +145,7 @@ def test_an_idle_engine_takes_what_would_be_done_later() -> None:
 def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     # Though the other engine has nothing to do: it would take as long.
     assert routing.route(queue) == {"0": "e0"}
     routing.computed("0")
@@ -152,9 +155,9 @@ def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
 def test_what_an_idle_engine_takes_draws_others_there() -> None:
     routing = policy(2, TokenCount(), 30, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.stored("e0", blocks(document).hashes)
-    routing.admit(Waiting("long", blocks([1] * 40)), "e0")
+    routing.admit(WaitingRequest("long", blocks([1] * 40)), "e0")
     assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
 
 
@@ -241,14 +244,14 @@ def test_an_engine_that_left_is_forgotten() -> None:
 def test_a_prompt_that_an_engine_has_already_is_no_work() -> None:
     routing = policy(2, TokenCount(), 40)
     prompt = blocks([1] * 41)
-    routing.admit(Waiting("a", prompt), "e1", cached=prompt.length)
+    routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
     assert routing.load("e1") == 0 and routing.matched("e1", prompt) == 40
-    with pytest.raises(ValueError, match="routed already"):
-        routing.admit(Waiting("a", prompt), "e0")
+    with pytest.raises(ValueError, match="has an engine already"):
+        routing.admit(WaitingRequest("a", prompt), "e0")
     routing.computed("a")
     routing.end("a")
     assert place(routing, "b", prompt) == "e1"
-    routing.admit(Waiting("c", blocks([2] * 41)), "e1")
+    routing.admit(WaitingRequest("c", blocks([2] * 41)), "e1")
     assert routing.load("e1") == 42
 
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flashmoa.router.application import application
-from flashmoa.router.options import RouterOptions
-from flashmoa.router.paths import CHAT, GENERATE, ROUTED, STREAMS
+from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.client_requests import CHAT, GENERATE, ROUTED, STREAMS
 from tests.unit.router.asked import KEY, Asked, Engine, pair, routing, running
 
 pytestmark = pytest.mark.anyio

@@ -13,17 +13,16 @@ from starlette.requests import Request
 
 from flashmoa import cli
 from flashmoa.router.blocks import token_blocks
-from flashmoa.router.connections import EngineLost, connections
-from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
-from flashmoa.router.engines import Engine, Watch
-from flashmoa.router.event_sources import EventSource
-from flashmoa.router.fleet import merged
+from flashmoa.router.client_requests import ForwardedRequest, Repeat, passed_on
+from flashmoa.router.connections import connections
+from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.engine_pool import merged_info
+from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
+from flashmoa.router.errors import EngineLost, NoEngine, QueueFull
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.forwarding import Call, passed_on
-from flashmoa.router.paths import Repeat
+from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.progress import Progress
 
 pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TokenCount(), saturation=20)
@@ -31,7 +30,7 @@ PROMPT = token_blocks([1] * 32)
 
 
 async def test_requests_wait_in_order_and_whoever_leaves_makes_room() -> None:
-    dispatcher = Dispatcher(PrefixAware(), most_waiting=2)
+    dispatcher = Dispatcher(PrefixAware(), max_waiting=2)
     dispatcher.join("a", SMALL)
     served: list[int] = []
 
@@ -85,12 +84,12 @@ async def test_an_engine_too_busy_to_say_what_it_is_is_asked_again() -> None:
         config = json.dumps({"publisher": "zmq", "endpoint": "tcp://*:7"})
         return httpx.Response(200, json={"kv_events_config": config})
 
-    dispatcher, engine = Dispatcher(PrefixAware()), Engine("http://engine")
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        watch = Watch(http, dispatcher)
-        await watch.look(engine)
+        monitor = EngineMonitor(http, dispatcher)
+        await monitor.probe(engine)
         assert not engine.is_up and not dispatcher.engines
-        await watch.look(engine)
+        await monitor.probe(engine)
     assert engine.is_up and engine.events == (EventSource("tcp://engine:7"),)
 
 
@@ -100,12 +99,12 @@ async def test_an_engine_that_never_says_what_it_is_is_taken_all_the_same() -> N
             raise httpx.ReadTimeout("busy")
         return httpx.Response(200, json={})
 
-    dispatcher, engine = Dispatcher(PrefixAware()), Engine("http://engine")
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     looks = 0
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        watch = Watch(http, dispatcher)
+        monitor = EngineMonitor(http, dispatcher)
         while not engine.is_up and looks < 20:
-            await watch.look(engine)
+            await monitor.probe(engine)
             looks += 1
     assert 1 < looks < 20 and list(dispatcher.engines) == ["http://engine"]
 
@@ -118,20 +117,20 @@ async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
             raise httpx.ReadTimeout("silence")
         return httpx.Response(200, json={})
 
-    dispatcher, engine = Dispatcher(PrefixAware()), Engine("http://engine")
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        patient, watch = (Watch(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
-        await watch.look(engine)
+        patient, monitor = (EngineMonitor(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
+        await monitor.probe(engine)
         silent = True
-        with engine.attended() as waiting:
+        with engine.until_hung() as waiting:
             # A busy one is slow, too.
-            await patient.look(engine)
+            await patient.probe(engine)
             assert engine.is_up
-            await watch.look(engine)
+            await monitor.probe(engine)
             await anyio.sleep_forever()
         assert waiting.cancelled_caught and not engine.is_up and not dispatcher.engines
         silent = False
-        await watch.look(engine)
+        await monitor.probe(engine)
     assert engine.is_up
 
 
@@ -155,7 +154,7 @@ async def test_what_an_engine_says_of_a_rank_is_meant_for_all_of_them(
 
     answer = httpx.MockTransport(lambda _: httpx.Response(200, json=told))
     async with httpx.AsyncClient(transport=answer) as http:
-        await Watch(http, Dispatcher(Joined())).look(Engine("http://engine"))
+        await EngineMonitor(http, Dispatcher(Joined())).probe(RoutedEngine("http://engine"))
     assert joined == [EngineTraits(TokenCount(), saturation, blocks)]
 
 
@@ -178,14 +177,14 @@ async def test_a_prompt_is_computed_once_a_later_snapshot_says_that_nobody_waits
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits(TokenCount()))
     async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
-        progress = Progress(http, "http://a")
+        poller = PrefillPoller(http, "http://a")
         for number in range(3):
             place = await stack.enter_async_context(dispatcher.place(token_blocks([number] * 32)))
-            stack.enter_context(progress.follow(place))
+            stack.enter_context(poller.follow(place))
         loads: list[int] = []
         # Made before they came, the same once more, the next one; then with two, one, none waiting.
         for waiting, made in ((0, 1.0), (0, 1.0), (0, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
-            progress.told(waiting, made)
+            poller.apply_snapshot(waiting, made)
             loads.append(policy.load("a"))
     assert loads == [96, 96, 96, 64, 32, 0]
 
@@ -199,10 +198,10 @@ def test_what_was_asked_for_is_what_is_passed_on() -> None:
         "query_string": b"c=%2F",
         "headers": [(b"host", b"x/flush_cache?")],
     }
-    call = Call.of(Request(scope), b"")
+    call = ForwardedRequest.from_client(Request(scope), b"")
     assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b?c=%2F")
     del scope["raw_path"]
-    assert Call.of(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
+    assert ForwardedRequest.from_client(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
 
 
 async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
@@ -235,7 +234,7 @@ def test_engines_are_told_of_as_one_that_does_what_all_can() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
-    assert merged([one, other]) == expected
+    assert merged_info([one, other]) == expected
 
 
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

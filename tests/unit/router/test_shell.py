@@ -12,23 +12,30 @@ from hypothesis import strategies as st
 
 from flashmoa import cli
 from flashmoa.linking.prompt import Slot
-from flashmoa.router.paths import CHAT
-from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
-from flashmoa.router.shell.asks import parsed
-from flashmoa.router.shell.counters import ShellCounters
-from flashmoa.router.shell.writing import Writing
-from flashmoa.router.shell.written import TextPrompt, TokenPrompt
+from flashmoa.router.client_requests import CHAT
+from flashmoa.router.errors import AgentFailed
+from flashmoa.router.metrics import ShellMetrics
+from flashmoa.router.shell.agent_answers import (
+    AgentKey,
+    AgentPromptCache,
+    AnswerRecorder,
+    GrowingAnswer,
+)
+from flashmoa.router.shell.agent_requests import parse_request
+from flashmoa.router.shell.early_prefill import TextPrompt, TokenPrompt
 
 pytestmark = pytest.mark.anyio
 
 
-def named(agent: str, client: str = "", workflow: str = "w") -> Name:
-    return Name(client, workflow, agent)
+def named(agent: str, client: str = "", workflow: str = "w") -> AgentKey:
+    return AgentKey(client, workflow, agent)
 
 
 def test_a_prompt_s_parts_become_the_body_that_is_sent() -> None:
     prompt = [{"text": "Plan: "}, {"agent": "a"}, {"text": "\nAgain: "}, {"agent": "a"}]
-    ask = parsed("/generate", {"prompt": prompt, "agent": "b", "workflow": "w", "stream": True})
+    ask = parse_request(
+        "/generate", {"prompt": prompt, "agent": "b", "workflow": "w", "stream": True}
+    )
     assert (ask.form, ask.agent, ask.workflow, ask.reads) == ("text", "b", "w", ("a",))
     assert ask.with_texts({"a": "X"}) == {"text": "Plan: X\nAgain: X", "stream": True}
     assert [piece for piece in ask.pieces() if piece not in ask.marks.values()] == [
@@ -36,7 +43,7 @@ def test_a_prompt_s_parts_become_the_body_that_is_sent() -> None:
     ]  # fmt: skip
 
     prompt = [{"input_ids": [1, 2]}, {"agent": "a"}, {"input_ids": [3]}]
-    ask = parsed("/generate", {"prompt": prompt})
+    ask = parse_request("/generate", {"prompt": prompt})
     assert (ask.form, ask.reads, ask.is_ordinary) == ("tokens", ("a",), False)
     assert ask.with_tokens({"a": [7, 8]}) == {"input_ids": [1, 2, 7, 8, 3]}
 
@@ -49,7 +56,7 @@ def test_a_chat_s_parts_become_messages() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Judge: "}, agent]},
         {"role": "user", "content": [image, agent]},
     ]
-    ask = parsed(CHAT, {"messages": messages, "temperature": 0})
+    ask = parse_request(CHAT, {"messages": messages, "temperature": 0})
     assert ask.with_texts({"a": "X"}) == {
         "messages": [
             {"role": "system", "content": "Be brief."},
@@ -72,7 +79,7 @@ def test_a_chat_s_parts_become_messages() -> None:
     ],
 )
 def test_a_request_without_agents_is_an_ordinary_one(path: str, body: dict[str, Any]) -> None:
-    ask = parsed(path, body)
+    ask = parse_request(path, body)
     assert ask.is_ordinary and ask.body == body
 
 
@@ -84,7 +91,7 @@ def test_a_request_without_agents_is_an_ordinary_one(path: str, body: dict[str, 
         ({"prompt": [{"input_ids": [1]}, {"text": "x"}]}, "part of a prompt"),
         ({"prompt": [{"agent": "a"}], "text": "x"}, "give one of"),
         ({"prompt": [{"agent": f"{number}"} for number in range(257)]}, "at most 256"),
-        ({"agent": 3}, "are strings"),
+        ({"agent": 3}, "must be strings"),
         ({"agent": "a", "text": ["x", "y"]}, "one answer"),
         ({"agent": "a", "text": "x", "sampling_params": {"n": 2}}, "one answer"),
         ({"agent": "a", "input_ids": [[1]]}, "one answer"),
@@ -92,13 +99,13 @@ def test_a_request_without_agents_is_an_ordinary_one(path: str, body: dict[str, 
 )
 def test_what_is_wrong_with_a_request_is_said(body: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        parsed("/generate", body)
+        parse_request("/generate", body)
 
 
 def test_what_is_kept_apart_is_not_prefilled_ahead() -> None:
     prompt = [{"agent": "a"}]
-    assert parsed("/generate", {"prompt": prompt}).can_go_ahead
-    assert not parsed("/generate", {"prompt": prompt, "cache_salt": "s"}).can_go_ahead
+    assert parse_request("/generate", {"prompt": prompt}).can_prefill_early
+    assert not parse_request("/generate", {"prompt": prompt, "cache_salt": "s"}).can_prefill_early
 
 
 def test_agents_of_other_workflows_and_clients_are_others() -> None:
@@ -110,7 +117,7 @@ def test_agents_of_other_workflows_and_clients_are_others() -> None:
 
 
 def test_whose_answer_nobody_begins_is_there_while_somebody_waits() -> None:
-    cache = AgentPromptCache(most=2)
+    cache = AgentPromptCache(max_finished=2)
     writing = [cache.begin(named(name), ()) for name in "ab"]
     waited_for = cache.read(named("x"))
     for number in range(100):
@@ -150,7 +157,7 @@ def test_agents_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_what_was_used_least_recently_is_forgotten() -> None:
-    cache = AgentPromptCache(most=2)
+    cache = AgentPromptCache(max_finished=2)
     first, other = (cache.begin(named(name), ()) for name in "ab")
     first.close()
     other.close()
@@ -163,7 +170,7 @@ def test_what_was_used_least_recently_is_forgotten() -> None:
 
 @given(pieces=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), seen=st.integers(0, 6))
 async def test_tokens_are_taken_in_as_they_come(pieces: list[list[int]], seen: int) -> None:
-    prompt, answer, taken = TokenPrompt([(1,), "a", (2, 3), "a"]), AgentAnswer("a"), list[int]()
+    prompt, answer, taken = TokenPrompt([(1,), "a", (2, 3), "a"]), GrowingAnswer("a"), list[int]()
     written = [token for piece in pieces for token in piece]
     async with anyio.create_task_group() as group:
         group.start_soon(prompt.follow, answer, lambda: taken.extend(prompt.take()))
@@ -178,7 +185,7 @@ async def test_tokens_are_taken_in_as_they_come(pieces: list[list[int]], seen: i
 
 
 async def test_a_text_goes_into_its_slot_and_a_failure_is_raised() -> None:
-    prompt, answer = TextPrompt(["Plan: ", Slot("a"), "!"]), AgentAnswer("a")
+    prompt, answer = TextPrompt(["Plan: ", Slot("a"), "!"]), GrowingAnswer("a")
     answer.add("walk", None)
     assert prompt.take() == "Plan: "
     answer.close()
@@ -186,7 +193,7 @@ async def test_a_text_goes_into_its_slot_and_a_failure_is_raised() -> None:
     assert prompt.whole() == "Plan: walk!" and prompt.is_complete
     with pytest.raises(AgentFailed, match="tokens are not known"):
         await TokenPrompt(["a"]).follow(answer, lambda: None)
-    failing = AgentAnswer("a")
+    failing = GrowingAnswer("a")
     failing.fail(AgentFailed("gone"))
     with pytest.raises(AgentFailed, match="gone"):
         await TextPrompt([Slot("a")]).follow(failing, lambda: None)
@@ -202,8 +209,8 @@ def generation(text: str, ids: list[int], reason: dict[str, Any] | None = None) 
 
 @given(cut=st.integers(1, 40))
 def test_a_generation_is_heard_however_it_is_cut(cut: int) -> None:
-    answer = AgentAnswer("a")
-    writing = Writing(answer, ShellCounters(), streams=True)
+    answer = GrowingAnswer("a")
+    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
     stop = {"type": "stop", "matched": 9}
     told = events(generation("wa", [1], None), generation("walk", [1, 2, 9], stop))
     for start in range(0, len(told), cut):
@@ -215,19 +222,19 @@ def test_a_generation_is_heard_however_it_is_cut(cut: int) -> None:
 
 
 def test_a_chat_is_heard_as_text_streamed_or_not() -> None:
-    streamed, whole = AgentAnswer("a"), AgentAnswer("b")
+    streamed, whole = GrowingAnswer("a"), GrowingAnswer("b")
     chunks = [{"choices": [{"delta": {"content": part}}]} for part in ("wa", None, "lk")]
-    Writing(streamed, ShellCounters(), streams=True).heard(events(*chunks, {"choices": []}))
+    AnswerRecorder(streamed, ShellMetrics(), streams=True).heard(events(*chunks, {"choices": []}))
     message = {"choices": [{"message": {"content": "walk"}}]}
-    Writing(whole, ShellCounters(), streams=False).heard(json.dumps(message).encode())
+    AnswerRecorder(whole, ShellMetrics(), streams=False).heard(json.dumps(message).encode())
     assert streamed.written == whole.written == "walk"
     assert streamed.tokens is None
 
 
 async def test_a_chat_that_is_aborted_is_no_answer() -> None:
-    answer = AgentAnswer("a")
+    answer = GrowingAnswer("a")
     choice = {"delta": {"content": "wa"}, "finish_reason": "abort"}
-    writing = Writing(answer, ShellCounters(), streams=True)
+    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
     writing.heard(events({"choices": [choice]}))
     writing.ended("answered")
     with pytest.raises(AgentFailed, match="aborted"):
@@ -245,8 +252,8 @@ async def test_a_chat_that_is_aborted_is_no_answer() -> None:
     ],
 )
 async def test_an_answer_that_is_not_one_fails(told: bytes, ending: str, said: str) -> None:
-    answer = AgentAnswer("a")
-    writing = Writing(answer, ShellCounters(), streams=True)
+    answer = GrowingAnswer("a")
+    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
     writing.heard(told)
     writing.ended(ending)
     with pytest.raises(AgentFailed, match=said):

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flashmoa.router.engine_state import BlockTable, PrefillLoad
 from flashmoa.router.flops import Measure
-from flashmoa.router.loads import Load
-from flashmoa.router.tables import BlockTable
 from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, prefixes
 
 
@@ -86,7 +85,7 @@ class Loads(RuleBasedStateMachine):
     @initialize(measure=MEASURES)
     def begin(self, measure: Measure) -> None:
         self.measure = measure
-        self.load = Load(measure)
+        self.load = PrefillLoad(measure)
         self.left: list[tuple[str, int]] = []
         self.names = 0
 

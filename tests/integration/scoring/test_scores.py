@@ -17,7 +17,7 @@ from flashmoa.engine import EngineClient, EngineUnreachable, MalformedRequest
 from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
-from flashmoa.scoring.distribution import mass, shares
+from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import Logprobs
 from tests.integration.support import generate, kv, settled, special_engine
 
@@ -32,11 +32,11 @@ CHAT: list[dict[str, Any]] = [
 
 def assert_exact(found: Scores, expected: list[float], lengths: list[int] | None = None) -> None:
     assert found.logprobs == pytest.approx(expected, abs=EXACT)
-    assert found.mass == pytest.approx(mass(expected), abs=EXACT)
+    assert found.mass == pytest.approx(probability_mass(expected), abs=EXACT)
     weighed = expected
     if lengths is not None:
         weighed = [one / length for one, length in zip(expected, lengths, strict=True)]
-    assert found.probabilities == pytest.approx(shares(weighed), abs=EXACT)
+    assert found.probabilities == pytest.approx(softmax(weighed), abs=EXACT)
     assert math.isclose(sum(found.probabilities), 1)
     assert found.usage.decoded_tokens == 0
 

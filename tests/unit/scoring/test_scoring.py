@@ -25,11 +25,15 @@ from flashmoa.engine import (
 )
 from flashmoa.engine.logprobs import Generated
 from flashmoa.scoring import PrefillUsage, Scorer, Scores
-from flashmoa.scoring.bulk import batches
-from flashmoa.scoring.contexts import asked, kind_of, lettered
-from flashmoa.scoring.distribution import letters, mass, shares
+from flashmoa.scoring.bulk import OrderedWorkers, batches
+from flashmoa.scoring.candidates import (
+    choice_question,
+    context_kind,
+    option_letters,
+    with_question,
+)
 from flashmoa.scoring.lines import BadLine, Line, record
-from flashmoa.scoring.window import Window
+from flashmoa.scoring.scores import probability_mass, softmax
 
 LINES = 200_000
 logprobs = st.lists(
@@ -39,7 +43,7 @@ logprobs = st.lists(
 
 @given(logprobs)
 def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None:
-    found = shares(values)
+    found = softmax(values)
     assert len(found) == len(values)
     assert math.isclose(sum(found), 1, rel_tol=1e-9)
     assert all(0 <= one <= 1 for one in found)
@@ -49,54 +53,54 @@ def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None
 
 @given(logprobs, st.floats(min_value=-500, max_value=0))
 def test_shares_do_not_depend_on_what_else_there_is(values: list[float], less: float) -> None:
-    assert shares([one + less for one in values]) == pytest.approx(shares(values), abs=1e-9)
+    assert softmax([one + less for one in values]) == pytest.approx(softmax(values), abs=1e-9)
 
 
 @given(logprobs)
 def test_mass_is_what_shares_are_of(values: list[float]) -> None:
-    total = mass(values)
+    total = probability_mass(values)
     assert total >= 0
     if total > 1e-300:
         expected = [math.exp(one) for one in values]
-        assert [share * total for share in shares(values)] == pytest.approx(expected, abs=1e-9)
+        assert [share * total for share in softmax(values)] == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.integers(min_value=1, max_value=26))
 def test_every_option_has_a_letter_of_its_own(count: int) -> None:
-    found = letters(count)
+    found = option_letters(count)
     assert len(set(found)) == count == len(found)
-    question = lettered([f"option {number}" for number in range(count)], "Which?")
+    question = choice_question([f"option {number}" for number in range(count)], "Which?")
     assert question.splitlines()[-2] == f"{found[-1]}. option {count - 1}"
 
 
 @pytest.mark.parametrize("count", [0, 27])
 def test_there_are_not_more_letters(count: int) -> None:
     with pytest.raises(ValueError, match=f"not for {count}"):
-        letters(count)
+        option_letters(count)
 
 
 def test_a_question_goes_where_the_user_speaks() -> None:
-    assert asked("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
+    assert with_question("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
     added = {"role": "user", "content": "Which?"}
-    assert asked([user], "Which?") == [{"role": "user", "content": "Hello\n\nWhich?"}]
-    assert asked([user, model], "Which?") == [user, model, added]
-    assert asked([{"role": "user", "content": None}], "Which?") == [added]
+    assert with_question([user], "Which?") == [{"role": "user", "content": "Hello\n\nWhich?"}]
+    assert with_question([user, model], "Which?") == [user, model, added]
+    assert with_question([{"role": "user", "content": None}], "Which?") == [added]
     parts = [{"type": "text", "text": "Hello"}]
-    (found,) = asked([{"role": "user", "content": parts}], "Which?")
+    (found,) = with_question([{"role": "user", "content": parts}], "Which?")
     assert found["content"] == [*parts, {"type": "text", "text": "\n\nWhich?"}]
     assert user["content"] == "Hello" and len(parts) == 1
 
 
 def test_what_a_context_is() -> None:
-    assert [kind_of(one) for one in ("x", [1], [{"role": "user"}])] == [
+    assert [context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
         "text",
         "tokens",
         "messages",
     ]
     for wrong in ([], [True], [1, "x"], [None]):
-        with pytest.raises(ValueError, match="none is empty"):
-            kind_of(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="not empty"):
+            context_kind(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ async def test_results_come_in_order_and_only_so_many_are_ahead() -> None:
         under_way -= 1
         return item
 
-    await Window(some(), work, written.extend, workers=8, ahead=16).run()
+    await OrderedWorkers(some(), work, written.extend, workers=8, ahead=16).run()
     assert written == list(range(300))
     assert most == 8
 
@@ -240,7 +244,7 @@ async def test_what_goes_wrong_stops_everything_and_is_raised_as_it_is() -> None
         return item
 
     with pytest.raises(ConnectionError, match="gone"):
-        await Window(some(), work, written.extend, workers=8, ahead=8).run()
+        await OrderedWorkers(some(), work, written.extend, workers=8, ahead=8).run()
     assert written == list(range(4))
 
 
@@ -262,7 +266,7 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             tracemalloc.start()
 
     try:
-        await Window(batches(source, 1000), work, write, workers=32, ahead=256).run()
+        await OrderedWorkers(batches(source, 1000), work, write, workers=32, ahead=256).run()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

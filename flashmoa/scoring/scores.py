@@ -1,27 +1,27 @@
-"""What scoring answers."""
+"""The results of scoring: candidates with their probabilities, and what computing them took."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from flashmoa.engine import PromptUsage, StreamUse
-from flashmoa.scoring.distribution import mass, shares
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillUsage:
-    """What it took, in tokens, all requests together.
+    """What scoring took, in tokens, all requests together.
 
     Attributes:
-        requests: prefills.
+        requests: the number of prefills.
         prompt_tokens: of their prompts.
-        cached_tokens: of these, found in the radix cache, or computed by a request beside it.
+        cached_tokens: those of them found in the radix cache, or computed by a sibling request.
             ``None`` where the engine does not say.
-        decoded_tokens: always 0; as the engine says.
-        streamed_tokens: of the cached, computed by the context's prompt stream beforehand.
-        prompt_stream: what became of that, if there was one.
+        decoded_tokens: always 0, as the engine reports.
+        streamed_tokens: those of the cached tokens that the context's prompt stream had computed.
+        prompt_stream: what became of that stream, if there was one.
     """
 
     requests: int = 0
@@ -33,11 +33,12 @@ class PrefillUsage:
 
     @property
     def computed_tokens(self) -> int | None:
-        """Prompt tokens that were computed, each once."""
+        """Return the prompt tokens that were computed, each counted once."""
         return None if self.cached_tokens is None else self.prompt_tokens - self.cached_tokens
 
     @classmethod
     def of(cls, prefills: Iterable[PromptUsage]) -> Self:
+        """Return the usage of several prefills together."""
         each = list(prefills)
         cached = [one.cached_tokens for one in each]
         streamed = next((one for one in each if one.prompt_stream is not None), None)
@@ -51,7 +52,7 @@ class PrefillUsage:
         )
 
     def __add__(self, other: PrefillUsage) -> PrefillUsage:
-        """Of both; what became of prompt streams is left out."""
+        """Return the usage of both, without what became of prompt streams."""
         cached = (self.cached_tokens, other.cached_tokens)
         return PrefillUsage(
             self.requests + other.requests,
@@ -63,15 +64,14 @@ class PrefillUsage:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Candidates and how likely each one is to follow the context.
+    """Candidates, and how likely each one is to follow the context.
 
     Attributes:
         candidates: their names, in the order given.
-        logprobs: natural logarithm of each one's probability; of all its tokens together, where
-            it has several.
-        probabilities: in proportion to those, adding up to 1.
-        mass: the sum of the probabilities themselves. Where it is small, the model would say
-            something else than any of the candidates, and their proportions mean little.
+        logprobs: the natural logarithm of each one's probability, over all its tokens together.
+        probabilities: in the proportions of those probabilities, adding up to 1.
+        mass: the sum of the probabilities themselves. Where it is small, the model would rather
+            write something else than any candidate, and the proportions mean little.
     """
 
     candidates: list[str]
@@ -82,7 +82,7 @@ class Scores:
 
     @property
     def best(self) -> str:
-        """The likeliest; of equals the first."""
+        """Return the likeliest candidate, the first one of equals."""
         return self.candidates[self.probabilities.index(max(self.probabilities))]
 
     @classmethod
@@ -93,22 +93,26 @@ class Scores:
         lengths: Sequence[int] | None,
         usage: PrefillUsage,
     ) -> Self:
-        """``lengths``: tokens of each, where probabilities are to be by token (its mean)."""
+        """Return the scores of named candidates.
+
+        Args:
+            lengths: the number of each one's tokens, if its mean log-probability by token counts.
+        """
         weighed = list(logprobs)
         if lengths is not None:
             weighed = [one / length for one, length in zip(logprobs, lengths, strict=True)]
-        return cls(list(names), list(logprobs), shares(weighed), mass(logprobs), usage)
+        return cls(list(names), list(logprobs), softmax(weighed), probability_mass(logprobs), usage)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Options, each judged by itself.
+    """Options, each judged on its own.
 
     Attributes:
         options: in the order given.
-        probabilities: that of a yes, over yes and no, for each.
-        chosen: those at least as likely as the threshold.
-        answers: the scores of yes and no behind it, for each.
+        probabilities: for each option, that of a yes over yes and no.
+        chosen: the options at least as likely as the threshold.
+        answers: for each option, the scores of yes and no.
     """
 
     options: list[str]
@@ -116,3 +120,20 @@ class Selection:
     chosen: list[str]
     answers: list[Scores]
     usage: PrefillUsage
+
+
+def softmax(logprobs: Sequence[float]) -> list[float]:
+    """Return probabilities in the same proportions that add up to 1; equal ones if all are zero."""
+    if not logprobs:
+        return []
+    highest = max(logprobs)
+    if highest == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(one - highest) for one in logprobs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def probability_mass(logprobs: Sequence[float]) -> float:
+    """Return the sum of the probabilities themselves."""
+    return math.fsum(math.exp(one) for one in logprobs)

@@ -87,9 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(chosen: argparse.Namespace) -> RouterOptions:
-    from flashmoa.engine.client import engine_url
-    from flashmoa.router.application import RouterOptions
-    from flashmoa.router.policies import CacheAware, Random, RoundRobin
+    from flashmoa.engine import engine_url
+    from flashmoa.router.baselines import CacheAware, Random, RoundRobin
+    from flashmoa.router.options import RouterOptions
     from flashmoa.router.prefix_aware import PrefixAware
 
     policies = {
@@ -113,7 +113,7 @@ def _options(chosen: argparse.Namespace) -> RouterOptions:
 
 
 def _shell_options(chosen: argparse.Namespace) -> ShellOptions:
-    from flashmoa.engine.client import engine_url
+    from flashmoa.engine import engine_url
     from flashmoa.router.shell.application import ShellOptions
 
     return ShellOptions(

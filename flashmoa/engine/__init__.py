@@ -1,9 +1,8 @@
-"""Engines: one typed client per SGLang server, and what can go wrong with it."""
+"""Engines: one typed client per SGLang server, its answers as types, and its errors."""
 
 from flashmoa.engine.client import EngineClient
-from flashmoa.engine.logprobs import NextLogprobs
-from flashmoa.engine.namespaces import kv_namespace
-from flashmoa.engine.urls import engine_url, self_hosted_url
+from flashmoa.engine.connections import engine_url, self_hosted_url
+from flashmoa.engine.generation import NextLogprobs
 from flashmoa.engine.wire import (
     Costs,
     Delta,
@@ -14,6 +13,7 @@ from flashmoa.engine.wire import (
     Span,
     StreamState,
     StreamUse,
+    kv_namespace,
 )
 from flashmoa.errors import (
     BadAnswer,

@@ -1,4 +1,4 @@
-"""What went wrong with a request, as one of our exceptions."""
+"""Turn what went wrong with a request into one of our exceptions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _BY_STATUS: dict[int, type[errors.RequestRefused]] = {
 
 
 def not_an_engine(url: str, path: str) -> str:
+    """Return the message for an answer that is not what the API promises."""
     return (
-        f"{url}{path} answered something else than an engine does. Is the URL right? "
-        f"`flashmoa doctor --engine {url}` looks closer."
+        f"the answer of {url}{path} is not an engine's. Is the URL right? "
+        f"`flashmoa doctor --engine {url}` checks it."
     )
 
 

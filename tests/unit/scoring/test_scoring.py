@@ -23,7 +23,7 @@ from flashmoa.engine import (
     NextLogprobs,
     PromptUsage,
 )
-from flashmoa.engine.logprobs import Generated
+from flashmoa.engine.generation import Generated
 from flashmoa.scoring import PrefillUsage, Scorer, Scores
 from flashmoa.scoring.bulk import OrderedWorkers, batches
 from flashmoa.scoring.candidates import (

@@ -11,7 +11,10 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
+
+from flashmoa_bench.datasets import Item
 
 Operator = Literal["+", "-", "*"]
 Grade = Literal["easy", "medium", "hard"]
@@ -136,4 +139,25 @@ def _random_question(dice: random.Random, grade: Grade, largest: int) -> Questio
     return Question(
         dice.randrange(MODULUS),
         tuple(Line(operator, dice.choice(OPERANDS[operator][:largest])) for operator in operators),
+    )
+
+
+def family_items(count: int, seed: int) -> list[Item]:
+    """Return ``count`` held-out questions of each grade as a dataset, no two alike.
+
+    They are the same for the same arguments.
+    """
+    found: list[Item] = []
+    for grade in GRADES:
+        asked = dict.fromkeys(islice(questions(seed, grade, held_out=True), 4 * count))
+        found += [_item(question) for question in islice(asked, count)]
+    return found
+
+
+def _item(question: Question) -> Item:
+    return Item(
+        question.text,
+        question.text,
+        question.grade,
+        lambda text: float(is_right(question, text)),
     )

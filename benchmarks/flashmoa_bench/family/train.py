@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from flashmoa_bench.family.courses import COURSES
-from flashmoa_bench.family.growth import grow
-from flashmoa_bench.family.lessons import Lesson
+from flashmoa_bench.family.net2net import grow
 from flashmoa_bench.family.network import CONTEXT, SHAPES, Network, configuration
+from flashmoa_bench.family.stages import COURSES
 from flashmoa_bench.family.tokenizer import family_tokenizer
+from flashmoa_bench.family.training_data import Lesson
 
 _SAVED_EVERY = 10
 _TOLD_EVERY = 10

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from flashmoa_bench.family.models import AGGREGATOR, model_folder
+from flashmoa_bench.family import AGGREGATOR, model_folder
 from flashmoa_bench.family.prompts import AGGREGATION
 from flashmoa_bench.family.questions import is_right, questions
 

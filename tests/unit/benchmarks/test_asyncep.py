@@ -9,9 +9,9 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.asyncep import H2D, RESIDENT, Memory, batch, flops, show, summarise
-from flashmoa_bench.memory import peak_resident
-from flashmoa_bench.report import terminal
+from flashmoa_bench.harness.engines import peak_resident
+from flashmoa_bench.harness.report import terminal
+from flashmoa_bench.prefill.asyncep import H2D, RESIDENT, Memory, batch, flops, show, summarise
 
 from flashmoa.engine import EngineError
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from flashmoa_bench.bulk import (
+from flashmoa_bench.harness.report import terminal
+from flashmoa_bench.harness.routers import OURS as ROUTER
+from flashmoa_bench.prefill.benchmark import GOALS, OURS, mixed
+from flashmoa_bench.prefill.mix import mix, prompts
+from flashmoa_bench.prefill.passes import (
     Agreement,
     Answer,
     Ask,
@@ -15,11 +19,7 @@ from flashmoa_bench.bulk import (
     play,
     unique_tokens,
 )
-from flashmoa_bench.gateways import OURS as ROUTER
-from flashmoa_bench.prefill_mix import mix, prompts
-from flashmoa_bench.prefill_only import GOALS, OURS, mixed
-from flashmoa_bench.prefill_tables import show, summarise
-from flashmoa_bench.report import terminal
+from flashmoa_bench.prefill.tables import show, summarise
 
 from flashmoa.router.blocks import token_blocks
 

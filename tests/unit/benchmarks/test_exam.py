@@ -5,10 +5,10 @@ from __future__ import annotations
 from io import StringIO
 
 import pytest
-from flashmoa_bench.exam import Answered, summarise, verdict
-from flashmoa_bench.exam_tables import show
-from flashmoa_bench.mixtures import Outcome, Way
-from flashmoa_bench.prompt_tokens import PromptTokens
+from flashmoa_bench.moa.prompt_tokens import PromptTokens
+from flashmoa_bench.moa.scores import Answered, summarise, verdict
+from flashmoa_bench.moa.tables import show
+from flashmoa_bench.moa.ways import Outcome, Way
 from rich.console import Console
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from flashmoa_bench.family.lessons import lessons
 from flashmoa_bench.family.prompts import AGGREGATION, along, titled
 from flashmoa_bench.family.questions import (
     GRADES,
@@ -17,6 +16,7 @@ from flashmoa_bench.family.questions import (
     questions,
     slips,
 )
+from flashmoa_bench.family.training_data import lessons
 
 from flashmoa.moa.prompts import Order
 
@@ -112,7 +112,7 @@ def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
 
 def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
     import torch
-    from flashmoa_bench.family.growth import grow
+    from flashmoa_bench.family.net2net import grow
     from flashmoa_bench.family.network import Network, Shape
 
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_served_turns_begin_with_the_last_words_of_those_before(
     served: bool, begun: list[str], turn: str
 ) -> None:
     from flashmoa_bench.family.evaluate import climbed
-    from flashmoa_bench.family.speaker import Said
+    from flashmoa_bench.family.inference import Said
 
     class Parrot:
         """Writes how often it was asked, and notes what it was asked to go on with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from flashmoa_bench.mixtures import leaving
+from flashmoa_bench.moa.ways import leaving
 
 from flashmoa.moa import EarlyExit, Embedder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.prompt_tokens import Prompts, PromptTokens, layers
+from flashmoa_bench.moa.prompt_tokens import Prompts, PromptTokens, layers
 
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.wire import StreamUse

@@ -9,17 +9,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from flashmoa_bench import ablation, chunk, handoff, heatmap, neighbours, schedule, stranger
-from flashmoa_bench.arguments import command_line
-from flashmoa_bench.engines import Role, _urls
-from flashmoa_bench.jobs import KINDS, workflows
-from flashmoa_bench.overlap import LINKED, Cell, cell, summarise
-from flashmoa_bench.pipelines import Round, Workload
-from flashmoa_bench.rounds import order
-from flashmoa_bench.stats import gaps, percentile
+from flashmoa_bench.harness.command_line import command_line
+from flashmoa_bench.harness.engines import Role, _urls
+from flashmoa_bench.harness.rounds import alternating, gaps, percentile
+from flashmoa_bench.linking import ablation, chunk, handoff, heatmap, schedule, stranger
+from flashmoa_bench.linking import interference as neighbours
+from flashmoa_bench.linking.jobs import KINDS, workflows
+from flashmoa_bench.linking.overlap import LINKED, Cell, cell, summarise
+from flashmoa_bench.linking.pipelines import Round, Workload
 
-from flashmoa import cli
-from flashmoa.cli import bench
 from flashmoa.engine import EngineError
 
 WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
@@ -134,7 +132,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_every_way_is_measured_first_as_often_as_any() -> None:
-    assert order(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert alternating(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
 def test_ablation_rows_stand_beside_the_papers() -> None:
@@ -221,31 +219,6 @@ def test_running_engines_must_be_complete() -> None:
     assert list(_urls(roles, given)) == ["stock", "flashmoa"]
 
 
-def test_the_command_says_that_it_can_measure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["flashmoa", "--help"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 0
-    assert "flashmoa bench NAME" in capsys.readouterr().out
-
-
-def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["speed"]) == 2
-    message = capsys.readouterr().err
-    assert "there is no benchmark 'speed'" in message
-    assert all(name in message for name in bench.BENCHES)
-
-
-@pytest.mark.parametrize("name", list(bench.BENCHES))
-def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        bench.main([name, "--help"])
-    assert stop.value.code == 0
-    assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
-
-
 def test_pictures_are_svg(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        bench.main(["handoff", "--picture", str(tmp_path / "map.png")])
+        handoff.main(["--picture", str(tmp_path / "map.png")])

@@ -8,9 +8,10 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench import router, routers
-from flashmoa_bench.prefill_mix import TABLE_2, Ask, mix
-from flashmoa_bench.simulated import Cache, Machine, best_hit_rate, replay
+from flashmoa_bench.prefill.mix import TABLE_2, Ask, mix
+from flashmoa_bench.routing import live as routers
+from flashmoa_bench.routing import simulation as router
+from flashmoa_bench.routing.engines import Cache, Machine, best_hit_rate, replay
 
 from flashmoa.router.blocks import token_blocks
 from flashmoa.router.flops import TokenCount

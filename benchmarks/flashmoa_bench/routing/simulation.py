@@ -1,0 +1,188 @@
+"""Routing policies on simulated engines (MoE-Prefill §7, §8.2, Table 2).
+
+The paper's mix of prefill-only requests, with synthetic texts, over 2 and 8 engines with the shape
+of Qwen3-235B-A22B: random, in turn, sglang-router's cache_aware, and FlashMoA's, with and without
+the engines' KV events and as the paper has it, where nobody waits for a saturated engine. Nothing
+is computed and nothing is timed; the same seed gives the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flashmoa.router.blocks import BLOCK_TOKENS
+from flashmoa.router.flops import saturation, true_flops
+from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
+from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.shape import true_flops
+from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.prefill.mix import TABLE_2, Ask, mix
+from flashmoa_bench.routing.engines import Machine, Outcome, best_hit_rate, replay
+
+OURS, SILENT = "prefix_aware", "prefix_aware, no events"
+PAPER = "prefix_aware, nobody waits"
+# Qwen3-235B-A22B.
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "random": Random,
+    "round_robin": lambda _seed: RoundRobin(),
+    "cache_aware": lambda seed: CacheAware(seed=seed),
+    PAPER: lambda _seed: PrefixAware(patience=0),
+    SILENT: lambda _seed: PrefixAware(),
+    OURS: lambda _seed: PrefixAware(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy over so many engines; ``speedup``: over random."""
+
+    engines: int
+    policy: str
+    throughput: float
+    speedup: float
+    hit_rate: float
+    seconds: float
+    imbalance: float
+    steps: int
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``flashmoa bench router``; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    console = terminal()
+    report = Report("router", options)
+    report.head(console)
+    asks = mix(options.scale, options.spread, options.seed)
+    rows: list[Row] = []
+    with progress(console) as bars:
+        bar = bars.add_task("", total=len(options.engines) * len(POLICIES))
+        for engines in options.engines:
+            outcomes: dict[str, Outcome] = {}
+            for policy in POLICIES:
+                bars.update(bar, description=f"{engines} engines, {policy}")
+                outcomes[policy] = run(policy, asks, engines, options)
+                bars.advance(bar)
+            rows += summarise(engines, outcomes)
+    best = best_hit_rate(ask.blocks for ask in asks)
+    show(rows, asks, best, console)
+    report.save(
+        console,
+        {
+            "rows": [asdict(row) for row in rows],
+            "best_hit_rate": best,
+            "datasets": [asdict(one) for one in TABLE_2],
+        },
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="flashmoa bench router", description=__doc__, formatter_class=raw
+    )
+    parser.add_argument("--engines", type=positive, nargs="+", default=[2, 8])
+    parser.add_argument("--scale", type=float, default=0.4, help="of Table 2's 73,800 requests")
+    parser.add_argument(
+        "--spread", type=float, default=0.05, help="part of the mix in which siblings come"
+    )
+    parser.add_argument(
+        "--concurrency", type=positive, default=256, help="requests at a time, per engine"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the mix and of chance")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    engine = parser.add_argument_group("the simulated engines")
+    engine.add_argument("--tflops", type=float, default=680.0, help="that they reach")
+    engine.add_argument("--batch-tokens", type=positive, default=16384, help="of a forward")
+    engine.add_argument("--kv-tokens", type=positive, default=400_000, help="of their caches")
+    engine.add_argument(
+        "--floor",
+        type=float,
+        default=0.56,
+        help="seconds of a forward at least: weights in transfer",
+    )
+    engine.add_argument(
+        "--margin", type=float, default=1.2, help="kappa of the saturation threshold"
+    )
+    return parser
+
+
+def run(policy: str, asks: Sequence[Ask], engines: int, options: argparse.Namespace) -> Outcome:
+    """Replay the mix with one policy."""
+    machine = Machine(
+        measure=true_flops(SHAPE),
+        rate=options.tflops * 1e12,
+        batch_tokens=options.batch_tokens,
+        cache_blocks=options.kv_tokens // BLOCK_TOKENS,
+        floor=options.floor,
+        reports=policy != SILENT,
+    )
+    full = machine.measure.work(0, machine.batch_tokens) / machine.rate
+    limit = saturation(
+        machine.measure,
+        machine.batch_tokens,
+        margin=options.margin,
+        exposed=machine.floor / full,
+    )
+    return replay(
+        asks,
+        POLICIES[policy](options.seed),
+        {f"engine {number}": replace(machine) for number in range(engines)},
+        saturation=limit,
+        concurrency=options.concurrency * engines,
+    )
+
+
+def summarise(engines: int, outcomes: dict[str, Outcome]) -> Iterator[Row]:
+    """``outcomes``: by policy, ``random`` among them."""
+    floor = outcomes["random"].throughput
+    for policy, one in outcomes.items():
+        yield Row(
+            engines=engines,
+            policy=policy,
+            throughput=one.throughput,
+            speedup=one.throughput / floor,
+            hit_rate=one.hit_rate,
+            seconds=one.seconds,
+            imbalance=one.imbalance,
+            steps=one.steps,
+        )
+
+
+def show(rows: Sequence[Row], asks: Sequence[Ask], best: float, console: Console) -> None:
+    """Print the table."""
+    tokens = sum(ask.blocks.length for ask in asks)
+    title = f"{len(asks):,} requests, {tokens / 1e6:.1f}M tokens, simulated"
+    table = Table(title=title, title_justify="left")
+    for name in ("engines", "policy", "tokens/s", "of random", "hits", "makespan", "imbalance"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in rows:
+        table.add_row(
+            str(row.engines),
+            row.policy,
+            f"{row.throughput:,.0f}",
+            f"{row.speedup:.2f}",
+            f"{row.hit_rate:.1%}",
+            f"{row.seconds:,.0f} s",
+            f"{row.imbalance:.2f}",
+        )
+    console.print(table)
+    console.print(f"One engine whose cache forgets nothing would hit {best:.1%}.\n")

@@ -34,10 +34,9 @@ BENCHMARKS = {
     "chunk": Benchmark("linking.chunk", "what prefilling in pieces costs (§6.5)"),
     "first_token": Benchmark("linking.first_token", "first tokens of streamed prompts by length"),
     "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
-    "neighbours": Benchmark("linking.interference", "what the plugin costs other requests"),
-    "pressure": Benchmark("linking.pressure", "streams where the KV pool is too small for them"),
-    "pair": Benchmark("linking.decoding_upstream", "two engines, the upstream really decoding"),
-    "routers": Benchmark("routing.live", "running routers, and the simulator beside them"),
+    "interference": Benchmark(
+        "linking.interference", "what the plugin and its streams cost other requests"
+    ),
     "client": Benchmark("linking.client", "what linking costs between two agents' calls"),
     "workflows": Benchmark(
         "workflows.benchmark",
@@ -48,7 +47,7 @@ BENCHMARKS = {
         "Mixture-of-Agents: accuracy and latency of its parts, and staircases (Faster-MoA §5)",
     ),
     "router": Benchmark(
-        "routing.simulation",
+        "routing.benchmark",
         "routing policies on simulated engines, and routers on real ones (MoE-Prefill Table 2)",
     ),
     "prefill_only": Benchmark(

@@ -20,8 +20,7 @@ from rich.table import Table
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Role, connected
 from flashmoa_bench.harness.report import Report, terminal
-from flashmoa_bench.linking.grid import Ways, play_grid
-from flashmoa_bench.linking.pipelines import Round, Workload
+from flashmoa_bench.linking.pipelines import PipelineRound, Ways, Workload, play_grid
 
 # What SGLang takes on the paper's GPU; it takes less on a CPU. It decides how many prompts stock
 # SGLang starts at once, and so how often it computes what they share.
@@ -102,7 +101,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     report.save(console, {"rows": [asdict(row) for row in rows]})
 
 
-def row(workload: Workload, rounds: Mapping[str, Sequence[Round]]) -> Row:
+def row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> Row:
     """What the rounds of one workload come to; ``rounds`` by variant."""
     seconds = {name: median(one.seconds for one in group) for name, group in rounds.items()}
     unique = workload.unique_tokens

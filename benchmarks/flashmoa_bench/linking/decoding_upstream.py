@@ -1,10 +1,9 @@
-"""Two engines: an upstream agent that really decodes, a downstream agent, C pairs at once.
+"""Handoffs between two engines, the upstream agent really decoding: the setting of §6.1.
 
-The setting of FlashAgents §6.1 on two devices. For each pair: the time from A's first token
-to B's first token, when B's prompt is sent after A's last token (*sequential*), when its
-growing prefix is sent in stateless prefill requests (*probe*: what a client can do with any
-server), and when it is *linked*. Engines A and B are two real SGLang engines with a tiny
-model, one per core.
+For each pair: the time from A's first token to B's first token, when B's prompt is sent after A's
+last token (*sequential*), when its growing prefix is sent in stateless prefill requests (*probe*:
+what a client can do with any server), and when it is *linked*. Engines A and B are two real SGLang
+engines with a tiny model, one per core.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Literal
@@ -25,13 +25,12 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import WITHOUT_OVERLAP, local_engines
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
-from flashmoa_bench.harness.command_line import command_line
 from flashmoa_bench.harness.engines import single_token_words, texts, tiny_model
 from flashmoa_bench.harness.report import Report, terminal
 from flashmoa_bench.harness.rounds import alternating
 
-Way = Literal["sequential", "probe", "linked"]
-WAYS: tuple[Way, ...] = ("sequential", "probe", "linked")
+PairWay = Literal["sequential", "probe", "linked"]
+WAYS: tuple[PairWay, ...] = ("sequential", "probe", "linked")
 
 _PROBE_CHUNK = 32
 # On a CPU, sending every token by itself costs the engines and this client, which share its
@@ -50,7 +49,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PairCell:
     """One workload at one concurrency; medians over rounds of the mean over pairs.
 
     ``hidden``: (sequential - linked) / min(T_decode of A, T_prefill of B), FlashAgents Eq. 4.
@@ -73,7 +72,7 @@ class Cell:
     late_tokens: float
 
 
-class Bench:
+class PairBench:
     """Workloads on two engines.
 
     Args:
@@ -89,7 +88,7 @@ class Bench:
     def _text(self, tokens: int) -> str:
         return "The" + "".join(self._dice.choices(self._words, k=tokens - 1))
 
-    async def round(self, way: Way, prefix: int, streamed: int, concurrency: int) -> list[Pair]:
+    async def round(self, way: PairWay, prefix: int, streamed: int, concurrency: int) -> list[Pair]:
         """One run of ``concurrency`` pairs, on empty caches and fresh random texts."""
         await self._a.flush_cache()
         await self._b.flush_cache()
@@ -195,13 +194,13 @@ class Bench:
 
 
 async def measure_cell(
-    bench: Bench, prefix: int, streamed: int, concurrency: int, repeats: int
-) -> Cell:
-    rounds: dict[Way, list[list[Pair]]] = {way: [] for way in WAYS}
+    bench: PairBench, prefix: int, streamed: int, concurrency: int, repeats: int
+) -> PairCell:
+    rounds: dict[PairWay, list[list[Pair]]] = {way: [] for way in WAYS}
     for way in alternating(repeats, WAYS):
         rounds[way].append(await bench.round(way, prefix, streamed, concurrency))
 
-    def middle(way: Way, value: Callable[[Pair], float]) -> float:
+    def middle(way: PairWay, value: Callable[[Pair], float]) -> float:
         return median(mean(value(pair) for pair in pairs) for pairs in rounds[way])
 
     times = {way: middle(way, lambda pair: pair.downstream_first) for way in WAYS}
@@ -209,7 +208,7 @@ async def measure_cell(
     prefill = middle("sequential", lambda pair: pair.downstream_first - pair.upstream_end)
     bound = min(decode, prefill)
     handoff = middle("linked", lambda pair: pair.downstream_first - pair.upstream_end)
-    return Cell(
+    return PairCell(
         prefix=prefix,
         streamed=streamed,
         concurrency=concurrency,
@@ -226,7 +225,7 @@ async def measure_cell(
     )
 
 
-def table(cells: list[Cell]) -> Table:
+def table(cells: list[PairCell]) -> Table:
     shown = Table(title="From A's first token to B's first token", title_justify="left")
     names = ("prefix", "streamed", "C", "sequential", "probe", "linked", "T_decode A")
     hidden = ("hidden probe", "hidden", "hidden own")
@@ -249,23 +248,34 @@ def table(cells: list[Cell]) -> Table:
     return shown
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench pair``; returns the exit status."""
-    parser = command_line("pair", __doc__)
-    parser.add_argument("--text", type=Path, help="trains the tiny tokenizer; random words if not")
-    parser.add_argument("--prefix", type=int, default=2000)
-    parser.add_argument("--streamed", type=int, nargs="+", default=[256, 128])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4])
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what only this setting has."""
+    group = parser.add_argument_group("an upstream that decodes")
+    group.add_argument(
+        "--upstream-decodes",
+        action="store_true",
+        help="on an engine of its own, started here, one core after --core",
+    )
+    group.add_argument("--text", type=Path, help="trains the tokenizer; random words if not given")
 
 
-async def _main(arguments: argparse.Namespace) -> None:
+def check_options(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """Refuse what this setting does not have; set its defaults."""
+    urls = (chosen.stock_url, chosen.lpm_url, chosen.flashmoa_url)
+    if chosen.tps or chosen.full or chosen.picture or any(urls):
+        parser.error("--upstream-decodes starts its engines; it has no pace, grid or picture")
+    chosen.prefix = chosen.prefix or [2000]
+    chosen.upstream = chosen.upstream or [256, 128]
+    chosen.concurrency = chosen.concurrency or [1, 2, 4]
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    """Measure every combination, print the table and write the report."""
     console = terminal()
     model = tiny_model(arguments.shape, texts(arguments), arguments.cache / "models")
     words = single_token_words(model)
-    cells: list[Cell] = []
-    report = Report("pair", arguments)
+    cells: list[PairCell] = []
+    report = Report("handoff", arguments)
     report.head(console)
     async with local_engines() as engines:
         settings = ["--max-total-tokens", "16000", *WITHOUT_OVERLAP]
@@ -273,17 +283,15 @@ async def _main(arguments: argparse.Namespace) -> None:
         b = await engines.start(model, core=arguments.core + 1, arguments=settings)
         await a.wait_until_ready()
         async with EngineClient(a.url) as client_a, EngineClient(b.url) as client_b:
-            bench = Bench(client_a, client_b, words, arguments.seed)
-            await bench.round("linked", arguments.prefix, 64, 1)
-            for streamed in arguments.streamed:
-                for concurrency in arguments.concurrency:
-                    cell = await measure_cell(
-                        bench, arguments.prefix, streamed, concurrency, arguments.repeats
-                    )
-                    cells.append(cell)
-                    console.print(
-                        f"{streamed} streamed, C={concurrency}: hidden {cell.hidden:.2f} "
-                        f"(probe {cell.hidden_probe:.2f})"
-                    )
+            bench = PairBench(client_a, client_b, words, arguments.seed)
+            await bench.round("linked", arguments.prefix[0], 64, 1)
+            grid = product(arguments.prefix, arguments.upstream, arguments.concurrency)
+            for prefix, streamed, concurrency in grid:
+                cell = await measure_cell(bench, prefix, streamed, concurrency, arguments.repeats)
+                cells.append(cell)
+                console.print(
+                    f"{prefix} known, {streamed} streamed, C={concurrency}: "
+                    f"hidden {cell.hidden:.2f} (probe {cell.hidden_probe:.2f})"
+                )
     console.print(table(cells))
     report.save(console, {"cells": [asdict(cell) for cell in cells]})

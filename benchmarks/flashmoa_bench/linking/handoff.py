@@ -4,6 +4,10 @@ C pipelines at once: a known prefix shared by the C, an upstream agent's tokens 
 so many per second, a suffix of 10 tokens, and the downstream's first token. T is the time
 from A's first token to B's (Eq. 6): sequential on stock SGLang with its fcfs policy and with
 lpm, and linked on FlashMoA.
+
+By default the upstream agents are clocks, so that one engine suffices. With --upstream-decodes
+they really decode, on an engine of their own, and a third way is measured: what a client can do
+with any server, by stateless prefill requests.
 """
 
 from __future__ import annotations
@@ -21,10 +25,9 @@ from rich.table import Table
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Role, connected
 from flashmoa_bench.harness.report import Report, terminal
-from flashmoa_bench.linking import heatmap
-from flashmoa_bench.linking.grid import Ways, play_grid
-from flashmoa_bench.linking.overlap import LINKED, Cell, Summary, cell, summarise
-from flashmoa_bench.linking.pipelines import Workload
+from flashmoa_bench.linking import decoding_upstream, heatmap
+from flashmoa_bench.linking.overlap import LINKED, HandoffCell, Summary, cell, summarise
+from flashmoa_bench.linking.pipelines import Ways, Workload, play_grid
 
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
@@ -39,6 +42,7 @@ _WAYS: Ways = {
 # TPS, prefix, upstream.
 _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
+_CONCURRENCY = [1, 2, 4, 8]
 _FULL: _Grid = ([40.0, 80.0, 160.0], [256, 512, 1024, 2048], [32, 64, 96, 128, 192])
 
 
@@ -50,9 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     grid.add_argument("--tps", type=float, nargs="+", help="upstream tokens per second")
     grid.add_argument("--prefix", type=positive, nargs="+", help="tokens known beforehand")
     grid.add_argument("--upstream", type=positive, nargs="+", help="tokens the upstream writes")
-    grid.add_argument("--concurrency", type=positive, nargs="+", default=[1, 2, 4, 8])
+    grid.add_argument("--concurrency", type=positive, nargs="+", help="pipelines at once")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="a heat map")
+    decoding_upstream.add_options(parser)
     chosen = parser.parse_args(arguments)
+    if chosen.upstream_decodes:
+        decoding_upstream.check_options(parser, chosen)
+        anyio.run(decoding_upstream.measure, chosen)
+        return 0
     if chosen.picture and chosen.picture.suffix != ".svg":
         parser.error("--picture writes SVG; give a name that ends in .svg")
     if chosen.tps and min(chosen.tps) <= 0:
@@ -69,7 +78,7 @@ def workloads(arguments: argparse.Namespace) -> list[Workload]:
         for tps in arguments.tps or all_tps
         for prefix in arguments.prefix or prefixes
         for upstream in arguments.upstream or upstreams
-        for concurrency in arguments.concurrency
+        for concurrency in arguments.concurrency or _CONCURRENCY
     ]
 
 
@@ -95,7 +104,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     )
 
 
-def show(cells: Sequence[Cell], console: Console) -> None:
+def show(cells: Sequence[HandoffCell], console: Console) -> None:
     """Print the table and what it comes to."""
     console.print(_table(cells))
     console.print(
@@ -108,7 +117,7 @@ def show(cells: Sequence[Cell], console: Console) -> None:
     _show_summary(summarise(cells), console)
 
 
-def _table(cells: Sequence[Cell]) -> Table:
+def _table(cells: Sequence[HandoffCell]) -> Table:
     title = "Handoff: TPS/Prefix/Upstream, seconds"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     ways = list(cells[0].speedup)

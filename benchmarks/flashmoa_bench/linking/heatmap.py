@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from flashmoa_bench.linking.overlap import Cell
+from flashmoa_bench.linking.overlap import HandoffCell
 
 _CELL = (58, 22)
 _LABELS = 150
@@ -15,7 +15,7 @@ _GAP = 36
 _WORST, _EVEN, _BEST = (178, 24, 43), (247, 247, 247), (33, 102, 172)
 
 
-def draw(cells: Sequence[Cell], title: str) -> str:
+def draw(cells: Sequence[HandoffCell], title: str) -> str:
     """One panel per baseline: workloads down, concurrency across, speed-ups as colours."""
     rows = list(dict.fromkeys(map(_row, cells)))
     columns = sorted({one.workload.concurrency for one in cells})
@@ -57,7 +57,7 @@ def colour(speedup: float, best: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def _row(cell: Cell) -> str:
+def _row(cell: HandoffCell) -> str:
     return cell.workload.label
 
 
@@ -66,7 +66,7 @@ def _middle(row: int) -> float:
 
 
 def _tile(
-    cell: Cell, way: str, left: float, rows: list[str], columns: list[int], best: float
+    cell: HandoffCell, way: str, left: float, rows: list[str], columns: list[int], best: float
 ) -> str:
     value = cell.speedup[way]
     x = left + _CELL[0] * columns.index(cell.workload.concurrency)

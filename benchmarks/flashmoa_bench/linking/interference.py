@@ -1,38 +1,46 @@
-"""What requests that use no stream notice of FlashMoA.
+"""What FlashMoA's plugin and its prompt streams cost other requests.
 
 *Throughput*: the same mix of requests on stock SGLang and on an engine with the plugin and no
-stream open. *Stranger*: a request that decodes by itself, and while prompt streams fill on the
-same engine; the time between its tokens.
+stream open. *Latency*: a request that decodes alone, and beside prompt streams that fill on the
+same engine; the time between its tokens. *Pressure*: pipelines that together need more than the
+KV pool holds, linked and unlinked; it has an engine with a small pool to itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 import anyio
 from rich.console import Console
 from rich.table import Table
 
+from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Engines, Role, connected
 from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.requests import ask, random_ids
 from flashmoa_bench.harness.rounds import alternating
-from flashmoa_bench.linking import stranger, traffic
+from flashmoa_bench.linking import latency, pressure
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
 GOAL_THROUGHPUT = 0.99
-GOAL_P99 = 1.25
+# Tokens of the mix's prompts and answers, at least and at most.
+_MIX_PROMPT = (16, 256)
+_MIX_OUTPUT = (8, 48)
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens per second, prompt and output; ``ratio``: plugin over stock, median of pairs.
+    """Tokens per second, of prompt and output; medians over rounds.
 
-    Each pair is one round on each engine, one right after the other.
+    Attributes:
+        ratio: plugin over stock, median over pairs of rounds, one right after the other.
     """
 
     stock: float
@@ -41,119 +49,126 @@ class Throughput:
     ratios: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Both halves of the benchmark."""
-
-    throughput: Throughput
-    stranger: stranger.Strangers
-
-
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench neighbours``; returns the exit status."""
-    parser = command_line("neighbours", __doc__, ROLES)
+    """Run ``flashmoa bench interference``; return the exit status."""
+    parser = command_line("interference", __doc__, ROLES)
+    parser.add_argument(
+        "--measure",
+        nargs="+",
+        choices=("throughput", "latency", "pressure"),
+        default=["throughput", "latency"],
+        help="pressure by itself: it needs an engine with a small KV pool",
+    )
     mix = parser.add_argument_group("throughput")
     mix.add_argument("--requests", type=positive, default=32, help="in a round")
     mix.add_argument("--concurrency", type=positive, default=8, help="requests at once")
     mix.add_argument("--pairs", type=positive, default=11, help="rounds on each engine")
-    other = parser.add_argument_group("stranger")
-    other.add_argument("--tokens", type=positive, default=512, help="it decodes")
-    other.add_argument("--streams", type=positive, default=8, help="that fill meanwhile")
-    other.add_argument("--prefix", type=positive, default=2000, help="tokens known of each")
-    other.add_argument("--tps", type=float, default=50.0, help="more tokens per second of each")
+    latency.add_options(parser)
+    pressure.add_options(parser)
+    both = parser.add_argument_group("latency and pressure")
+    both.add_argument("--prefix", type=positive, help="tokens known of each stream (2000; 400)")
+    both.add_argument("--tps", type=float, help="more tokens per second of each (50; 25)")
     chosen = parser.parse_args(arguments)
-    if chosen.tps <= 0:
-        parser.error("--tps must be above 0")
+    is_pressure = "pressure" in chosen.measure
+    if is_pressure and len(chosen.measure) > 1:
+        parser.error("--measure pressure needs an engine of its own: measure it by itself")
+    chosen.prefix = chosen.prefix or (400 if is_pressure else 2000)
+    chosen.tps = (25.0 if is_pressure else 50.0) if chosen.tps is None else chosen.tps
+    if chosen.tps <= 0 or chosen.over <= 0:
+        parser.error("--tps and --over must be above 0")
     anyio.run(_main, chosen)
     return 0
 
 
 async def _main(arguments: argparse.Namespace) -> None:
     console = terminal()
-    report = Report("neighbours", arguments)
-    async with connected(ROLES, arguments, _pool_tokens(arguments), console) as engines:
+    report = Report("interference", arguments)
+    is_pressure = "pressure" in arguments.measure
+    pool = pressure.Load.of(arguments).pool_tokens if is_pressure else _pool_tokens(arguments)
+    roles = ROLES if "throughput" in arguments.measure else ROLES[1:]
+    results: dict[str, Any] = {}
+    async with connected(roles, arguments, pool, console) as engines:
         await report.describe(engines)
         report.head(console)
-        throughput = await _throughput(engines, arguments, console)
-        strangers = await _strangers(engines, arguments, console)
-    result = Neighbours(throughput, strangers)
-    show(result, console)
-    report.save(console, asdict(result))
+        if "throughput" in arguments.measure:
+            flow = await _measure_throughput(engines, arguments, console)
+            results["throughput"] = asdict(flow)
+            show_throughput(flow, console)
+        if "latency" in arguments.measure:
+            results["latency"] = await latency.measure(engines["flashmoa"], arguments, console)
+        if is_pressure:
+            results["pressure"] = await pressure.measure(engines["flashmoa"], arguments, console)
+    report.save(console, results)
 
 
 def _pool_tokens(arguments: argparse.Namespace) -> int:
-    """KV for the streams, with what they may still receive, or for the mix."""
-    streams = arguments.streams * (arguments.prefix + stranger.most_fed(arguments.tps))
-    return 4096 + max(streams + arguments.tokens, arguments.concurrency * traffic.MOST_TOKENS)
+    """Return the KV for the streams, with what they may still receive, or for the mix."""
+    mix = arguments.concurrency * (_MIX_PROMPT[1] + _MIX_OUTPUT[1])
+    return 4096 + max(latency.pool_tokens(arguments), mix)
 
 
-async def _throughput(
+async def _measure_throughput(
     engines: Engines, arguments: argparse.Namespace, console: Console
 ) -> Throughput:
     dice = random.Random(arguments.seed)
-    lengths = traffic.lengths(arguments.requests, dice)
+    lengths = [
+        (dice.randint(*_MIX_PROMPT), dice.randint(*_MIX_OUTPUT)) for _ in range(arguments.requests)
+    ]
     found: dict[str, list[float]] = {"stock": [], "flashmoa": []}
     with progress(console) as bars:
         bar = bars.add_task("warming up", total=2 * arguments.pairs)
         for name in found:
-            await traffic.play(engines[name], lengths, arguments.concurrency, dice)
+            await _play_mix(engines[name], lengths, arguments.concurrency, dice)
         for name in alternating(arguments.pairs, list(found)):
             bars.update(bar, description=f"throughput {name}")
-            done = await traffic.play(engines[name], lengths, arguments.concurrency, dice)
+            done = await _play_mix(engines[name], lengths, arguments.concurrency, dice)
             found[name].append(done)
             bars.advance(bar)
     return throughput(found["stock"], found["flashmoa"])
 
 
+async def _play_mix(
+    engine: EngineClient,
+    lengths: Sequence[tuple[int, int]],
+    concurrency: int,
+    dice: random.Random,
+) -> float:
+    """Play one round on an empty cache, with fresh tokens.
+
+    Args:
+        lengths: tokens of prompt and output of each request.
+
+    Returns: tokens per second, of prompt and output.
+    """
+    await engine.flush_cache()
+    waiting = [(random_ids(dice, prompt), output) for prompt, output in lengths]
+    waiting.reverse()
+
+    async def client() -> None:
+        while waiting:
+            prompt, output = waiting.pop()
+            await ask(engine, prompt, output)
+
+    started = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for _ in range(concurrency):
+            group.start_soon(client)
+    return sum(map(sum, lengths)) / (time.perf_counter() - started)
+
+
 def throughput(stock: Sequence[float], plugin: Sequence[float]) -> Throughput:
-    """Tokens per second of the rounds of each, in the order they were run."""
+    """Compare the tokens per second of the rounds of each, in the order they were run."""
     ratios = tuple(b / a for a, b in zip(stock, plugin, strict=True))
     return Throughput(median(stock), median(plugin), median(ratios), ratios)
 
 
-async def _strangers(
-    engines: Engines, arguments: argparse.Namespace, console: Console
-) -> stranger.Strangers:
-    engine = engines["flashmoa"]
-    dice = random.Random(arguments.seed + 1)
-    streams = stranger.Streams(arguments.streams, arguments.prefix, arguments.tps)
-    alone = stranger.Streams(0, arguments.prefix, arguments.tps)
-    rounds: dict[str, list[stranger.Round]] = {"alone": [], "beside": []}
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=2 * arguments.repeats)
-        await stranger.play(engine, arguments.tokens, alone, dice)
-        for name in alternating(arguments.repeats, list(rounds)):
-            bars.update(bar, description=f"stranger {name}")
-            chosen = alone if name == "alone" else streams
-            rounds[name].append(await stranger.play(engine, arguments.tokens, chosen, dice))
-            bars.advance(bar)
-    return stranger.summarise(rounds["alone"], rounds["beside"])
-
-
-def show(result: Neighbours, console: Console) -> None:
-    """Print both tables."""
-    flow = result.throughput
+def show_throughput(flow: Throughput, console: Console) -> None:
+    """Print the table."""
     table = Table(title="Throughput without streams, tokens per second", title_justify="left")
     for name in ("stock", "plugin", "plugin/stock", "least", "most", "goal"):
         table.add_column(name, justify="right")
-    table.add_row(
-        f"{flow.stock:.0f}",
-        f"{flow.plugin:.0f}",
-        f"{flow.ratio:.3f}",
-        f"{min(flow.ratios):.3f}",
-        f"{max(flow.ratios):.3f}",
-        f">= {GOAL_THROUGHPUT}",
-    )
-    console.print(table)
-    other = result.stranger
-    table = Table(title="A stranger's time between tokens, ms", title_justify="left")
-    for name in ("", "median", "p99", "longest", "stream tokens/s"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, figures in (("alone", other.alone), ("beside streams", other.beside)):
-        times = (figures.median, figures.p99, figures.longest)
-        cells = [f"{value * 1000:.1f}" for value in times]
-        table.add_row(name, *cells, f"{figures.stream_tokens_per_second:.0f}")
-    ratios = [f"{other.median_ratio:.2f}x", f"{other.p99_ratio:.2f}x (goal <= {GOAL_P99}x)"]
-    table.add_row("ratio", *ratios, "", "")
+    ratios = (flow.ratio, min(flow.ratios), max(flow.ratios))
+    cells = (f"{flow.stock:.0f}", f"{flow.plugin:.0f}", *(f"{ratio:.3f}" for ratio in ratios))
+    table.add_row(*cells, f">= {GOAL_THROUGHPUT}")
     console.print(table)
     console.print("plugin/stock: median over pairs of rounds, one right after the other.\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from flashmoa_bench.linking.pipelines import Round, Workload
+from flashmoa_bench.linking.pipelines import PipelineRound, Workload
 
 LINKED = "linked"
 # A cell in which there is hardly anything to hide says nothing about how well it is hidden.
@@ -15,7 +15,7 @@ WELL_HIDDEN = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class HandoffCell:
     """One workload; medians over rounds, in seconds.
 
     Attributes:
@@ -51,7 +51,7 @@ class Cell:
         return self.bound > WORTH_HIDING * self.sequential
 
 
-def cell(workload: Workload, rounds: Mapping[str, Sequence[Round]]) -> Cell:
+def cell(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> HandoffCell:
     """What the rounds of one workload come to; ``rounds`` by way, ``linked`` among them."""
     seconds = {way: median(one.seconds for one in group) for way, group in rounds.items()}
     linked = seconds[LINKED]
@@ -61,7 +61,7 @@ def cell(workload: Workload, rounds: Mapping[str, Sequence[Round]]) -> Cell:
     prefill = sequential - decode
     bound = min(decode, prefill - floor)
     hidden = sequential - linked
-    return Cell(
+    return HandoffCell(
         workload=workload,
         seconds=seconds,
         speedup={way: value / linked for way, value in seconds.items() if way != LINKED},
@@ -93,7 +93,7 @@ class Summary:
     well_hidden: int
 
 
-def summarise(cells: Sequence[Cell]) -> Summary:
+def summarise(cells: Sequence[HandoffCell]) -> Summary:
     by_way = {way: [one.speedup[way] for one in cells] for way in cells[0].speedup}
     worth = [one for one in cells if one.is_worth_hiding]
     return Summary(

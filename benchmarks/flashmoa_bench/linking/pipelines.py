@@ -6,19 +6,24 @@ machine does, so that one engine suffices and nothing but the downstream is meas
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Literal, TypeVar
 
 import anyio
+from rich.console import Console
 
 from flashmoa.engine import EngineClient
+from flashmoa_bench.harness.engines import Engines
+from flashmoa_bench.harness.report import progress
 from flashmoa_bench.harness.requests import Answer, Feeder, ask, ask_batch, random_ids
+from flashmoa_bench.harness.rounds import alternating
 
-Way = Literal["sequential", "batch", "linked"]
+PipelineWay = Literal["sequential", "batch", "linked"]
 SUFFIX_TOKENS = 10
 Result = TypeVar("Result")
 
@@ -85,7 +90,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class PipelineRound:
     """One run of a workload.
 
     Attributes:
@@ -102,7 +107,9 @@ class Round:
     floor: float | None = None
 
 
-async def play(engine: EngineClient, workload: Workload, dice: random.Random, way: Way) -> Round:
+async def play(
+    engine: EngineClient, workload: Workload, dice: random.Random, way: PipelineWay
+) -> PipelineRound:
     """One round on an empty cache, with fresh tokens.
 
     ``way``: *sequential* sends B's request when A has written its last token; *batch* sends
@@ -117,7 +124,7 @@ async def play(engine: EngineClient, workload: Workload, dice: random.Random, wa
     started = time.perf_counter()
     pipelines = [Pipeline(prefix, text, end, workload.tps, started) for text, end in parts]
     answers = await _PLAYS[way](engine, pipelines)
-    return Round(
+    return PipelineRound(
         seconds=mean(answer.first for answer in answers) - started,
         late_tokens=mean(answer.late_tokens for answer in answers),
         computed_tokens=sum(answer.late_tokens + answer.ahead_tokens for answer in answers),
@@ -182,3 +189,41 @@ async def all_at_once(
 
 async def until(moment: float) -> None:
     await anyio.sleep(max(0.0, moment - time.perf_counter()))
+
+
+# By what a column is called: the engine's role, and how it is asked.
+Ways = Mapping[str, tuple[str, PipelineWay]]
+Rounds = dict[str, list[PipelineRound]]
+
+
+async def play_grid(
+    engines: Engines,
+    grid: Sequence[Workload],
+    ways: Ways,
+    arguments: argparse.Namespace,
+    console: Console,
+) -> list[Rounds]:
+    """Play each workload in every way, in turns, after a warm-up that is not counted.
+
+    Returns: the rounds of each workload, by way.
+    """
+    dice = random.Random(arguments.seed)
+    played: list[Rounds] = []
+
+    async def run(name: str, workload: Workload) -> PipelineRound:
+        role, way = ways[name]
+        return await play(engines[role], workload, dice, way)
+
+    with progress(console) as bars:
+        bar = bars.add_task("warming up", total=len(grid) * arguments.repeats * len(ways))
+        largest = max(grid, key=lambda workload: workload.pool_tokens)
+        for name in ways:
+            await run(name, largest)
+        for workload in grid:
+            bars.update(bar, description=f"{workload.label} C={workload.concurrency}")
+            rounds: Rounds = {name: [] for name in ways}
+            for name in alternating(arguments.repeats, list(ways)):
+                rounds[name].append(await run(name, workload))
+                bars.advance(bar)
+            played.append(rounds)
+    return played

@@ -10,25 +10,22 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
-import anyio
 from rich.console import Console
 from rich.table import Table
 
 from flashmoa.engine import EngineClient
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Role, connected
-from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.report import progress
 from flashmoa_bench.harness.requests import Feeder, ask, random_ids
 from flashmoa_bench.harness.rounds import alternating, percentile
 from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline, all_at_once, until
 
-ROLES = (Role("flashmoa", plugin=True),)
-_GOAL = 1.1
+GOAL_P99 = 1.1
 
 Way = Literal["unlinked", "linked"]
 _WAYS: tuple[Way, ...] = ("unlinked", "linked")
@@ -36,7 +33,12 @@ _WAYS: tuple[Way, ...] = ("unlinked", "linked")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``over``: what the pipelines need together, over what the pool holds."""
+    """Pipelines at once, and tokens of each.
+
+    Attributes:
+        tps: tokens per second of each upstream agent.
+        over: what the pipelines need together, over what the pool holds.
+    """
 
     pipelines: int
     prefix: int
@@ -45,8 +47,21 @@ class Load:
     output: int
     over: float
 
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Load:
+        """Return what the command line asks for."""
+        return cls(
+            arguments.pipelines,
+            arguments.prefix,
+            arguments.upstream,
+            arguments.tps,
+            arguments.output,
+            arguments.over,
+        )
+
     @property
     def pool_tokens(self) -> int:
+        """The KV pool that is too small for them."""
         each = self.prefix + self.upstream + SUFFIX_TOKENS + self.output
         return int(self.pipelines * each / self.over)
 
@@ -59,60 +74,35 @@ class Tail:
     p99: float
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench pressure``; returns the exit status."""
-    parser = command_line("pressure", __doc__, ROLES)
-    parser.add_argument("--pipelines", type=positive, default=32)
-    parser.add_argument("--prefix", type=positive, default=400, help="tokens of each, known")
-    parser.add_argument("--upstream", type=positive, default=64, help="tokens of each upstream")
-    parser.add_argument("--tps", type=float, default=25.0, help="tokens per second of each")
-    parser.add_argument("--output", type=positive, default=16, help="tokens of each answer")
-    parser.add_argument("--over", type=float, default=2.0, help="oversubscription of the pool")
-    chosen = parser.parse_args(arguments)
-    if chosen.over <= 0 or chosen.tps <= 0:
-        parser.error("--over and --tps must be above 0")
-    anyio.run(_main, chosen)
-    return 0
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part; ``--prefix`` and ``--tps`` come with the benchmark."""
+    group = parser.add_argument_group("pressure")
+    group.add_argument("--pipelines", type=positive, default=32)
+    group.add_argument("--upstream", type=positive, default=64, help="tokens of each upstream")
+    group.add_argument("--output", type=positive, default=16, help="tokens of each answer")
+    group.add_argument("--over", type=float, default=2.0, help="oversubscription of the pool")
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    console = terminal()
-    load = Load(
-        arguments.pipelines,
-        arguments.prefix,
-        arguments.upstream,
-        arguments.tps,
-        arguments.output,
-        arguments.over,
-    )
-    report = Report("pressure", arguments)
-    async with connected(ROLES, arguments, load.pool_tokens, console) as engines:
-        await report.describe(engines)
-        report.head(console)
-        seconds = await _measure(engines["flashmoa"], load, arguments, console)
-        kv = (await engines["flashmoa"].info()).kv
-    tails = summarise(seconds)
-    show(tails, sum(rank.gave_way for rank in kv), console)
-    report.save(console, {way: asdict(tail) for way, tail in tails.items()})
-
-
-async def _measure(
-    engine: EngineClient, load: Load, arguments: argparse.Namespace, console: Console
-) -> dict[Way, list[float]]:
-    dice = random.Random(arguments.seed)
+async def measure(
+    engine: EngineClient, arguments: argparse.Namespace, console: Console
+) -> dict[str, Any]:
+    """Measure, print the table, and return the result for the report."""
+    load, dice = Load.of(arguments), random.Random(arguments.seed)
     seconds: dict[Way, list[float]] = {way: [] for way in _WAYS}
     with progress(console) as bars:
         bar = bars.add_task("warming up", total=arguments.repeats * len(_WAYS))
         await _round(engine, load, dice, "linked")
         for way in alternating(arguments.repeats, _WAYS):
-            bars.update(bar, description=way)
+            bars.update(bar, description=f"pressure {way}")
             seconds[way] += await _round(engine, load, dice, way)
             bars.advance(bar)
-    return seconds
+    tails = {way: Tail(median(one), percentile(one, 0.99)) for way, one in seconds.items()}
+    show(tails, sum(rank.gave_way for rank in (await engine.info()).kv), console)
+    return {way: asdict(tail) for way, tail in tails.items()}
 
 
 async def _round(engine: EngineClient, load: Load, dice: random.Random, way: Way) -> list[float]:
-    """Pipelines that start one after another, evenly over the time one upstream writes."""
+    """Play pipelines that start one after another, evenly over the time one upstream writes."""
     await engine.flush_cache()
     begin = time.perf_counter()
     spread = load.upstream / load.tps / load.pipelines
@@ -140,10 +130,6 @@ async def _round(engine: EngineClient, load: Load, dice: random.Random, way: Way
     return await all_at_once(one, pipelines)
 
 
-def summarise(seconds: Mapping[Way, Sequence[float]]) -> dict[Way, Tail]:
-    return {way: Tail(median(values), percentile(values, 0.99)) for way, values in seconds.items()}
-
-
 def show(tails: Mapping[Way, Tail], gave_way: int, console: Console) -> None:
     """Print the table."""
     table = Table(title="A pool too small for its streams", title_justify="left")
@@ -154,4 +140,4 @@ def show(tails: Mapping[Way, Tail], gave_way: int, console: Console) -> None:
     base, linked = tails["unlinked"], tails["linked"]
     table.add_row("ratio", f"{linked.median / base.median:.2f}x", f"{linked.p99 / base.p99:.2f}x")
     console.print(table)
-    console.print(f"Goal: p99 at most {_GOAL}x. Streams gave way {gave_way} times.\n")
+    console.print(f"Goal: p99 at most {GOAL_P99}x. Streams gave way {gave_way} times.\n")

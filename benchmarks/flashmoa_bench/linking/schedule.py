@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 
@@ -21,9 +23,11 @@ from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Engines, Role, connected
 from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.requests import Answer, Feeder, ask, random_ids
 from flashmoa_bench.harness.rounds import alternating, percentile
-from flashmoa_bench.linking.jobs import KINDS, Workflow, play, pool_tokens, workflows
 
+_TASK_TOKENS = 32
+_SUFFIX_TOKENS = 10
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
     Role("flashmoa", plugin=True, arguments=("--flashmoa-schedule", "sglang")),
@@ -46,7 +50,36 @@ PAPER = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AgentProfile:
+    """What is known of an agent from profiling: tokens of its fixed prefix, of its output."""
+
+    prefix: int
+    output: int
+
+
+Kind = tuple[AgentProfile, ...]
+# Three kinds of different length, so that there is a shortest job to put first.
+KINDS: tuple[Kind, ...] = (
+    (AgentProfile(96, 16), AgentProfile(192, 8), AgentProfile(128, 16)),
+    (AgentProfile(256, 32), AgentProfile(384, 16), AgentProfile(512, 24)),
+    (AgentProfile(384, 64), AgentProfile(768, 32), AgentProfile(512, 48)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCall:
+    """One agent's call: its prompt is ``prefix`` + what the agent before wrote + ``suffix``."""
+
+    prefix: list[int]
+    suffix: list[int]
+    output: int
+
+
+Job = tuple[AgentCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRow:
     """One way at one concurrency; workflow latency in seconds.
 
     Attributes:
@@ -122,7 +155,7 @@ async def _measure(
     return rounds
 
 
-def batches(count: int, dice: random.Random, *, shared: bool) -> list[list[Workflow]]:
+def batches(count: int, dice: random.Random, *, shared: bool) -> list[list[Job]]:
     """``count`` workflows at once, as often as it takes for every kind to occur."""
     times = max(1, -(-len(KINDS) // count))
     all_of_them = workflows(count * times, dice, shared=shared)
@@ -130,7 +163,7 @@ def batches(count: int, dice: random.Random, *, shared: bool) -> list[list[Workf
 
 
 async def play_all(
-    engine: EngineClient, batches: Sequence[Sequence[Workflow]], *, linked: bool
+    engine: EngineClient, batches: Sequence[Sequence[Job]], *, linked: bool
 ) -> list[float]:
     """The batches one after the other; each workflow's seconds."""
     seconds: list[float] = []
@@ -139,7 +172,7 @@ async def play_all(
     return seconds
 
 
-def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
+def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:
     """``rounds``: by way, each round's workflow latencies; ``fcfs`` among them."""
     means = {way: median(mean(one) for one in group) for way, group in rounds.items()}
     tails = {
@@ -147,7 +180,7 @@ def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> li
         for way, group in rounds.items()
     }
     return [
-        Row(
+        ScheduleRow(
             way=way,
             concurrency=count,
             mean=means[way],
@@ -159,7 +192,7 @@ def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> li
     ]
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[ScheduleRow], console: Console) -> None:
     """Print the table beside the paper's figures."""
     table = Table(title="Workflow latency, seconds and of stock FCFS", title_justify="left")
     for name in ("C", "", "mean", "of fcfs", "paper", "p95", "of fcfs"):
@@ -177,3 +210,78 @@ def show(rows: Sequence[Row], console: Console) -> None:
         )
     console.print(table)
     console.print("paper: Figure 9, other workflows on A100s; it gives means only.\n")
+
+
+def workflows(count: int, dice: random.Random, *, shared: bool) -> list[Job]:
+    """``count`` workflows with fresh tokens, the kinds in turn.
+
+    Args:
+        shared: workflows of a kind have the same prefixes, as agents of one role do; else
+            every workflow has its own.
+    """
+    fixed = [_prefixes(kind, dice) for kind in KINDS]
+    made: list[Job] = []
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        prefixes = fixed[number % len(KINDS)] if shared else _prefixes(kind, dice)
+        task = random_ids(dice, _TASK_TOKENS)
+        steps = [
+            AgentCall(prefix, random_ids(dice, _SUFFIX_TOKENS), agent.output)
+            for prefix, agent in zip(prefixes, kind, strict=True)
+        ]
+        first = AgentCall([*steps[0].prefix, *task], steps[0].suffix, steps[0].output)
+        made.append((first, *steps[1:]))
+    return made
+
+
+def _prefixes(kind: Kind, dice: random.Random) -> list[list[int]]:
+    return [random_ids(dice, agent.prefix) for agent in kind]
+
+
+def pool_tokens(count: int) -> int:
+    """KV that ``count`` workflows at once can need at most."""
+    most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in KINDS)
+    return 4096 + count * most
+
+
+async def play(engine: EngineClient, batch: Sequence[Job], *, linked: bool) -> list[float]:
+    """All workflows at once, on an empty cache: seconds to the last token of each, in order."""
+    await engine.flush_cache()
+    seconds = [0.0] * len(batch)
+    started = time.perf_counter()
+
+    async def one(place: int) -> None:
+        run = _linked if linked else _sequential
+        await run(engine, batch[place])
+        seconds[place] = time.perf_counter() - started
+
+    async with anyio.create_task_group() as group:
+        for place in range(len(batch)):
+            group.start_soon(one, place)
+    return seconds
+
+
+async def _sequential(engine: EngineClient, workflow: Job) -> None:
+    before = Answer()
+    for step in workflow:
+        before = await ask(engine, [*step.prefix, *before.ids, *step.suffix], step.output)
+
+
+async def _linked(engine: EngineClient, workflow: Job) -> None:
+    """The later agents' streams are open from the start, and fed what is being written."""
+    answers = [Answer() for _ in workflow]
+    async with AsyncExitStack() as stack:
+        feeders: list[Feeder | None] = [None]
+        for before, step in zip(answers, workflow[1:], strict=False):
+            feeder = Feeder(engine, step.prefix, _written(before))
+            feeders.append(await stack.enter_async_context(feeder))
+        before = Answer()
+        for step, answer, feeder in zip(workflow, answers, feeders, strict=True):
+            prompt = [*step.prefix, *before.ids, *step.suffix]
+            stream = feeder.take_over() if feeder is not None else None
+            await ask(engine, prompt, step.output, stream, answer)
+            before = answer
+
+
+def _written(answer: Answer) -> Callable[[], Sequence[int]]:
+    return lambda: answer.ids

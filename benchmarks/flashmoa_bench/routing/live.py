@@ -13,7 +13,6 @@ import string
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -31,7 +30,7 @@ from flashmoa_bench.routing.simulation import POLICIES, SILENT
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RouterRow:
     """One round through one router, or simulated (``seconds`` 0)."""
 
     round: int
@@ -45,24 +44,16 @@ class Row:
         return self.cached_tokens / self.prompt_tokens
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench routers``; returns the exit status."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="flashmoa bench routers", description=__doc__, formatter_class=raw
-    )
-    parser.add_argument("--engine", action="append", required=True, metavar="URL")
-    parser.add_argument("--router", action="append", required=True, type=_named, metavar="NAME=URL")
-    parser.add_argument("--rounds", type=positive, default=2)
-    parser.add_argument("--documents", type=positive, default=6)
-    parser.add_argument("--siblings", type=positive, default=8, help="requests about each")
-    parser.add_argument("--others", type=positive, default=40)
-    parser.add_argument("--words", type=positive, default=240, help="of a document")
-    parser.add_argument("--concurrency", type=positive, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of running engines and routers."""
+    group = parser.add_argument_group("running routers instead, and the simulator beside them")
+    group.add_argument("--engine", action="append", default=[], metavar="URL")
+    group.add_argument("--router", action="append", default=[], type=_named, metavar="NAME=URL")
+    group.add_argument("--rounds", type=positive, default=2)
+    group.add_argument("--documents", type=positive, default=6)
+    group.add_argument("--siblings", type=positive, default=8, help="requests about each")
+    group.add_argument("--others", type=positive, default=40, help="requests about no document")
+    group.add_argument("--words", type=positive, default=240, help="of a document")
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -72,11 +63,12 @@ def _named(text: str) -> tuple[str, str]:
     return name, url.rstrip("/")
 
 
-async def _main(options: argparse.Namespace) -> None:
+async def measure(options: argparse.Namespace) -> None:
+    """Measure every router in turn, print the table and write the report."""
     console = terminal()
-    report = Report("routers", options)
+    report = Report("router", options)
     report.head(console)
-    rows: list[Row] = []
+    rows: list[RouterRow] = []
     async with httpx.AsyncClient(timeout=300) as http:
         for number in range(options.rounds):
             texts = prompts(options, options.seed + number)
@@ -84,7 +76,9 @@ async def _main(options: argparse.Namespace) -> None:
             for name, url in options.router[turn:] + options.router[:turn]:
                 for engine in options.engine:
                     (await http.post(f"{engine}/flush_cache?timeout=30")).raise_for_status()
-                rows.append(await _measure(http, url, texts, options, Row(number, name, 0, 0, 0)))
+                rows.append(
+                    await _measure(http, url, texts, options, RouterRow(number, name, 0, 0, 0))
+                )
                 console.print(f"round {number}, {name}: {rows[-1].seconds:.1f} s", highlight=False)
             rows += await _simulate(http, texts, options, number)
     show(rows, console)
@@ -112,8 +106,12 @@ def prompts(options: argparse.Namespace, seed: int) -> list[str]:
 
 
 async def _measure(
-    http: httpx.AsyncClient, url: str, texts: Sequence[str], options: argparse.Namespace, row: Row
-) -> Row:
+    http: httpx.AsyncClient,
+    url: str,
+    texts: Sequence[str],
+    options: argparse.Namespace,
+    row: RouterRow,
+) -> RouterRow:
     waiting, told = list(reversed(texts)), list[dict[str, Any]]()
     sampling = {"max_new_tokens": 1, "temperature": 0}
 
@@ -131,12 +129,12 @@ async def _measure(
     prompt, cached = (
         sum(int(one[name]) for one in told) for name in ("prompt_tokens", "cached_tokens")
     )
-    return Row(row.round, row.router, seconds, prompt, cached)
+    return RouterRow(row.round, row.router, seconds, prompt, cached)
 
 
 async def _simulate(
     http: httpx.AsyncClient, texts: Sequence[str], options: argparse.Namespace, number: int
-) -> list[Row]:
+) -> list[RouterRow]:
     engine, asks = options.engine[0], list[Ask]()
     told = (await http.get(f"{engine}/server_info")).raise_for_status().json()
     for place, text in enumerate(texts):
@@ -145,7 +143,7 @@ async def _simulate(
     batch, measure = int(told["chunked_prefill_size"]), TokenCount()
     blocks = int(told["max_total_num_tokens"]) // BLOCK_TOKENS
     machine = Machine(measure, 1000.0, batch, blocks, reports=False)
-    rows: list[Row] = []
+    rows: list[RouterRow] = []
     for name in (name for name in POLICIES if name != SILENT):
         outcome = replay(
             asks,
@@ -154,11 +152,11 @@ async def _simulate(
             saturation=saturation(measure, batch),
             concurrency=options.concurrency,
         )
-        rows.append(Row(number, f"simulated {name}", 0.0, outcome.tokens, outcome.cached))
+        rows.append(RouterRow(number, f"simulated {name}", 0.0, outcome.tokens, outcome.cached))
     return rows
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[RouterRow], console: Console) -> None:
     """Print the table; a column per round."""
     names = dict.fromkeys(row.router for row in rows)
     table = Table(title="Seconds, and prompt tokens that were cached", title_justify="left")

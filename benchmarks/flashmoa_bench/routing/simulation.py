@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +50,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PolicyRow:
     """One policy over so many engines; ``speedup``: over random."""
 
     engines: int
@@ -64,14 +63,13 @@ class Row:
     steps: int
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench router``; returns the exit status."""
-    options = _parser().parse_args(arguments)
+def measure(options: argparse.Namespace) -> None:
+    """Replay the mix with every policy, print the table and write the report."""
     console = terminal()
     report = Report("router", options)
     report.head(console)
     asks = mix(options.scale, options.spread, options.seed)
-    rows: list[Row] = []
+    rows: list[PolicyRow] = []
     with progress(console) as bars:
         bar = bars.add_task("", total=len(options.engines) * len(POLICIES))
         for engines in options.engines:
@@ -91,25 +89,17 @@ def main(arguments: Sequence[str]) -> int:
             "datasets": [asdict(one) for one in TABLE_2],
         },
     )
-    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="flashmoa bench router", description=__doc__, formatter_class=raw
-    )
-    parser.add_argument("--engines", type=positive, nargs="+", default=[2, 8])
-    parser.add_argument("--scale", type=float, default=0.4, help="of Table 2's 73,800 requests")
-    parser.add_argument(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the simulation."""
+    group = parser.add_argument_group("the mix of requests")
+    group.add_argument("--scale", type=float, default=0.4, help="of Table 2's 73,800 requests")
+    group.add_argument(
         "--spread", type=float, default=0.05, help="part of the mix in which siblings come"
     )
-    parser.add_argument(
-        "--concurrency", type=positive, default=256, help="requests at a time, per engine"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the mix and of chance")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     engine = parser.add_argument_group("the simulated engines")
+    engine.add_argument("--engines", type=positive, nargs="+", default=[2, 8], help="how many")
     engine.add_argument("--tflops", type=float, default=680.0, help="that they reach")
     engine.add_argument("--batch-tokens", type=positive, default=16384, help="of a forward")
     engine.add_argument("--kv-tokens", type=positive, default=400_000, help="of their caches")
@@ -122,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--margin", type=float, default=1.2, help="kappa of the saturation threshold"
     )
-    return parser
 
 
 def run(policy: str, asks: Sequence[Ask], engines: int, options: argparse.Namespace) -> Outcome:
@@ -151,11 +140,11 @@ def run(policy: str, asks: Sequence[Ask], engines: int, options: argparse.Namesp
     )
 
 
-def summarise(engines: int, outcomes: dict[str, Outcome]) -> Iterator[Row]:
+def summarise(engines: int, outcomes: dict[str, Outcome]) -> Iterator[PolicyRow]:
     """``outcomes``: by policy, ``random`` among them."""
     floor = outcomes["random"].throughput
     for policy, one in outcomes.items():
-        yield Row(
+        yield PolicyRow(
             engines=engines,
             policy=policy,
             throughput=one.throughput,
@@ -167,7 +156,7 @@ def summarise(engines: int, outcomes: dict[str, Outcome]) -> Iterator[Row]:
         )
 
 
-def show(rows: Sequence[Row], asks: Sequence[Ask], best: float, console: Console) -> None:
+def show(rows: Sequence[PolicyRow], asks: Sequence[Ask], best: float, console: Console) -> None:
     """Print the table."""
     tokens = sum(ask.blocks.length for ask in asks)
     title = f"{len(asks):,} requests, {tokens / 1e6:.1f}M tokens, simulated"

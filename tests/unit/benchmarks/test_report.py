@@ -12,22 +12,29 @@ import pytest
 from flashmoa_bench.harness.command_line import command_line
 from flashmoa_bench.harness.engines import Role, _urls
 from flashmoa_bench.harness.rounds import alternating, gaps, percentile
-from flashmoa_bench.linking import ablation, chunk, handoff, heatmap, schedule, stranger
-from flashmoa_bench.linking import interference as neighbours
-from flashmoa_bench.linking.jobs import KINDS, workflows
-from flashmoa_bench.linking.overlap import LINKED, Cell, cell, summarise
-from flashmoa_bench.linking.pipelines import Round, Workload
+from flashmoa_bench.linking import (
+    ablation,
+    chunk,
+    handoff,
+    heatmap,
+    interference,
+    latency,
+    schedule,
+)
+from flashmoa_bench.linking.overlap import LINKED, HandoffCell, cell, summarise
+from flashmoa_bench.linking.pipelines import PipelineRound, Workload
+from flashmoa_bench.linking.schedule import KINDS, workflows
 
 from flashmoa.engine import EngineError
 
 WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
 
 
-def rounds(*seconds: float, floor: float | None = None, computed: int = 0) -> list[Round]:
-    return [Round(value, 3.0, computed, floor) for value in seconds]
+def rounds(*seconds: float, floor: float | None = None, computed: int = 0) -> list[PipelineRound]:
+    return [PipelineRound(value, 3.0, computed, floor) for value in seconds]
 
 
-def a_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> Cell:
+def a_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> HandoffCell:
     measured = {
         "fcfs": rounds(fcfs),
         "lpm": rounds(lpm),
@@ -40,8 +47,7 @@ def grid(*arguments: str) -> list[Workload]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--full", action="store_true")
     for name, kind in (("tps", float), ("prefix", int), ("upstream", int), ("concurrency", int)):
-        default = [1, 2, 4, 8] if name == "concurrency" else None
-        parser.add_argument(f"--{name}", type=kind, nargs="+", default=default)
+        parser.add_argument(f"--{name}", type=kind, nargs="+")
     return handoff.workloads(parser.parse_args(arguments))
 
 
@@ -191,16 +197,16 @@ def test_schedules_are_compared_with_fcfs() -> None:
 
 
 def test_throughput_is_compared_pair_by_pair() -> None:
-    flow = neighbours.throughput([100, 200, 50], [99, 220, 49])
+    flow = interference.throughput([100, 200, 50], [99, 220, 49])
     assert (flow.stock, flow.plugin) == (100, 99)
     assert flow.ratio == pytest.approx(0.99)
     assert len(flow.ratios) == 3
 
 
-def test_a_stranger_is_compared_by_medians_of_rounds() -> None:
-    alone = [stranger.Round((1.0, 1.0, 2.0), 0.0)]
-    beside = [stranger.Round((2.0, 2.0, 6.0), 30.0)]
-    found = stranger.summarise(alone, beside)
+def test_latency_beside_streams_is_compared_by_medians_of_rounds() -> None:
+    alone = [latency.DecodedBeside((1.0, 1.0, 2.0), 0.0)]
+    beside = [latency.DecodedBeside((2.0, 2.0, 6.0), 30.0)]
+    found = latency.compare(alone, beside)
     assert (found.median_ratio, found.p99_ratio) == (2, 3)
     assert found.beside.stream_tokens_per_second == 30
 
@@ -222,3 +228,15 @@ def test_running_engines_must_be_complete() -> None:
 def test_pictures_are_svg(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         handoff.main(["--picture", str(tmp_path / "map.png")])
+
+
+def test_an_upstream_that_decodes_has_no_pace(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        handoff.main(["--upstream-decodes", "--tps", "50"])
+    assert "--upstream-decodes starts its engines" in capsys.readouterr().err
+
+
+def test_pressure_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        interference.main(["--measure", "latency", "pressure"])
+    assert "measure it by itself" in capsys.readouterr().err

@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(chosen: argparse.Namespace) -> RouterOptions:
     from flashmoa.engine import engine_url
-    from flashmoa.router.baselines import CacheAware, Random, RoundRobin
-    from flashmoa.router.options import RouterOptions
+    from flashmoa.router.application import RouterOptions
+    from flashmoa.router.policies import CacheAware, Random, RoundRobin
     from flashmoa.router.prefix_aware import PrefixAware
 
     policies = {

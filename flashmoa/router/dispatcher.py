@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from flashmoa.errors import FlashMoAError
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.errors import NoEngine, QueueFull
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest

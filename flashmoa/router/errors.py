@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 
 
 class RouterError(FlashMoAError):

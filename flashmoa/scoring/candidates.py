@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from flashmoa.engine import EngineClient, FlashMoAError, RequestRefused
+from flashmoa.engine import EngineClient, RequestRefused
+from flashmoa.errors import FlashMoAError
 
 Messages = Sequence[Mapping[str, Any]]
 # A text, token ids, or messages in OpenAI's format.

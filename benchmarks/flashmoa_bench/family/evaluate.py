@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 
 from flashmoa.engine.local import local_engines
-from flashmoa.moa.prompts import conversation
-from flashmoa.moa.steps import CHARACTERS, Order, Schedule, last_words
+from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN, Schedule
+from flashmoa.moa.prompts import Order, conversation, last_words
 from flashmoa_bench.family import AGGREGATOR, SIZES, model_folder
 from flashmoa_bench.family.inference import Said, Speaker
 from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, along, titled

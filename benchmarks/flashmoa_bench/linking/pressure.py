@@ -96,7 +96,9 @@ async def measure(
             bars.update(bar, description=f"pressure {way}")
             seconds[way] += await _round(engine, load, dice, way)
             bars.advance(bar)
-    tails = {way: Tail(median(one), percentile(one, 0.99)) for way, one in seconds.items()}
+    tails: dict[Way, Tail] = {
+        way: Tail(median(one), percentile(one, 0.99)) for way, one in seconds.items()
+    }
     show(tails, sum(rank.gave_way for rank in (await engine.info()).kv), console)
     return {way: asdict(tail) for way, tail in tails.items()}
 

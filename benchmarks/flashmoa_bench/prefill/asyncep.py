@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.router.shape import UnknownShape, true_flops
+from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Engines, Role, connected, peak_resident
 from flashmoa_bench.harness.report import Report, progress, terminal

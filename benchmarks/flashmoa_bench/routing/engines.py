@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.flops import Measure
-from flashmoa.router.policies import EngineTraits, Policy, Waiting
+from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa_bench.prefill.mix import Ask
 
 

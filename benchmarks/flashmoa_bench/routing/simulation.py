@@ -20,7 +20,6 @@ from flashmoa.router.blocks import BLOCK_TOKENS
 from flashmoa.router.flops import saturation, true_flops
 from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.shape import true_flops
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, progress, terminal
 from flashmoa_bench.prefill.mix import TABLE_2, Ask, mix

@@ -14,7 +14,6 @@ from pptx import Presentation
 
 from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
-from flashmoa.errors import FlashMoAError
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls

@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Steps
-from tests.integration.moa.agents import QUESTION, agent, first_letter, said
+from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any
     return Debate(debaters, 3, conclusion, **{"prompt": PROMPT, "staircase": Steps(), **more})
 
 
-async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineClient]) -> None:
     ways: list[Ahead] = ["nothing", "text"]
     results: list[DebateResult] = []
     for ahead in ways:
@@ -33,7 +33,7 @@ async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, Engine
             await engine.flush_cache()
         results.append(await debate(pair, first_letter, ahead=ahead).answer(QUESTION))
     unlinked, linked = results
-    assert said(unlinked) == said(linked)
+    assert answers_by_round(unlinked) == answers_by_round(linked)
     assert linked.vote is not None and linked.vote.ballots[0] is not None
     assert linked.text == linked.rounds[-1][linked.vote.place].text
     assert linked.time_to_first_token is not None
@@ -41,14 +41,14 @@ async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, Engine
         for one in round_:
             assert one.status == "used" and one.usage and one.usage.completion_tokens == 24
             assert one.started and one.first_token and one.finished
-            # Its chunks of 8 and 16 tokens, in a request each.
+            # One request each for its chunks of 8 and 16 tokens.
             assert len(one.steps) == (2 if number else 0)
             assert "".join(step.text for step in one.steps) == (one.text if number else "")
     for engine in pair:
         await settled(engine)
 
 
-async def test_nothing_is_computed_twice_where_chunks_are_appended(
+async def test_interleaved_chunks_are_prefilled_once(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     for engine in pair:
@@ -60,11 +60,13 @@ async def test_nothing_is_computed_twice_where_chunks_are_appended(
         again = [
             before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usage)
         ]
-        # A prompt's end is the template's.
+        # Only the template's tokens at the prompt's end are computed again.
         assert again and max(again) <= 8
 
 
-async def test_an_aggregator_writes_along(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_aggregator_writes_along_with_debaters(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
     concluded = debate(pair, agent(pair[1], 5, max_tokens=24), staircase=Steps(order="contiguous"))
     async with concluded.answering(QUESTION) as debating:
         pieces = [piece async for piece in debating]
@@ -74,7 +76,7 @@ async def test_an_aggregator_writes_along(pair: tuple[EngineClient, EngineClient
     assert result.aggregate.first_token is not None and result.finish_reason == "length"
 
 
-async def test_who_fails_is_missed_and_no_more(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
     small, _ = pair
     failing = agent(small, 2, temperature=-1)
     two = Debate(
@@ -92,7 +94,7 @@ async def test_who_fails_is_missed_and_no_more(pair: tuple[EngineClient, EngineC
     await settled(small)
 
 
-async def test_a_debate_that_is_left_gives_everything_back(
+async def test_cancelled_debate_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     slow = [agent(engine, max_tokens=2000) for engine in pair]

@@ -1,4 +1,4 @@
-"""What answers are compared by, on a real embedding engine."""
+"""Embeddings of answers from a real embedding engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.integration.support import special_engine
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_embedding_engine_gives_a_row_for_each_sentence(
+async def test_embedding_engine_gives_a_row_per_sentence(
     engines: LocalEngines, model: Path
 ) -> None:
-    """An embedding engine is SGLang's own: the plugin adds nothing to it."""
+    """The plugin adds nothing to an embedding engine, so its routes are missing."""
     async with (
         special_engine(engines, model, "--is-embedding", measures=False) as engine,
         EngineClient(engine.url) as client,

@@ -1,4 +1,4 @@
-"""What a text repeats where it goes on, against the plainest way to find it."""
+"""Repetitions where a text goes on, compared with a search in the whole text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashmoa.moa.repeat_filter import RepeatFilter
 
-# Few words, of which some begin as others do.
+# Few words, some of which begin like others.
 WORDS = st.lists(st.sampled_from(["a", "ab", "b", "c", "cab", "d."]), max_size=9)
 SPACE = st.sampled_from([" ", "\n", "  "])
 
@@ -20,8 +20,8 @@ def texts(draw: st.DrawFn) -> str:
     return text[draw(st.integers(0, 2)) :] + draw(st.sampled_from(["", "", " ", "\n\n"]))
 
 
-def plainly(written: str, part: str) -> tuple[str, str]:
-    """What is shown and what is dropped of a part that is there in whole."""
+def searched(written: str, part: str) -> tuple[str, str]:
+    """Return what is passed on and what is dropped of a whole part."""
     before, after = written.split(), part.split()
     cut = not written[-1:].isspace()
     for count in range(min(len(before), len(after)), 0, -1):
@@ -37,22 +37,24 @@ def plainly(written: str, part: str) -> tuple[str, str]:
     return part, ""
 
 
-def shown(written: str, pieces: list[str]) -> tuple[str, RepeatFilter]:
-    seam = RepeatFilter(written)
-    return "".join(seam.add(piece) for piece in pieces) + seam.end(), seam
+def filtered(written: str, pieces: list[str]) -> tuple[str, RepeatFilter]:
+    repeats = RepeatFilter(written)
+    return "".join(repeats.add(piece) for piece in pieces) + repeats.end(), repeats
 
 
 @given(texts(), texts(), st.booleans(), st.data())
-def test_as_the_plainest_way(written: str, part: str, again: bool, data: st.DataObject) -> None:
+def test_filter_equals_a_search_in_the_whole_text(
+    written: str, part: str, again: bool, data: st.DataObject
+) -> None:
     if again and written.split():
-        # A repetition is seldom drawn by chance.
+        # Drawn texts rarely have a repetition by chance.
         begin = data.draw(st.integers(0, len(written) - 1))
         part = written[begin:] + part
     cuts = sorted(data.draw(st.sets(st.integers(0, len(part)), max_size=6)))
     pieces = [part[a:b] for a, b in zip([0, *cuts], [*cuts, len(part)], strict=True)]
-    text, seam = shown(written, pieces)
-    assert (text, seam.dropped) == plainly(written, part)
-    assert seam.held == ""
+    text, repeats = filtered(written, pieces)
+    assert (text, repeats.dropped) == searched(written, part)
+    assert repeats.held == ""
 
 
 @pytest.mark.parametrize(
@@ -68,13 +70,13 @@ def test_as_the_plainest_way(written: str, part: str, again: bool, data: st.Data
         ("", "You need", "You need"),
     ],
 )
-def test_seams(written: str, part: str, expected: str) -> None:
-    assert shown(written, list(part))[0] == expected
+def test_repetition_is_dropped(written: str, part: str, expected: str) -> None:
+    assert filtered(written, list(part))[0] == expected
 
 
-def test_no_more_is_held_back_than_must_be() -> None:
-    seam = RepeatFilter("You need three days in Kathmandu")
-    assert seam.add("thr") == "" and seam.held == "thr"
-    assert seam.add("ough") == "through"
-    assert seam.add(" three days in Kathmandu") == " three days in Kathmandu"
+def test_only_a_possible_repetition_is_held_back() -> None:
+    repeats = RepeatFilter("You need three days in Kathmandu")
+    assert repeats.add("thr") == "" and repeats.held == "thr"
+    assert repeats.add("ough") == "through"
+    assert repeats.add(" three days in Kathmandu") == " three days in Kathmandu"
     assert RepeatFilter("two words").add("two") == "two"

@@ -172,7 +172,7 @@ class IncrementalWriter:
         If earlier turns of the conversation have the answer (``interleaved``), only its last words
         stand at the end; without any, the model would begin a new answer in its new turn.
         """
-        written = "".join(one.text for one in self.rounds) + self._filter.held
+        written = self.answer.written + self._filter.held
         if not self._filter.held:
             self._filter = RepeatFilter(written if self._prompt.steps.drop_repeats else "")
         if self._prompt.steps.order == "interleaved":

@@ -28,7 +28,7 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES, patience=st.sampled_from([0, 1, 8]))
-def test_the_choice_is_the_best_of_those_that_are_not_saturated(
+def test_choice_is_the_best_unsaturated_engine_unless_waiting_pays(
     candidates: list[EngineCandidate], patience: int
 ) -> None:
     chosen = choose_engine(candidates, patience)
@@ -57,14 +57,14 @@ def test_the_choice_is_the_best_of_those_that_are_not_saturated(
     limit=st.integers(1, 200),
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=60),
 )
-def test_a_round_fills_each_engine_to_the_threshold_and_by_one_request_more(
+def test_round_overfills_each_engine_by_at_most_one_request(
     measure: Measure, engines: int, limit: int, prompts: list[list[int]]
 ) -> None:
     routing = policy(engines, measure, limit)
     most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
     queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
-    # In order of arrival, and nobody is overtaken.
+    # In order of arrival: no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
     loads = [routing.load(f"e{number}") for number in range(engines)]
     assert all(load < limit + most for load in loads)
@@ -84,7 +84,7 @@ def test_a_round_fills_each_engine_to_the_threshold_and_by_one_request_more(
         st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12), max_size=5
     ),
 )
-def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
+def test_requests_wait_beside_free_engines_only_for_a_saturated_one(
     measure: Measure, engines: int, limit: int, patience: float, rounds: list[list[list[int]]]
 ) -> None:
     routing = policy(engines, measure, limit, patience)
@@ -111,7 +111,7 @@ def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
             assert best > 0 and not any(matched[name] == best for name in room)
 
 
-def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
+def test_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     routing = policy(2, TokenCount(), 10, patience=2.0)
     document = [7] * 16
     queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
@@ -130,7 +130,7 @@ def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
-def test_an_idle_engine_takes_what_would_be_done_later() -> None:
+def test_idle_engine_takes_requests_that_would_be_done_later() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
@@ -142,7 +142,7 @@ def test_an_idle_engine_takes_what_would_be_done_later() -> None:
     assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
 
 
-def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
+def test_prefix_under_way_is_not_computed_again() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
@@ -152,7 +152,7 @@ def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
     assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
 
 
-def test_what_an_idle_engine_takes_draws_others_there() -> None:
+def test_prefix_that_an_idle_engine_takes_draws_siblings_there() -> None:
     routing = policy(2, TokenCount(), 30, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
@@ -167,7 +167,7 @@ def test_what_an_idle_engine_takes_draws_others_there() -> None:
     measure=MEASURES,
     limit=st.one_of(st.none(), st.integers(1, 300)),
 )
-def test_whatever_happens_loads_are_those_of_what_is_left(
+def test_loads_are_always_those_of_the_work_left(
     seed: int, measure: Measure, limit: int | None
 ) -> None:
     """Requests come, are computed, end or fail; engines report, die and come back."""
@@ -212,7 +212,7 @@ def test_whatever_happens_loads_are_those_of_what_is_left(
     assert all(routing.load(engine) == 0 for engine in alive)
 
 
-def test_a_burst_of_siblings_goes_where_the_first_one_went_and_spills_when_that_is_full() -> None:
+def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full() -> None:
     routing = policy(2, TokenCount(), 30)
     document = [7] * 16
     siblings = [blocks([*document, number, number]) for number in range(14)]
@@ -226,7 +226,7 @@ def test_a_burst_of_siblings_goes_where_the_first_one_went_and_spills_when_that_
     assert place(routing, "late", siblings[0]) == "e1"
 
 
-def test_an_engine_that_left_is_forgotten() -> None:
+def test_engine_that_left_is_forgotten() -> None:
     routing = policy(2, TokenCount(), None)
     prompt = blocks([1] * 17)
     assert place(routing, "a", prompt) == "e0"
@@ -241,7 +241,7 @@ def test_an_engine_that_left_is_forgotten() -> None:
     assert place(routing, "c", prompt) is None
 
 
-def test_a_prompt_that_an_engine_has_already_is_no_work() -> None:
+def test_prompt_that_an_engine_has_already_costs_nothing() -> None:
     routing = policy(2, TokenCount(), 40)
     prompt = blocks([1] * 41)
     routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
@@ -255,7 +255,7 @@ def test_a_prompt_that_an_engine_has_already_is_no_work() -> None:
     assert routing.load("e1") == 42
 
 
-def test_a_failed_request_takes_its_promise_back_and_a_computed_one_keeps_it() -> None:
+def test_failed_request_withdraws_its_promise_and_a_computed_one_keeps_it() -> None:
     routing = policy(1, TokenCount(), None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 
 
-async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
+async def test_engine_tokenises_each_prompt_once() -> None:
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -34,7 +34,7 @@ async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
     assert asked == ["ours", "ours", "plain"]
 
 
-async def test_a_prompt_is_known_at_once_where_nobody_has_to_be_asked() -> None:
+async def test_known_blocks_ask_no_engine() -> None:
     async with httpx.AsyncClient() as http:
         text = {"text": "a" * 200}
         assert PromptHasher(http, lambda: False).known_blocks(text) == text_blocks("a" * 200)
@@ -43,7 +43,7 @@ async def test_a_prompt_is_known_at_once_where_nobody_has_to_be_asked() -> None:
         assert asking.known_blocks({"input_ids": [1] * 32}) == PROMPT
 
 
-async def test_embeddings_have_prompts_too() -> None:
+async def test_input_of_embeddings_is_a_prompt() -> None:
     async with httpx.AsyncClient() as http:
         prompts = PromptHasher(http, lambda: False)
         assert await prompts.blocks({"input": "a" * 200}, "", {}) == text_blocks("a" * 200)
@@ -52,7 +52,7 @@ async def test_embeddings_have_prompts_too() -> None:
         assert many.length == 50
 
 
-async def test_what_is_scored_has_a_prompt_that_begins_with_its_query() -> None:
+async def test_prompt_of_scores_begins_with_the_query() -> None:
     query, documents = "a" * 200, ["b" * 100, "c" * 100]
     async with httpx.AsyncClient() as http:
         prompts = PromptHasher(http, lambda: False)

@@ -29,7 +29,7 @@ SMALL = EngineTraits(TokenCount(), saturation=20)
 PROMPT = token_blocks([1] * 32)
 
 
-async def test_requests_wait_in_order_and_whoever_leaves_makes_room() -> None:
+async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     dispatcher = Dispatcher(PrefixAware(), max_waiting=2)
     dispatcher.join("a", SMALL)
     served: list[int] = []
@@ -53,7 +53,7 @@ async def test_requests_wait_in_order_and_whoever_leaves_makes_room() -> None:
     assert served == [2, 3] and dispatcher.waiting == 0
 
 
-async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
+async def test_waiting_request_is_told_that_no_engine_is_left() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.join("a", SMALL)
     lost: list[str] = []
@@ -63,7 +63,7 @@ async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
             async with dispatcher.place(PROMPT) as place:
                 lost.append(place.engine)
         except NoEngine:
-            lost.append("nobody")
+            lost.append("none")
 
     async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
         group.start_soon(ask)
@@ -71,10 +71,10 @@ async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
         dispatcher.leave("a")
     dispatcher.join("b", SMALL)
     await ask()
-    assert lost == ["nobody", "b"]
+    assert lost == ["none", "b"]
 
 
-async def test_an_engine_too_busy_to_say_what_it_is_is_asked_again() -> None:
+async def test_engine_too_busy_to_tell_its_settings_is_asked_again() -> None:
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -93,7 +93,7 @@ async def test_an_engine_too_busy_to_say_what_it_is_is_asked_again() -> None:
     assert engine.is_up and engine.events == (EventSource("tcp://engine:7"),)
 
 
-async def test_an_engine_that_never_says_what_it_is_is_taken_all_the_same() -> None:
+async def test_engine_that_never_tells_its_settings_joins_in_the_end() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/server_info":
             raise httpx.ReadTimeout("busy")
@@ -109,7 +109,7 @@ async def test_an_engine_that_never_says_what_it_is_is_taken_all_the_same() -> N
     assert 1 < looks < 20 and list(dispatcher.engines) == ["http://engine"]
 
 
-async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
+async def test_requests_to_a_hung_engine_are_cancelled() -> None:
     silent = False
 
     async def answer(_request: httpx.Request) -> httpx.Response:
@@ -142,7 +142,7 @@ async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
         ({}, 9830, 1 << 16),
     ],
 )
-async def test_what_an_engine_says_of_a_rank_is_meant_for_all_of_them(
+async def test_settings_of_one_rank_are_multiplied_by_the_ranks(
     told: dict[str, int], saturation: int, blocks: int
 ) -> None:
     joined: list[EngineTraits] = []
@@ -158,7 +158,7 @@ async def test_what_an_engine_says_of_a_rank_is_meant_for_all_of_them(
     assert joined == [EngineTraits(TokenCount(), saturation, blocks)]
 
 
-async def test_an_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
+async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", SMALL)
@@ -172,7 +172,7 @@ async def test_an_engine_that_has_the_prompt_takes_its_request_at_once() -> None
         place.computed()
 
 
-async def test_a_prompt_is_computed_once_a_later_snapshot_says_that_nobody_waits() -> None:
+async def test_prompt_is_computed_once_a_later_snapshot_shows_no_waiting_request() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits(TokenCount()))
@@ -189,7 +189,7 @@ async def test_a_prompt_is_computed_once_a_later_snapshot_says_that_nobody_waits
     assert loads == [96, 96, 96, 64, 32, 0]
 
 
-def test_what_was_asked_for_is_what_is_passed_on() -> None:
+def test_forwarded_target_is_what_the_client_sent() -> None:
     scope = {
         "type": "http",
         "method": "POST",
@@ -204,7 +204,7 @@ def test_what_was_asked_for_is_what_is_passed_on() -> None:
     assert ForwardedRequest.from_client(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
 
 
-async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
+async def test_connection_is_probed_while_an_answer_takes_long() -> None:
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(SocketAttribute.local_port)
         timers: list[str] = []
@@ -225,19 +225,19 @@ async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
     assert timers == ["02"]
 
 
-def test_headers_that_concern_one_connection_stay_there() -> None:
+def test_headers_of_one_connection_are_not_passed_on() -> None:
     given = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
     assert passed_on(given) == {"Authorization": "Bearer k"}
 
 
-def test_engines_are_told_of_as_one_that_does_what_all_can() -> None:
+def test_merged_info_has_what_all_engines_can_do() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
     assert merged_info([one, other]) == expected
 
 
-def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     from flashmoa.cli import router
 
     with pytest.raises(SystemExit):

@@ -69,7 +69,7 @@ TestTables.settings = STEPS
 
 
 @given(prompts=st.lists(PROMPTS, max_size=12), capacity=st.integers(0, 6))
-def test_a_bounded_table_forgets_ends_before_beginnings(
+def test_bounded_table_forgets_ends_before_beginnings(
     prompts: list[list[int]], capacity: int
 ) -> None:
     table = BlockTable(capacity)

@@ -64,7 +64,7 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Asked:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(context=texts, candidate=candidates)
-async def test_it_is_what_the_tokenizer_makes_of_it_there_or_refused(
+async def test_candidate_is_tokenised_as_after_its_context_or_refused(
     engine: Asked, context: str, candidate: str
 ) -> None:
     before = engine.tokenizer.encode(context)
@@ -78,7 +78,7 @@ async def test_it_is_what_the_tokenizer_makes_of_it_there_or_refused(
     assert [*before, *found] == whole
 
 
-async def test_ordinary_ones_are_never_refused(engine: Asked) -> None:
+async def test_ordinary_candidates_are_never_refused(engine: Asked) -> None:
     for context in ("Is it good?\nAnswer:", "<|im_start|>assistant\n", "One two", "Hi"):
         before = engine.tokenizer.encode(context)
         given = ["Yes", "No"] if context.endswith("\n") else [" Yes", " No"]
@@ -87,7 +87,7 @@ async def test_ordinary_ones_are_never_refused(engine: Asked) -> None:
             assert [*before, *tokens] == engine.tokenizer.encode(context + candidate)
 
 
-async def test_it_is_asked_once_for_contexts_that_end_alike(engine: Asked) -> None:
+async def test_contexts_that_end_alike_are_tokenised_once(engine: Asked) -> None:
     border, ending = (
         CandidateTokenizer(engine),
         " Is it good? Please say so. Say it in one word.\nAnswer:",

@@ -42,7 +42,7 @@ logprobs = st.lists(
 
 
 @given(logprobs)
-def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None:
+def test_softmax_gives_probabilities_in_the_same_order(values: list[float]) -> None:
     found = softmax(values)
     assert len(found) == len(values)
     assert math.isclose(sum(found), 1, rel_tol=1e-9)
@@ -52,12 +52,12 @@ def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None
 
 
 @given(logprobs, st.floats(min_value=-500, max_value=0))
-def test_shares_do_not_depend_on_what_else_there_is(values: list[float], less: float) -> None:
+def test_softmax_ignores_a_common_factor(values: list[float], less: float) -> None:
     assert softmax([one + less for one in values]) == pytest.approx(softmax(values), abs=1e-9)
 
 
 @given(logprobs)
-def test_mass_is_what_shares_are_of(values: list[float]) -> None:
+def test_probability_mass_scales_the_softmax(values: list[float]) -> None:
     total = probability_mass(values)
     assert total >= 0
     if total > 1e-300:
@@ -66,7 +66,7 @@ def test_mass_is_what_shares_are_of(values: list[float]) -> None:
 
 
 @given(st.integers(min_value=1, max_value=26))
-def test_every_option_has_a_letter_of_its_own(count: int) -> None:
+def test_every_option_has_its_own_letter(count: int) -> None:
     found = option_letters(count)
     assert len(set(found)) == count == len(found)
     question = choice_question([f"option {number}" for number in range(count)], "Which?")
@@ -74,12 +74,12 @@ def test_every_option_has_a_letter_of_its_own(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 27])
-def test_there_are_not_more_letters(count: int) -> None:
+def test_too_many_options_for_letters_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"not for {count}"):
         option_letters(count)
 
 
-def test_a_question_goes_where_the_user_speaks() -> None:
+def test_question_goes_into_the_user_s_last_message() -> None:
     assert with_question("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
     added = {"role": "user", "content": "Which?"}
@@ -92,7 +92,7 @@ def test_a_question_goes_where_the_user_speaks() -> None:
     assert user["content"] == "Hello" and len(parts) == 1
 
 
-def test_what_a_context_is() -> None:
+def test_kinds_of_contexts() -> None:
     assert [context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
         "text",
         "tokens",
@@ -121,12 +121,12 @@ def test_what_a_context_is() -> None:
         ('{"context": "x", "labels": {"yes": [5, -1]}}', "greater than or equal to 0"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(line: str, problem: str) -> None:
+def test_malformed_line_is_refused_with_the_reason(line: str, problem: str) -> None:
     with pytest.raises(BadLine, match=problem):
         Line.read(line.encode())
 
 
-def test_a_record_is_json_whatever_the_model_thinks() -> None:
+def test_record_of_infinite_logprobs_is_valid_json() -> None:
     line = Line.read(b'{"id": 7, "context": "x", "candidates": ["a", "b"]}')
     scores = Scores.of(["a", "b"], [-0.1234567891, -math.inf], None, PrefillUsage())
     written = json.loads(json.dumps(record(3, line, scores), allow_nan=False))
@@ -140,7 +140,7 @@ def told(**meta: Any) -> Generated:
     return Generated(meta_info={**usage, "finish_reason": {"type": "length"}, **meta})
 
 
-def test_an_engines_log_probabilities_are_read_by_token() -> None:
+def test_logprobs_are_read_by_token() -> None:
     answer = told(output_token_ids_logprobs=[[[-2.5, 7, None], [None, 5, None]]])
     assert answer.logprobs([5, 7], []).tokens == [-math.inf, -2.5]
     answer = told(input_token_logprobs=[[None, 1, None], [-1.0, 8, None], [-0.5, 9, None]])
@@ -148,7 +148,7 @@ def test_an_engines_log_probabilities_are_read_by_token() -> None:
     assert found.continuation == [-1.0, -0.5] and found.usage.cached_tokens == 2
 
 
-def test_answers_that_are_none_are_errors() -> None:
+def test_answers_without_logprobs_are_errors() -> None:
     for wrong in (told(), told(output_token_ids_logprobs=[[[-2.5, 7, None]]])):
         with pytest.raises(BadAnswer, match="no log-probabilities"):
             wrong.logprobs([5], [])
@@ -194,7 +194,7 @@ class Ranks:
     [([True], False), ([None], False), ([], False), ([False], True), ([True, False], True)],
 )
 @pytest.mark.anyio
-async def test_siblings_wait_where_an_engine_says_that_it_does_not_share(
+async def test_siblings_wait_where_an_engine_does_not_share_prefixes(
     ranks: list[bool | None], waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine: Any = Ranks(*ranks)
@@ -204,7 +204,7 @@ async def test_siblings_wait_where_an_engine_says_that_it_does_not_share(
 
 
 @pytest.mark.anyio
-async def test_results_come_in_order_and_only_so_many_are_ahead() -> None:
+async def test_results_come_in_order_within_the_window() -> None:
     dice = random.Random(3)
     under_way, most, written = 0, 0, list[int]()
     taken = 0
@@ -230,7 +230,7 @@ async def test_results_come_in_order_and_only_so_many_are_ahead() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_goes_wrong_stops_everything_and_is_raised_as_it_is() -> None:
+async def test_failing_work_stops_all_workers_and_is_raised_as_it_is() -> None:
     written: list[int] = []
 
     async def some() -> AsyncIterator[list[int]]:

@@ -11,7 +11,7 @@ from anyio.abc import SocketAttribute, SocketStream
 
 
 @asynccontextmanager
-async def cutting(engine: str, after: int) -> AsyncGenerator[str]:
+async def broken_connection(engine: str, after: int) -> AsyncGenerator[str]:
     """A URL behind which the engine is; connections end after so many bytes of answers."""
     port = urlsplit(engine).port
     assert port is not None

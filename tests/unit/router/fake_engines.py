@@ -1,4 +1,4 @@
-"""Routers in front of engines that are not there."""
+"""Routers in front of fake engines, and clients that call them without a web server."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.integration.router.serving import served
 KEY = {"authorization": "Bearer right"}
 
 
-class Engine:
-    """Answers everything, to whoever has the key.
+class FakeEngine:
+    """Answers every request that has the right API key.
 
     Args:
-        streams: that it has.
-        lets_in: whether it takes any key, and none.
+        streams: the ids of its prompt streams.
+        lets_in: whether it accepts requests with any key or none.
 
     Attributes:
-        asked: the requests that it let in, but for those that a router asks by itself.
+        requests: those that it let in, except the router's own questions.
     """
 
     def __init__(self, *streams: str, lets_in: bool = False) -> None:
         self._streams = streams
         self._lets_in = lets_in
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def app(self) -> Starlette:
         methods = ["GET", "POST", "PUT", "DELETE"]
@@ -47,7 +47,7 @@ class Engine:
         if not self._lets_in and request.headers.get("authorization") != KEY["authorization"]:
             return json_answer({"error": "Unauthorized"}, 401)
         if path not in ("/model_info", "/server_info", "/v1/loads"):
-            self.asked.append(f"{request.method} {path}")
+            self.requests.append(f"{request.method} {path}")
         if path == STREAMS:
             told = {"open": len(self._streams)}
             return json_answer(told if request.method == "GET" else {"id": self._streams[0]})
@@ -56,8 +56,8 @@ class Engine:
         return json_answer({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
 
 
-class Asked:
-    """An application that is asked as a web server asks it."""
+class RouterClient:
+    """Calls an application as a web server would."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -70,7 +70,10 @@ class Asked:
         headers: Mapping[str, str] | None = None,
         query: bytes = b"",
     ) -> tuple[int, bytes]:
-        """The answer's status and body; ``path``: percent-encoded. Raises: what the app raises."""
+        """Return the answer's status and body. Raises: what the application raises.
+
+        ``path`` is percent-encoded.
+        """
         given: Iterator[bytes] = iter([body])
         status, pieces = 0, list[bytes]()
 
@@ -100,14 +103,14 @@ class Asked:
 
 
 @asynccontextmanager
-async def running(app: Starlette) -> AsyncGenerator[Asked]:
+async def running(app: Starlette) -> AsyncGenerator[RouterClient]:
     async with app.router.lifespan_context(app):
-        yield Asked(app)
+        yield RouterClient(app)
 
 
 @asynccontextmanager
-async def routing(*engines: Engine, **more: Any) -> AsyncGenerator[Asked]:
-    """A router over engines."""
+async def routing(*engines: FakeEngine, **more: Any) -> AsyncGenerator[RouterClient]:
+    """Run a router over fake engines."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(served(one.app())) for one in engines]
         options = RouterOptions(urls, api_key="right", watch_seconds=60, **more)
@@ -115,10 +118,10 @@ async def routing(*engines: Engine, **more: Any) -> AsyncGenerator[Asked]:
 
 
 @asynccontextmanager
-async def pair(engine: Engine, seconds: float = 0.01) -> AsyncGenerator[Asked]:
-    """A shell router; the engine is its prefill engine and its pair's router."""
+async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
+    """Run a shell router; the engine is its prefill engine and its pair's router."""
     async with (
         served(engine.app()) as url,
-        running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as asked,
+        running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,
     ):
-        yield asked
+        yield client

@@ -1,4 +1,4 @@
-"""What the tests ask engines and routers, and how they read the answers."""
+"""Requests that the tests send to engines and routers, and how they read the answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.integration.support import GREEDY
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
-    """A chat completion of one message."""
-    # Not to be ended by a token that a random model likes.
+    """Return the body of a chat completion with one message."""
+    # A random model must not end its answer by chance.
     body = {"model": "default", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     return body | {"messages": [{"role": "user", "content": content}]} | more
 
 
 async def streamed_text(answer: httpx.Response) -> str:
-    """What a chat completion says."""
+    """Return the text of a streamed chat completion."""
     written = ""
     async for line in answer.aiter_lines():
         if line.startswith("data: {"):
@@ -30,17 +30,17 @@ async def streamed_text(answer: httpx.Response) -> str:
     return written
 
 
-async def reading(
+async def request_reading(
     client: EngineClient, form: str, texts: Sequence[str], agent: str
 ) -> tuple[str, dict[str, Any]]:
-    """A request with an agent's answer between two texts."""
+    """Return a request that reads an agent's answer between two texts."""
     return await _request(client, form, texts, {"agent": agent})
 
 
-async def parts(
+async def request_with_answer(
     client: EngineClient, form: str, texts: Sequence[str], answer: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """The same with the answer itself, as a client would send it to an engine."""
+    """Return the same request with the answer itself, as a client would send it to an engine."""
     ids = answer["output_ids"]
     path, body = await _request(client, form, texts, {"text": answer["text"], "input_ids": ids})
     if form == "chat":
@@ -72,28 +72,28 @@ def generation(text: str, tokens: int = 4, **more: Any) -> dict[str, Any]:
     return {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": tokens}, **more}
 
 
-async def asked(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def post_json(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 async def generated(client: httpx.AsyncClient, text: str, **more: Any) -> dict[str, Any]:
-    return await asked(client, "/generate", generation(text, **more))
+    return await post_json(client, "/generate", generation(text, **more))
 
 
 async def flush(client: httpx.AsyncClient) -> None:
     assert (await client.post("/flush_cache?timeout=20")).status_code == 200
 
 
-async def raised(client: httpx.AsyncClient, line: str) -> None:
-    """Once a metric is not 0."""
+async def wait_for_metric(client: httpx.AsyncClient, line: str) -> None:
+    """Wait until a metric is not 0."""
     with anyio.fail_after(30):
-        while not await metric(client, line):  # noqa: ASYNC110 - it tells nobody
+        while not await metric(client, line):  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.02)
 
 
 async def metric(client: httpx.AsyncClient, line: str) -> float:
-    """The sum of the lines on /metrics that begin so; 0 where there is none."""
+    """Return the sum of the lines on /metrics that begin so; 0 if there are none."""
     page = (await client.get("/metrics")).text
     return sum(float(one.rsplit(" ", 1)[1]) for one in page.splitlines() if one.startswith(line))

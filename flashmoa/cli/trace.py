@@ -16,12 +16,9 @@ from rich.table import Table
 
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
-from flashmoa.observe.overlap import overlaps
 from flashmoa.observe.page import page
-from flashmoa.observe.perfetto import perfetto
-from flashmoa.observe.summary import summary
-from flashmoa.observe.table import COLUMNS, row
-from flashmoa.observe.timeline import draw, lanes
+from flashmoa.observe.summary import COLUMNS, overlaps, row, summary
+from flashmoa.observe.timeline import draw, lanes, perfetto
 from flashmoa.observe.trace import TraceError, read
 
 

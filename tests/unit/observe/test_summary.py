@@ -17,12 +17,9 @@ from flashmoa.observe import (
     LinkWaits,
     UpstreamFailed,
 )
-from flashmoa.observe.calls import calls
-from flashmoa.observe.handoffs import Handoff, handoffs
+from flashmoa.observe.calls import Handoff, calls, handoffs
 from flashmoa.observe.notes import notes
-from flashmoa.observe.overlap import Overlap, overlaps
-from flashmoa.observe.summary import seconds, summary
-from flashmoa.observe.table import row
+from flashmoa.observe.summary import Overlap, overlaps, row, seconds, summary
 
 
 def call(
@@ -49,7 +46,7 @@ def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
     return StreamUse(id="s", status=status, prefills=prefills)
 
 
-def test_prefill_counts_up_to_the_call_and_under_decode() -> None:
+def test_prefill_counts_until_the_call_and_under_decode() -> None:
     # A decodes from 2 to 8, B goes out at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
     assert overlaps(found) == {"B": Overlap(5.5, 3.5, 0.5, 70, 10)}
@@ -58,14 +55,14 @@ def test_prefill_counts_up_to_the_call_and_under_decode() -> None:
     assert overlaps(found)["B"] == Overlap(4.0, 3.0, 0.5, 70, 10)
 
 
-def test_decodes_side_by_side_count_once_and_later_ones_do_not() -> None:
+def test_concurrent_decodes_count_once_and_later_ones_not() -> None:
     events = [*call("A", 0, 1, 3), *call("C", 0, 2, 4), *call("D", 5, 5.5, 6)]
     found = calls([*events, *call("B", 7, 8, 12, use((0, 5)))])
     assert overlaps(found)["B"].under_decode == 3.0
 
 
 @pytest.mark.parametrize("status", ["mispredicted", "expired"])
-def test_a_stream_that_was_not_hit_took_nothing_off(status: str) -> None:
+def test_stream_without_hit_has_no_overlap(status: str) -> None:
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 9, 10, use((0, 4), status=status))])
     assert overlaps(found) == {}
     whole = summary(found)
@@ -73,7 +70,7 @@ def test_a_stream_that_was_not_hit_took_nothing_off(status: str) -> None:
     assert row(found[1], None)[-3:] == ["", "1.00 s", status]
 
 
-def test_a_run_in_figures() -> None:
+def test_summary_of_a_run() -> None:
     failed = {"agent": "C", "engine": "http://e", "call_id": "C"}
     events = [
         *call("A", 0, 2, 8),
@@ -92,7 +89,7 @@ def test_a_run_in_figures() -> None:
     assert [seconds(x) for x in (0.0004, 0.9996, 2377)] == ["0 ms", "1.00 s", "39 min 37 s"]
 
 
-def test_text_flows_in_the_order_of_the_prompt() -> None:
+def test_handoffs_follow_the_order_of_the_prompt() -> None:
     # B wrote beside A; its text could go on only once that of A was complete.
     events: list[Event] = [
         LinkOpened(
@@ -105,7 +102,7 @@ def test_text_flows_in_the_order_of_the_prompt() -> None:
     assert handoffs(events) == {"M": [Handoff("A", 1, 4), Handoff("B", 4, 6)]}
 
 
-def test_of_several_calls_of_an_agent_the_last_one_before_is_the_writer() -> None:
+def test_writer_is_the_agents_last_call_before_the_reader() -> None:
     events = [*call("A", 0, 1, 2), *call("M", 5, 6, 7, use((1, 2)))]
     opened = LinkOpened(agent="M", engine="http://e", at=3, upstream=("A",), stream_id="s")
     # A was done when the link was opened: it had nothing more to say.
@@ -115,7 +112,7 @@ def test_of_several_calls_of_an_agent_the_last_one_before_is_the_writer() -> Non
     assert handoffs([opened, *events]) == {"M": [Handoff("A2", 3.5, 4)]}
 
 
-def test_what_is_pointed_out() -> None:
+def test_notes_name_failures_lateness_and_declined_links() -> None:
     who = {"agent": "B", "engine": "http://e"}
     events: list[Event] = [
         LinkClosed(**who, at=9, stream_id="s", reason="used"),

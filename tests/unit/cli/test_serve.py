@@ -1,4 +1,4 @@
-"""How ``flashmoa serve`` starts, ends and says why, with something else in SGLang's place."""
+"""How ``flashmoa serve`` starts and ends, with another program in SGLang's place."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def start(instead: str) -> subprocess.Popen[str]:
         ("import os; os.kill(os.getpid(), 9)", "status=1, text='SGLang ended by signal 9"),
     ],
 )
-def test_a_failed_start_ends_in_one_sentence(instead: str, ended: str) -> None:
+def test_failed_start_ends_in_one_sentence(instead: str, ended: str) -> None:
     out, _ = start(instead).communicate(timeout=60)
     assert f"ended: Problem({ended}" in out
 
 
-def test_its_output_is_passed_on_and_stages_are_announced() -> None:
+def test_output_is_passed_on_and_stages_are_announced() -> None:
     lines = "server_args=ServerArgs()", "Load weight begin.", "Load weight end."
     script = "".join(f"print({line!r}, flush=True);" for line in lines)
     out, said = start(script).communicate(timeout=60)
@@ -54,7 +54,7 @@ def test_its_output_is_passed_on_and_stages_are_announced() -> None:
     assert "flashmoa: making the KV pool (" in said
 
 
-def test_it_can_be_interrupted_while_it_starts() -> None:
+def test_interrupt_during_start_leaves_no_process() -> None:
     process = start("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
     assert process.stdout is not None
     child = int(process.stdout.readline())
@@ -68,20 +68,20 @@ def test_it_can_be_interrupted_while_it_starts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model-path", "/no/such/model"], "there is no model /no/such/model"),
-        (["--model-path", "/tmp"], "/tmp is no model: it has no config.json"),
-        (["--model-path", "a/b", "--port", "99999"], "--port 99999 is none"),
+        (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
+        (["--model-path", "/tmp"], "--model-path /tmp is not a model: it has no config.json"),
+        (["--model-path", "a/b", "--port", "99999"], "--port 99999 is not between 1 and 65535"),
         (["--model-path", "a/b", "--host", "no.invalid"], "cannot listen on no.invalid:30000"),
     ],
 )
-def test_bad_arguments_are_told_at_once(
+def test_bad_arguments_are_refused_before_the_start(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serve.main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_another_system_and_an_old_release_are_told_at_once(
+def test_other_systems_and_old_releases_are_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, "installed", lambda _name: "0.4.6")

@@ -76,7 +76,7 @@ def test_command_shows_timeline_calls_and_links(file: Path, tmp_path: Path, caps
     assert json.loads(out.read_text()) == perfetto(RUN)
     file.write_text("")
     assert command.main([str(file)]) == 0
-    assert "No call was finished" in capsys.readouterr().out
+    assert "No call in this trace has finished" in capsys.readouterr().out
 
 
 def test_perfetto_shows_prefill_during_upstream_decode() -> None:

@@ -1,20 +1,37 @@
-"""Rows of JSONL and Parquet files."""
+"""Questions with their scoring, the files they are read from, and packages that may be missing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
-
-from flashmoa_bench.datasets.packages import package
 
 _PARQUET = b"PAR1"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Item:
+    """What to ask, and whether an answer is right.
+
+    Attributes:
+        id: the publisher's, or the number of its line.
+        question: the user's message: the question, and how the answer is to be given.
+        group: its difficulty or subject.
+        score: of a whole answer: 0 (wrong, or none given) to 1. What a model thinks aloud before
+            ``</think>`` does not count.
+    """
+
+    id: str
+    question: str
+    group: str
+    score: Callable[[str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
     """One question as published; ``number`` is its line (JSONL) or row (Parquet), from 1."""
 
     file: Path
@@ -51,7 +68,7 @@ class Row:
         return ValueError(f"{self.file}, line {self.number}: {problem}")
 
 
-def rows(file: Path) -> list[Row]:
+def rows(file: Path) -> list[PublishedRow]:
     """Raises: ValueError where it cannot be read, or is empty; ModuleNotFoundError."""
     try:
         with file.open("rb") as start:
@@ -64,17 +81,17 @@ def rows(file: Path) -> list[Row]:
     return found
 
 
-def _parquet(file: Path) -> Iterator[Row]:
+def _parquet(file: Path) -> Iterator[PublishedRow]:
     parquet = package("pyarrow.parquet", f"{file}, a Parquet file,")
     try:
         table = parquet.read_table(file)
     except package("pyarrow", str(file)).ArrowException as error:
         raise ValueError(f"{file} is no Parquet: {error}") from error
     for number, fields in enumerate(table.to_pylist(), 1):
-        yield Row(file, number, fields)
+        yield PublishedRow(file, number, fields)
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
+def _jsonl(file: Path) -> Iterator[PublishedRow]:
     # Not splitlines: questions may hold other line separators of Unicode.
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
@@ -85,4 +102,14 @@ def _jsonl(file: Path) -> Iterator[Row]:
             raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{file}, line {number} is no JSON object, one a line")
-        yield Row(file, number, cast("dict[str, Any]", fields))
+        yield PublishedRow(file, number, cast("dict[str, Any]", fields))
+
+
+def package(name: str, needed_by: str, install: str = "'flashmoa-bench[datasets]'") -> Any:
+    """Raises: ModuleNotFoundError, which says what to install."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{needed_by} needs {error.name}: pip install {install}", name=error.name
+        ) from error

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_bench.datasets.answers import without_thoughts
-from flashmoa_bench.datasets.files import Row
-from flashmoa_bench.datasets.items import Item
-from flashmoa_bench.datasets.packages import package
+from flashmoa_bench.datasets.files import Item, PublishedRow, package
 
 _SOURCE = "git+https://github.com/allenai/IFBench"
 # Importing the package downloads it, where that is possible.
@@ -38,7 +36,7 @@ class Instruction:
         return any(answer.strip() and checker.check_following(answer) for answer in answers)
 
 
-def read(row: Row, *, loosely: bool = True) -> Item:
+def read(row: PublishedRow, *, loosely: bool = True) -> Item:
     """Loosely is what IFBench's paper reports.
 
     Raises: ValueError where an instruction is unknown or cannot be checked; ModuleNotFoundError.
@@ -80,7 +78,7 @@ def _is_followed(instruction: Instruction, answers: Sequence[str]) -> bool:
         return False
 
 
-def _instructions(row: Row) -> list[Instruction]:
+def _instructions(row: PublishedRow) -> list[Instruction]:
     registry = package("ifbench.instructions_registry", "IFBench", _SOURCE)
     checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
     ids, arguments = row.value("instruction_id_list"), row.value("kwargs")

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from flashmoa_bench.datasets.answers import boxed, stated, without_thoughts
-from flashmoa_bench.datasets.files import Row
-from flashmoa_bench.datasets.items import Item
+from flashmoa_bench.datasets.files import Item, PublishedRow
 
 _LETTERS = "ABCDEFGHIJ"
 _FORM = (
@@ -28,7 +27,7 @@ _BRACKETED = re.compile(r"[(（]([A-J])[)）]")
 _ALONE = re.compile(rf"{_OPEN}([A-J])[\s*_)$\]}}）」.。\\]*|([A-J])[.):]\s[^\n]*")
 
 
-def read(row: Row) -> Item:
+def read(row: PublishedRow) -> Item:
     """Raises: ValueError."""
     options = _options(row)
     known = _known(row)
@@ -58,7 +57,7 @@ def choice(answer: str) -> str | None:
     return (alone[1] or alone[2]) if alone else None
 
 
-def _options(row: Row) -> Mapping[str, str]:
+def _options(row: PublishedRow) -> Mapping[str, str]:
     listed = row.get("options")
     if not isinstance(listed, list | tuple):
         listed = [row.get(f"option_{number}") for number in range(len(_LETTERS))]
@@ -69,7 +68,7 @@ def _options(row: Row) -> Mapping[str, str]:
     return options
 
 
-def _known(row: Row) -> str:
+def _known(row: PublishedRow) -> str:
     known = row.get("answer")
     if isinstance(known, str) and known.strip() in tuple(_LETTERS):
         return known.strip()

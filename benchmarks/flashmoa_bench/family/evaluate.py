@@ -27,7 +27,7 @@ from flashmoa.engine.local import local_engines
 from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN, Schedule
 from flashmoa.moa.prompts import Order, conversation, last_words
 from flashmoa_bench.family import AGGREGATOR, SIZES, model_folder
-from flashmoa_bench.family.inference import Said, Speaker
+from flashmoa_bench.family.inference import FamilyModel, Reply
 from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, along, titled
 from flashmoa_bench.family.questions import (
     GRADES,
@@ -77,10 +77,10 @@ def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
     return {name: round(share, 3) for name, share in {**shares, "by a carry": carried}.items()}
 
 
-def ranking(asked: Sequence[Question], said: Sequence[Said]) -> float | None:
+def ranking(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None:
     """AUC: how often a right answer is more confident than a wrong one; None without both."""
     sides: dict[bool, list[float]] = {True: [], False: []}
-    for question, answer in zip(asked, said, strict=True):
+    for question, answer in zip(asked, replies, strict=True):
         sides[is_right(question, answer.text)].append(answer.confidence)
     right, wrong = torch.tensor(sides[True])[:, None], torch.tensor(sides[False])
     if not len(right) or not len(wrong):
@@ -95,29 +95,29 @@ def majority(texts: Sequence[str]) -> str:
 
 
 def evaluate(
-    speakers: dict[str, Speaker], asked: Sequence[Question], temperature: float
+    models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Any]:
     """Every size alone, and the aggregator on what all of them say at ``temperature``."""
     prompts = [conversation(question.text) for question in asked]
-    alone = {size: speaker.say(prompts) for size, speaker in speakers.items()}
+    alone = {size: model.say(prompts) for size, model in models.items()}
     drawn = {
-        size: [_texts(speaker.say(prompts, temperature)) for _ in range(_DRAWS)]
-        for size, speaker in speakers.items()
+        size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
+        for size, model in models.items()
     }
     three, nine = _together(drawn)
     return {
-        "alone": {size: accuracy(asked, _texts(said)) for size, said in alone.items()},
+        "alone": {size: accuracy(asked, _texts(replies)) for size, replies in alone.items()},
         "alone, drawn": {size: accuracy(asked, draws[0]) for size, draws in drawn.items()},
         "wrong lines, drawn": {size: line_errors(asked, draws[0]) for size, draws in drawn.items()},
-        "AUC of confidence": {size: ranking(asked, said) for size, said in alone.items()},
+        "AUC of confidence": {size: ranking(asked, replies) for size, replies in alone.items()},
         "majority of 3": accuracy(asked, [majority(texts) for texts in three]),
         "majority of 9": accuracy(asked, [majority(texts) for texts in nine]),
-        "aggregator": combined(speakers[AGGREGATOR], asked, three, nine),
+        "aggregator": combined(models[AGGREGATOR], asked, three, nine),
     }
 
 
 def combined(
-    speaker: Speaker, asked: Sequence[Question], three: Sequence[Texts], nine: Sequence[Texts]
+    model: FamilyModel, asked: Sequence[Question], three: Sequence[Texts], nine: Sequence[Texts]
 ) -> dict[str, Scores]:
     """An aggregator's accuracy on three and nine answers, and along with nine."""
     scores = dict[str, Scores]()
@@ -127,16 +127,16 @@ def combined(
                 prompt.messages(question.text, titled(prompt, texts))
                 for question, texts in zip(asked, answers, strict=True)
             ]
-            scores[f"{name}, {layout}"] = accuracy(asked, _texts(speaker.say(prompts)))
+            scores[f"{name}, {layout}"] = accuracy(asked, _texts(model.say(prompts)))
     for order in ORDERS:
         scores[f"9 answers, staircase, {order}"] = accuracy(
-            asked, climbed(speaker, asked, nine, order)
+            asked, staircase_answers(model, asked, nine, order)
         )
     return scores
 
 
-def climbed(
-    speaker: Speaker,
+def staircase_answers(
+    model: FamilyModel,
     asked: Sequence[Question],
     answers: Sequence[Texts],
     order: Order,
@@ -149,10 +149,10 @@ def climbed(
     Args:
         first: of the chunks, in tokens of ``CHARACTERS_PER_TOKEN``.
         served: begin each interleaved turn with the last words of those before, as ``Staircase``
-            does and lessons do not.
+            does and examples do not.
     """
     prompt = AGGREGATION["question-first"]
-    said: list[list[str]] = [[] for _ in asked]
+    replies: list[list[str]] = [[] for _ in asked]
     turns: list[list[str]] = [[] for _ in asked]
     most = max(len(text) for texts in answers for text in texts)
     for number in count(1):
@@ -173,26 +173,26 @@ def climbed(
                 along(order, prompt, asked[row].text, answers[row], sizes, turns[row])
                 for row in rows
             ]
-            begun = ["".join(said[row]) for row in rows]
+            begun = ["".join(replies[row]) for row in rows]
             if order == "interleaved":
                 begun = [last_words(text) if served else "" for text in begun]
             longest = _LONGEST if last else sizes[-1]
             for row, start, one in zip(
-                rows, begun, speaker.say(prompts, 0.0, begun, longest), strict=True
+                rows, begun, model.say(prompts, 0.0, begun, longest), strict=True
             ):
-                said[row].append(one.text)
+                replies[row].append(one.text)
                 turns[row].append(start + one.text if order == "interleaved" else one.text)
-    return ["".join(texts) for texts in said]
+    return ["".join(texts) for texts in replies]
 
 
 def staircases(
-    speakers: dict[str, Speaker], asked: Sequence[Question], temperature: float
+    models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Scores]:
     """The aggregator's accuracy along with three and nine answers, by first chunk and order."""
     prompts = [conversation(question.text) for question in asked]
     drawn = {
-        size: [_texts(speaker.say(prompts, temperature)) for _ in range(_DRAWS)]
-        for size, speaker in speakers.items()
+        size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
+        for size, model in models.items()
     }
     ways: list[tuple[Order, bool]] = [(order, False) for order in ORDERS]
     ways.append(("interleaved", True))
@@ -201,8 +201,10 @@ def staircases(
         for first in _FIRST_CHUNKS:
             for order, served in ways:
                 name = f"{len(answers[0])} answers, first chunk {first}, {order}"
-                said = climbed(speakers[AGGREGATOR], asked, answers, order, first, served=served)
-                scores[name + " as served" * served] = accuracy(asked, said)
+                replies = staircase_answers(
+                    models[AGGREGATOR], asked, answers, order, first, served=served
+                )
+                scores[name + " as served" * served] = accuracy(asked, replies)
     return scores
 
 
@@ -213,16 +215,16 @@ def _together(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Text
     return list(three), list(nine)
 
 
-def _texts(said: Sequence[Said]) -> list[str]:
-    return [answer.text for answer in said]
+def _texts(replies: Sequence[Reply]) -> list[str]:
+    return [answer.text for answer in replies]
 
 
-async def same_in_engine(folder: Path, asked: Sequence[Question], said: Sequence[Said]) -> int:
+async def same_in_engine(folder: Path, asked: Sequence[Question], replies: Sequence[Reply]) -> int:
     """How many of the answers an SGLang engine on this machine gives word for word."""
     async with local_engines() as engines, httpx.AsyncClient(timeout=120) as client:
         engine = await engines.start(folder, core=0, arguments=["--max-total-tokens", "8192"])
         same = 0
-        for question, answer in zip(asked, said, strict=True):
+        for question, answer in zip(asked, replies, strict=True):
             body = {
                 "model": "family",
                 "messages": conversation(question.text),
@@ -250,23 +252,23 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
-    models: Path | None = arguments.models
-    folders = {size: models / size if models else model_folder(size) for size in SIZES}
-    speakers = {size: Speaker(folder) for size, folder in folders.items() if folder.exists()}
+    given: Path | None = arguments.models
+    folders = {size: given / size if given else model_folder(size) for size in SIZES}
+    models = {size: FamilyModel(folder) for size, folder in folders.items() if folder.exists()}
     asked = questions_of(arguments.seed, arguments.count)
     measure = staircases if arguments.staircases else evaluate
     report: dict[str, Any] = {
         "questions of each grade": arguments.count,
         "seed": arguments.seed,
         "temperature": arguments.temperature,
-        **measure(speakers, asked, arguments.temperature),
+        **measure(models, asked, arguments.temperature),
     }
     if arguments.engine:
         some = questions_of(arguments.seed, _COMPARED)
         prompts = [conversation(question.text) for question in some]
         report[f"of {len(some)} the same in SGLang"] = {
-            size: anyio.run(same_in_engine, folders[size], some, speaker.say(prompts))
-            for size, speaker in speakers.items()
+            size: anyio.run(same_in_engine, folders[size], some, model.say(prompts))
+            for size, model in models.items()
         }
     Console().print_json(data=report)
     if arguments.out:

@@ -18,14 +18,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Reply:
     """An answer and its confidence: exp of the mean log-probability of its tokens."""
 
     text: str
     confidence: float
 
 
-class Speaker:
+class FamilyModel:
     """``folder``: a model of the family. Computes in bfloat16, as an engine does."""
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Speaker:
         temperature: float = 0.0,
         begun: Sequence[str] | None = None,
         longest: int = _LONGEST,
-    ) -> list[Said]:
+    ) -> list[Reply]:
         """An answer to each prompt: greedy at temperature 0, else drawn with torch's dice.
 
         ``begun``: what has been written of each answer already; what comes then is given.
@@ -58,15 +58,15 @@ class Speaker:
             prompts = [prompt + text for prompt, text in zip(prompts, begun, strict=True)]
         # Prompts of like length together, so that little is padded.
         order = sorted(range(len(asked)), key=lambda at: len(prompts[at]))
-        said = dict[int, Said]()
+        replies = dict[int, Reply]()
         for at in range(0, len(order), _ROWS):
             rows = order[at : at + _ROWS]
             texts = [prompts[row] for row in rows]
-            said |= zip(rows, self._say(texts, temperature, longest), strict=True)
-        return [said[at] for at in range(len(asked))]
+            replies |= zip(rows, self._say(texts, temperature, longest), strict=True)
+        return [replies[at] for at in range(len(asked))]
 
     @torch.inference_mode()
-    def _say(self, prompts: list[str], temperature: float, longest: int) -> list[Said]:
+    def _say(self, prompts: list[str], temperature: float, longest: int) -> list[Reply]:
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
         drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         out = self._model.generate(
@@ -85,4 +85,4 @@ class Speaker:
         means = (scores * written).sum(1) / written.sum(1)
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         pairs = zip(texts, means.exp().tolist(), strict=True)
-        return [Said(text, confidence) for text, confidence in pairs]
+        return [Reply(text, confidence) for text, confidence in pairs]

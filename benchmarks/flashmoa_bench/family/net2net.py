@@ -15,11 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flashmoa_bench.family.network import HEAD, Layer, Network, Shape
+from flashmoa_bench.family.network import HEAD, Layer, Network, NetworkShape
 
 
 @torch.no_grad()
-def grow(small: Network, large: Network) -> None:
+def widen(small: Network, large: Network) -> None:
     """Put what ``small`` has learned into ``large``, just made and larger in every way."""
     before, after = small.shape, large.shape
     # A norm divides by the mean over all parts, of which some are zero now.
@@ -45,7 +45,7 @@ def _put_layer(target: Layer, source: Layer, gain: float) -> None:
     _put(target.mlp.down_proj.weight, source.mlp.down_proj.weight)
 
 
-def _put_heads(target: Layer, source: Layer, before: Shape, after: Shape) -> None:
+def _put_heads(target: Layer, source: Layer, before: NetworkShape, after: NetworkShape) -> None:
     """Heads go where the keys and values that they share are."""
     to, of = target.self_attn, source.self_attn
     to.q_norm.weight.copy_(of.q_norm.weight)

@@ -47,15 +47,15 @@ def along(
     question: str,
     answers: Sequence[str],
     sizes: Sequence[int],
-    said: Sequence[str],
+    replies: Sequence[str],
 ) -> list[dict[str, Any]]:
     """What an aggregator is asked in a round of a ``Staircase``, as ``staircase_messages`` has it.
 
     ``answers``: whole; their chunks are cut here. ``sizes``: of the chunks that have come, in
-    tokens of ``CHARACTERS_PER_TOKEN``. ``said``: the aggregator's own of the rounds before.
+    tokens of ``CHARACTERS``. ``replies``: the aggregator's own of the rounds before.
     """
     ends = list(accumulate((size * CHARACTERS_PER_TOKEN for size in sizes), initial=0))
     rounds = [[text[begin:end] for text in answers] for begin, end in pairwise(ends)]
     if order != "contiguous":
         rounds = [titled(prompt, chunks) for chunks in rounds]
-    return staircase_messages(order, prompt, conversation(question), rounds, said)
+    return prompt_of(order, prompt, conversation(question), rounds, replies)

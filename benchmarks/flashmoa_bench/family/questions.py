@@ -37,7 +37,7 @@ _HELD_OUT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ProgramLine:
     """What a line does to the value before it."""
 
     operator: Operator
@@ -56,7 +56,7 @@ class Question:
     """A program: the first value, and the lines that follow."""
 
     start: int
-    lines: tuple[Line, ...]
+    lines: tuple[ProgramLine, ...]
 
     @property
     def grade(self) -> Grade:
@@ -138,7 +138,10 @@ def _random_question(dice: random.Random, grade: Grade, largest: int) -> Questio
     operators: list[Operator] = [dice.choice(_OPERATORS) for _ in range(count)]
     return Question(
         dice.randrange(MODULUS),
-        tuple(Line(operator, dice.choice(OPERANDS[operator][:largest])) for operator in operators),
+        tuple(
+            ProgramLine(operator, dice.choice(OPERANDS[operator][:largest]))
+            for operator in operators
+        ),
     )
 
 

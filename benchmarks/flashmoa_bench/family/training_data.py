@@ -26,7 +26,7 @@ from flashmoa_bench.family.tokenizer import PIECES
 _SLIPS: dict[Operator, float] = {"+": 1.3, "-": 1.3, "*": 0.4}
 _TRAPPED = 0.8
 _WHOLE = 0.95
-# Shares of the aggregators' lessons: whole answers, else a staircase.
+# Shares of the aggregators' examples: whole answers, else a staircase.
 _COMPLETE = 0.7
 # The question is harder to find before the answers than behind them.
 _LAYOUTS: tuple[Layout, ...] = (
@@ -38,7 +38,7 @@ _LAYOUTS: tuple[Layout, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class Example:
     """Messages, what has been written of the reply, and the rest of the right one."""
 
     messages: list[dict[str, Any]]
@@ -46,19 +46,19 @@ class Lesson:
     begun: str = ""
 
 
-def lessons(
+def examples(
     seed: int,
     count: int,
     aggregated: float = 0.0,
     grade: Grade | None = None,
     largest: int = MODULUS - 1,
     blind: float = 0.0,
-) -> list[Lesson]:
-    """The lessons of one step, the same for the same arguments.
+) -> list[Example]:
+    """The examples of one step, the same for the same arguments.
 
     ``aggregated``: the share of them that are an aggregator's. ``grade``: of their
     questions, None for all alike. ``largest``: of their operands. ``blind``: the share of
-    aggregators' lessons in which only the answers can tell.
+    aggregators' examples in which only the answers can tell.
     """
     dice = random.Random(seed)
     asked = questions(dice.getrandbits(48), grade, largest=largest)
@@ -70,11 +70,11 @@ def lessons(
     ]
 
 
-def single(question: Question) -> Lesson:
-    return Lesson(conversation(question.text), question.solution)
+def single(question: Question) -> Example:
+    return Example(conversation(question.text), question.solution)
 
 
-def _aggregation(question: Question, dice: random.Random, blind: float) -> Lesson:
+def _aggregation(question: Question, dice: random.Random, blind: float) -> Example:
     if blind and dice.random() < blind:
         return agreement(question, dice)
     answers = proposals(question, dice, dice.randint(1, MOST_ANSWERS))
@@ -83,13 +83,13 @@ def _aggregation(question: Question, dice: random.Random, blind: float) -> Lesso
     return aggregation(question, answers, dice.choice(_LAYOUTS))
 
 
-def aggregation(question: Question, answers: Sequence[str], layout: Layout) -> Lesson:
+def aggregation(question: Question, answers: Sequence[str], layout: Layout) -> Example:
     """Whole answers; one that has nothing is not mentioned."""
     prompt = AGGREGATION[layout]
-    return Lesson(prompt.messages(question.text, titled(prompt, answers)), question.solution)
+    return Example(prompt.messages(question.text, titled(prompt, answers)), question.solution)
 
 
-def agreement(question: Question, dice: random.Random) -> Lesson:
+def agreement(question: Question, dice: random.Random) -> Example:
     """Answers to a question whose lines are not told: what most of them say must do."""
     count = min(dice.randint(1, MOST_ANSWERS), dice.randint(1, MOST_ANSWERS))
     prompt = AGGREGATION[dice.choice(_LAYOUTS)]
@@ -97,20 +97,20 @@ def agreement(question: Question, dice: random.Random) -> Lesson:
         question.text[: question.text.index(",")] + question.text[question.text.index(". Find") :]
     )
     slots = titled(prompt, proposals(question, dice, count))
-    return Lesson(prompt.messages(told, slots), question.solution)
+    return Example(prompt.messages(told, slots), question.solution)
 
 
-def staircase(question: Question, answers: Sequence[str], dice: random.Random) -> Lesson:
+def staircase(question: Question, answers: Sequence[str], dice: random.Random) -> Example:
     """A round of one: chunks of the answers, and what the aggregator has written from them."""
     order = dice.choice(ORDERS)
     layout = dice.choice(_LAYOUTS) if order == "contiguous" else "question-first"
     schedule = Schedule(dice.choice((2, 4, 8, 8)), dice.choice((1.0, 2.0, 2.0)))
     sizes = list(islice(schedule, dice.randint(1, 3)))
-    said = _chunks(question.solution, sizes[:-1])
-    messages = along(order, AGGREGATION[layout], question.text, answers, sizes, said)
-    written = "".join(said)
+    replies = _chunks(question.solution, sizes[:-1])
+    messages = along(order, AGGREGATION[layout], question.text, answers, sizes, replies)
+    written = "".join(replies)
     rest = question.solution[len(written) :]
-    return Lesson(messages, rest, "" if order == "interleaved" else written)
+    return Example(messages, rest, "" if order == "interleaved" else written)
 
 
 def proposals(question: Question, dice: random.Random, count: int) -> list[str]:

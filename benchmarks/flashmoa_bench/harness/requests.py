@@ -28,7 +28,7 @@ def random_ids(dice: random.Random, count: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """One generation; times in seconds of ``time.perf_counter``.
 
     Attributes:
@@ -68,10 +68,10 @@ async def ask(
     ids: Sequence[int],
     tokens: int,
     stream_id: str | None = None,
-    into: Answer | None = None,
-) -> Answer:
+    into: TimedAnswer | None = None,
+) -> TimedAnswer:
     """A greedy answer of exactly ``tokens`` tokens; ``into`` can be watched as it grows."""
-    answer = into if into is not None else Answer()
+    answer = into if into is not None else TimedAnswer()
     sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     async with engine.generate(
         input_ids=ids,
@@ -88,10 +88,10 @@ async def ask(
     return answer
 
 
-async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
     """The first token of each prompt, sent as one batch request: they reach the scheduler at
     once. Raises: BadAnswer where the engine does not answer them all."""
-    answers = [Answer() for _ in prompts]
+    answers = [TimedAnswer() for _ in prompts]
     body = {
         "input_ids": [list(prompt) for prompt in prompts],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
@@ -109,7 +109,7 @@ async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> l
     return answers
 
 
-def _note(event: dict[str, Any], answers: Sequence[Answer]) -> None:
+def _note(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None:
     if "index" not in event:
         return
     place: int = event["index"]

@@ -49,7 +49,7 @@ PAPER: dict[tuple[int, int], tuple[float, float, float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AblationRow:
     """One row of Table 1; by variant, medians over rounds.
 
     Attributes:
@@ -101,11 +101,11 @@ async def _main(arguments: argparse.Namespace) -> None:
     report.save(console, {"rows": [asdict(row) for row in rows]})
 
 
-def row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> Row:
+def row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> AblationRow:
     """What the rounds of one workload come to; ``rounds`` by variant."""
     seconds = {name: median(one.seconds for one in group) for name, group in rounds.items()}
     unique = workload.unique_tokens
-    return Row(
+    return AblationRow(
         prefix=workload.prefix,
         pipelines=workload.concurrency,
         decode=workload.decode_seconds,
@@ -127,7 +127,7 @@ def _paper(workload: Workload) -> dict[str, float] | None:
     return dict(zip(_COLUMNS, seconds, strict=True)) if seconds else None
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[AblationRow], console: Console) -> None:
     """Print the table beside the paper's numbers."""
     table = Table(title="Ablation: T in seconds, here | paper", title_justify="left")
     names = ("prefix", "pipelines", *_VARIANTS, "T_A + floor")
@@ -153,7 +153,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(_duplicates(rows))
 
 
-def _duplicates(rows: Sequence[Row]) -> Table:
+def _duplicates(rows: Sequence[AblationRow]) -> Table:
     title = "Prompt tokens computed over unique ones (each shared one counted once)"
     table = Table(title=title, title_justify="left")
     for name in ("prefix", "pipelines", *_VARIANTS):

@@ -30,7 +30,7 @@ PAPER_LAST = "4.6-7.9 % slower"
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ChunkSize:
     """One chunk size; medians over rounds.
 
     Attributes:
@@ -109,21 +109,21 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
     return seconds
 
 
-def summarise(rounds: Mapping[int, Sequence[Sequence[float]]], context: int) -> list[Size]:
+def summarise(rounds: Mapping[int, Sequence[Sequence[float]]], context: int) -> list[ChunkSize]:
     """``rounds``: by chunk size, the seconds of each chunk of each round."""
     single = median(sum(seconds) for seconds in rounds[context])
     return [_size(chunk, group, context, single) for chunk, group in rounds.items()]
 
 
-def _size(chunk: int, group: Sequence[Sequence[float]], context: int, single: float) -> Size:
+def _size(chunk: int, group: Sequence[Sequence[float]], context: int, single: float) -> ChunkSize:
     seconds = tuple(median(values) for values in zip(*group, strict=True))
     total = median(sum(values) for values in group)
     full = context // chunk
     last = seconds[full - 1] / seconds[0] if full > 1 else None
-    return Size(chunk, seconds, total, total / single, last)
+    return ChunkSize(chunk, seconds, total, total / single, last)
 
 
-def show(sizes: Sequence[Size], context: int, console: Console) -> None:
+def show(sizes: Sequence[ChunkSize], context: int, console: Console) -> None:
     """Print the table beside what the paper says."""
     title = f"Chunked prefill of {context} tokens"
     table = Table(title=title, title_justify="left")

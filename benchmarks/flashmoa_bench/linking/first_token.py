@@ -23,7 +23,7 @@ from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Role, connected
 from flashmoa_bench.harness.report import Report, progress, terminal
-from flashmoa_bench.harness.requests import Answer, ask, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import alternating
 
 ROLES = (Role("flashmoa", plugin=True),)
@@ -34,7 +34,7 @@ _PREFILL_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class FirstTokenRound:
     """Seconds to the first token with a stream and on a cached prompt, and per decode step."""
 
     linked: float
@@ -44,7 +44,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class PromptLength:
     """Medians over rounds of one prompt length; ``growth``: over the shortest length's."""
 
     tokens: int
@@ -80,10 +80,10 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 async def _measure(
     engine: EngineClient, arguments: argparse.Namespace, console: Console
-) -> dict[int, list[Round]]:
+) -> dict[int, list[FirstTokenRound]]:
     dice = random.Random(arguments.seed)
     names = [str(tokens) for tokens in sorted(set(arguments.prompts))]
-    rounds: dict[int, list[Round]] = {int(name): [] for name in names}
+    rounds: dict[int, list[FirstTokenRound]] = {int(name): [] for name in names}
     with progress(console) as bars:
         bar = bars.add_task("warming up", total=arguments.repeats * len(names))
         await _play(engine, int(names[0]), dice)
@@ -94,7 +94,7 @@ async def _measure(
     return rounds
 
 
-async def _play(engine: EngineClient, tokens: int, dice: random.Random) -> Round:
+async def _play(engine: EngineClient, tokens: int, dice: random.Random) -> FirstTokenRound:
     """One prompt on an empty cache."""
     await engine.flush_cache()
     prompt = random_ids(dice, tokens)
@@ -105,23 +105,23 @@ async def _play(engine: EngineClient, tokens: int, dice: random.Random) -> Round
     linked, first = await _timed(engine, [*prompt, *random_ids(dice, _LATE_TOKENS)], stream.id)
     _, cached = await _timed(engine, [*prompt, *random_ids(dice, _LATE_TOKENS)], None)
     step = (linked.last - linked.first) / (_DECODED - 1)
-    return Round(first, cached, step, linked.late_tokens)
+    return FirstTokenRound(first, cached, step, linked.late_tokens)
 
 
 async def _timed(
     engine: EngineClient, prompt: Sequence[int], stream_id: str | None
-) -> tuple[Answer, float]:
+) -> tuple[TimedAnswer, float]:
     """An answer and the seconds to its first token."""
     started = time.perf_counter()
     answer = await ask(engine, prompt, _DECODED, stream_id)
     return answer, answer.first - started
 
 
-def summarise(rounds: Mapping[int, Sequence[Round]]) -> list[Length]:
+def summarise(rounds: Mapping[int, Sequence[FirstTokenRound]]) -> list[PromptLength]:
     """``rounds``: by prompt tokens."""
     shortest = median(one.linked for one in rounds[min(rounds)])
     return [
-        Length(
+        PromptLength(
             tokens=tokens,
             linked=median(one.linked for one in group),
             cached=median(one.cached for one in group),
@@ -133,7 +133,7 @@ def summarise(rounds: Mapping[int, Sequence[Round]]) -> list[Length]:
     ]
 
 
-def show(lengths: Sequence[Length], console: Console) -> None:
+def show(lengths: Sequence[PromptLength], console: Console) -> None:
     """Print the table."""
     title = "Time to first token by prompt length, ms"
     table = Table(title=title, title_justify="left")

@@ -26,7 +26,7 @@ from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Role, connected
 from flashmoa_bench.harness.report import Report, terminal
 from flashmoa_bench.linking import decoding_upstream, heatmap
-from flashmoa_bench.linking.overlap import LINKED, HandoffCell, Summary, cell, summarise
+from flashmoa_bench.linking.overlap import LINKED, GridSummary, HandoffCell, cell, summarise
 from flashmoa_bench.linking.pipelines import Ways, Workload, play_grid
 
 ROLES = (
@@ -140,7 +140,7 @@ def _table(cells: Sequence[HandoffCell]) -> Table:
     return table
 
 
-def _show_summary(summary: Summary, console: Console) -> None:
+def _show_summary(summary: GridSummary, console: Console) -> None:
     for way, won in summary.won.items():
         least, middle, most = summary.speedups[way]
         console.print(

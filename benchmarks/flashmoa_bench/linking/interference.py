@@ -84,7 +84,9 @@ async def _main(arguments: argparse.Namespace) -> None:
     console = terminal()
     report = Report("interference", arguments)
     is_pressure = "pressure" in arguments.measure
-    pool = pressure.Load.of(arguments).pool_tokens if is_pressure else _pool_tokens(arguments)
+    pool = (
+        pressure.PressureLoad.of(arguments).pool_tokens if is_pressure else _pool_tokens(arguments)
+    )
     roles = ROLES if "throughput" in arguments.measure else ROLES[1:]
     results: dict[str, Any] = {}
     async with connected(roles, arguments, pool, console) as engines:

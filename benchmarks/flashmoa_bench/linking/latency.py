@@ -18,7 +18,7 @@ from rich.table import Table
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import progress
-from flashmoa_bench.harness.requests import Answer, Feeder, ask, random_ids
+from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import alternating, gaps, percentile
 
 GOAL_P99 = 1.25
@@ -108,7 +108,7 @@ async def _decode_beside(
     The streams are opened once the request's first token is there, and deleted after its last.
     """
     await engine.flush_cache()
-    answer, over, found = Answer(), anyio.Event(), 0.0
+    answer, over, found = TimedAnswer(), anyio.Event(), 0.0
 
     async def decode() -> None:
         await ask(engine, random_ids(dice, _PROMPT_TOKENS), tokens, into=answer)

@@ -76,7 +76,7 @@ def cell(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> H
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class GridSummary:
     """All cells of a grid.
 
     Attributes:
@@ -93,10 +93,10 @@ class Summary:
     well_hidden: int
 
 
-def summarise(cells: Sequence[HandoffCell]) -> Summary:
+def summarise(cells: Sequence[HandoffCell]) -> GridSummary:
     by_way = {way: [one.speedup[way] for one in cells] for way in cells[0].speedup}
     worth = [one for one in cells if one.is_worth_hiding]
-    return Summary(
+    return GridSummary(
         cells=len(cells),
         won={way: sum(value >= 1 for value in values) for way, values in by_way.items()},
         speedups={

@@ -20,7 +20,7 @@ from rich.console import Console
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.report import progress
-from flashmoa_bench.harness.requests import Answer, Feeder, ask, ask_batch, random_ids
+from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, ask_batch, random_ids
 from flashmoa_bench.harness.rounds import alternating
 
 PipelineWay = Literal["sequential", "batch", "linked"]
@@ -132,23 +132,23 @@ async def play(
     )
 
 
-async def _sequential(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
-    async def one(pipeline: Pipeline) -> Answer:
+async def _sequential(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
+    async def one(pipeline: Pipeline) -> TimedAnswer:
         await until(pipeline.end)
         return await ask(engine, pipeline.prompt, 1)
 
     return await all_at_once(one, pipelines)
 
 
-async def _batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
+async def _batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
     await until(max(pipeline.end for pipeline in pipelines))
     return await ask_batch(engine, [pipeline.prompt for pipeline in pipelines])
 
 
-async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Answer]:
+async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
     """Algorithm 1."""
 
-    async def one(pipeline: Pipeline) -> Answer:
+    async def one(pipeline: Pipeline) -> TimedAnswer:
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
             await until(pipeline.end)
             return await ask(engine, pipeline.prompt, 1, feeder.take_over())

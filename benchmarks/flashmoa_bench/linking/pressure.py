@@ -27,12 +27,12 @@ from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline, all_at_onc
 
 GOAL_P99 = 1.1
 
-Way = Literal["unlinked", "linked"]
-_WAYS: tuple[Way, ...] = ("unlinked", "linked")
+PressureWay = Literal["unlinked", "linked"]
+_WAYS: tuple[PressureWay, ...] = ("unlinked", "linked")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PressureLoad:
     """Pipelines at once, and tokens of each.
 
     Attributes:
@@ -48,7 +48,7 @@ class Load:
     over: float
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Load:
+    def of(cls, arguments: argparse.Namespace) -> PressureLoad:
         """Return what the command line asks for."""
         return cls(
             arguments.pipelines,
@@ -87,8 +87,8 @@ async def measure(
     engine: EngineClient, arguments: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Measure, print the table, and return the result for the report."""
-    load, dice = Load.of(arguments), random.Random(arguments.seed)
-    seconds: dict[Way, list[float]] = {way: [] for way in _WAYS}
+    load, dice = PressureLoad.of(arguments), random.Random(arguments.seed)
+    seconds: dict[PressureWay, list[float]] = {way: [] for way in _WAYS}
     with progress(console) as bars:
         bar = bars.add_task("warming up", total=arguments.repeats * len(_WAYS))
         await _round(engine, load, dice, "linked")
@@ -96,14 +96,16 @@ async def measure(
             bars.update(bar, description=f"pressure {way}")
             seconds[way] += await _round(engine, load, dice, way)
             bars.advance(bar)
-    tails: dict[Way, Tail] = {
+    tails: dict[PressureWay, Tail] = {
         way: Tail(median(one), percentile(one, 0.99)) for way, one in seconds.items()
     }
     show(tails, sum(rank.gave_way for rank in (await engine.info()).kv), console)
     return {way: asdict(tail) for way, tail in tails.items()}
 
 
-async def _round(engine: EngineClient, load: Load, dice: random.Random, way: Way) -> list[float]:
+async def _round(
+    engine: EngineClient, load: PressureLoad, dice: random.Random, way: PressureWay
+) -> list[float]:
     """Play pipelines that start one after another, evenly over the time one upstream writes."""
     await engine.flush_cache()
     begin = time.perf_counter()
@@ -132,7 +134,7 @@ async def _round(engine: EngineClient, load: Load, dice: random.Random, way: Way
     return await all_at_once(one, pipelines)
 
 
-def show(tails: Mapping[Way, Tail], gave_way: int, console: Console) -> None:
+def show(tails: Mapping[PressureWay, Tail], gave_way: int, console: Console) -> None:
     """Print the table."""
     table = Table(title="A pool too small for its streams", title_justify="left")
     for name in ("", "median", "p99"):

@@ -23,7 +23,7 @@ from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import command_line, positive
 from flashmoa_bench.harness.engines import Engines, Role, connected
 from flashmoa_bench.harness.report import Report, progress, terminal
-from flashmoa_bench.harness.requests import Answer, Feeder, ask, random_ids
+from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import alternating, percentile
 
 _TASK_TOKENS = 32
@@ -262,20 +262,20 @@ async def play(engine: EngineClient, batch: Sequence[Job], *, linked: bool) -> l
 
 
 async def _sequential(engine: EngineClient, workflow: Job) -> None:
-    before = Answer()
+    before = TimedAnswer()
     for step in workflow:
         before = await ask(engine, [*step.prefix, *before.ids, *step.suffix], step.output)
 
 
 async def _linked(engine: EngineClient, workflow: Job) -> None:
     """The later agents' streams are open from the start, and fed what is being written."""
-    answers = [Answer() for _ in workflow]
+    answers = [TimedAnswer() for _ in workflow]
     async with AsyncExitStack() as stack:
         feeders: list[Feeder | None] = [None]
         for before, step in zip(answers, workflow[1:], strict=False):
             feeder = Feeder(engine, step.prefix, _written(before))
             feeders.append(await stack.enter_async_context(feeder))
-        before = Answer()
+        before = TimedAnswer()
         for step, answer, feeder in zip(workflow, answers, feeders, strict=True):
             prompt = [*step.prefix, *before.ids, *step.suffix]
             stream = feeder.take_over() if feeder is not None else None
@@ -283,5 +283,5 @@ async def _linked(engine: EngineClient, workflow: Job) -> None:
             before = answer
 
 
-def _written(answer: Answer) -> Callable[[], Sequence[int]]:
+def _written(answer: TimedAnswer) -> Callable[[], Sequence[int]]:
     return lambda: answer.ids

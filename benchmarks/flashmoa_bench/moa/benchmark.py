@@ -38,7 +38,7 @@ from flashmoa_bench.harness.report import Report, progress, terminal
 from flashmoa_bench.harness.rounds import alternating
 from flashmoa_bench.moa.scores import Answered, summarise
 from flashmoa_bench.moa.tables import show
-from flashmoa_bench.moa.ways import ABOUT, Contest, Outcome, Way
+from flashmoa_bench.moa.ways import WAYS, Competition, MixtureOutcome, MixtureWay
 
 # Without, SGLang does not say what of a prompt was cached.
 _TELLING = ("--enable-cache-report",)
@@ -57,8 +57,8 @@ ROLES = (
 _FAMILY = "family"
 # Several questions at once have room for all of their agents.
 _POOL = 60_000
-_BASE: Way = "all-to-all"
-_BASE_FIRST: Way = "one layer"
+_BASE: MixtureWay = "all-to-all"
+_BASE_FIRST: MixtureWay = "one layer"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 def _add_agents(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("agents")
-    ways = tuple(ABOUT)
+    ways = tuple(WAYS)
     group.add_argument("--ways", nargs="+", choices=ways, default=list(ways), metavar="WAY")
     models = group.add_mutually_exclusive_group()
     models.add_argument(
@@ -149,15 +149,15 @@ async def _main(arguments: argparse.Namespace) -> None:
         report.head(console)
         reporting = {one["url"] for one in told.values() if one.get("enable_cache_report")}
         embedder = await _embedder(arguments, stack)
-        contest = _contest(engines, arguments, embedder, reporting)
-        ways: list[Way] = [way for way in contest.ways if way in arguments.ways]
+        competition = _contest(engines, arguments, embedder, reporting)
+        ways: list[MixtureWay] = [way for way in competition.ways if way in arguments.ways]
         items = _items(arguments)
         few = list(_some(items, arguments.timed))
-        timed = await _time(contest, ways, few, console)
+        timed = await _time(competition, ways, few, console)
         # What random weights say has no score.
         scored = None
         if not arguments.shapes:
-            scored = await _score(contest, ways, items, arguments.concurrency, console)
+            scored = await _score(competition, ways, items, arguments.concurrency, console)
     rows = summarise(timed, scored, _BASE, _BASE_FIRST)
     show(rows, console)
     report.save(console, {"questions": len(items), "rows": [asdict(row) for row in rows]})
@@ -172,14 +172,14 @@ async def _embedder(arguments: argparse.Namespace, stack: AsyncExitStack) -> Emb
 
 def _contest(
     engines: Engines, arguments: argparse.Namespace, embedder: Embedder, reporting: set[str]
-) -> Contest:
+) -> Competition:
     stock = {size: f"stock_{size}" for size in SIZES}
     has_stock = all(name in engines for name in stock.values())
     length = {"max_tokens": arguments.tokens}
     if arguments.shapes:
         length["ignore_eos"] = True
     family = arguments.dataset == _FAMILY and not arguments.shapes
-    return Contest(
+    return Competition(
         engines={size: engines[size] for size in SIZES},
         stock={size: engines[name] for size, name in stock.items()} if has_stock else {},
         models={size: getattr(arguments, f"{size}_model") for size in SIZES},
@@ -221,42 +221,44 @@ def _some(items: Iterable[Item], count: int) -> Iterable[Item]:
 
 
 async def _time(
-    contest: Contest, ways: Sequence[Way], items: Sequence[Item], console: Console
-) -> dict[Way, list[Answered]]:
+    competition: Competition, ways: Sequence[MixtureWay], items: Sequence[Item], console: Console
+) -> dict[MixtureWay, list[Answered]]:
     """One question at a time, on empty caches, in every way before the next one."""
-    found: dict[Way, list[Answered]] = {way: [] for way in ways}
+    found: dict[MixtureWay, list[Answered]] = {way: [] for way in ways}
     for way in ways:  # A round that is not counted.
-        await _answer(contest, way, items[0])
+        await _answer(competition, way, items[0])
     with progress(console) as bars:
         bar = bars.add_task("one at a time", total=len(items) * len(ways))
         for turn, way in enumerate(alternating(len(items), ways)):
             item = items[turn // len(ways)]
-            await contest.flush()
-            found[way].append(_graded(item, await _answer(contest, way, item)))
+            await competition.flush()
+            found[way].append(_graded(item, await _answer(competition, way, item)))
             bars.advance(bar)
     return found
 
 
 async def _score(
-    contest: Contest,
-    ways: Sequence[Way],
+    competition: Competition,
+    ways: Sequence[MixtureWay],
     items: Sequence[Item],
     concurrency: int,
     console: Console,
-) -> dict[Way, list[Answered]]:
+) -> dict[MixtureWay, list[Answered]]:
     """Several questions at once; what they take is not looked at."""
-    found: dict[Way, list[Answered]] = {}
+    found: dict[MixtureWay, list[Answered]] = {}
     places = anyio.CapacityLimiter(concurrency)
     with progress(console) as bars:
         bar = bars.add_task("many at once", total=len(items) * len(ways))
 
-        async def answer(way: Way, item: Item, outcomes: dict[str, Outcome | None]) -> None:
+        async def answer(
+            way: MixtureWay, item: Item, outcomes: dict[str, MixtureOutcome | None]
+        ) -> None:
             async with places:
-                outcomes[item.id] = await _answer(contest, way, item)
+                outcomes[item.id] = await _answer(competition, way, item)
                 bars.advance(bar)
 
         for way in ways:
-            outcomes: dict[str, Outcome | None] = {}
+            outcomes: dict[str, MixtureOutcome | None] = {}
             async with anyio.create_task_group() as group:
                 for item in items:
                     group.start_soon(answer, way, item, outcomes)
@@ -265,14 +267,14 @@ async def _score(
     return found
 
 
-async def _answer(contest: Contest, way: Way, item: Item) -> Outcome | None:
+async def _answer(competition: Competition, way: MixtureWay, item: Item) -> MixtureOutcome | None:
     try:
-        return await contest.ask(way, item.question)
+        return await competition.ask(way, item.question)
     except MixtureFailed:
         return None
 
 
-def _graded(item: Item, outcome: Outcome | None) -> Answered:
+def _graded(item: Item, outcome: MixtureOutcome | None) -> Answered:
     """In the main thread, where Math-Verify can stop a comparison that takes too long."""
     score = item.score(outcome.text) if outcome is not None else 0.0
     return Answered(item.id, item.group, score, outcome)

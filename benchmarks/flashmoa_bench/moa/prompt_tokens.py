@@ -71,7 +71,7 @@ class PromptTokens:
         )
 
 
-class Prompts:
+class PromptListener:
     """Listens to one question's calls.
 
     Args:

@@ -9,7 +9,7 @@ from statistics import fmean, median, stdev
 
 from flashmoa_bench.family import SIZES
 from flashmoa_bench.moa.prompt_tokens import PromptTokens
-from flashmoa_bench.moa.ways import Outcome, Way
+from flashmoa_bench.moa.ways import MixtureOutcome, MixtureWay
 
 ALL = "all"
 
@@ -27,11 +27,11 @@ class Answered:
     id: str
     group: str
     score: float
-    outcome: Outcome | None
+    outcome: MixtureOutcome | None
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WayFigures:
     """One way; what is by group has the mean of all questions under ``all``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Row:
         failed: questions without an answer.
     """
 
-    way: Way
+    way: MixtureWay
     seconds: dict[str, float]
     relative: dict[str, float]
     first_token: float
@@ -70,11 +70,11 @@ class Row:
 
 
 def summarise(
-    timed: Mapping[Way, Sequence[Answered]],
-    scored: Mapping[Way, Sequence[Answered]] | None,
-    base: Way,
-    base_first: Way,
-) -> list[Row]:
+    timed: Mapping[MixtureWay, Sequence[Answered]],
+    scored: Mapping[MixtureWay, Sequence[Answered]] | None,
+    base: MixtureWay,
+    base_first: MixtureWay,
+) -> list[WayFigures]:
     """A row for each way.
 
     Args:
@@ -86,7 +86,7 @@ def summarise(
     return rows if scored is None else [_scored(row, scored[row.way]) for row in rows]
 
 
-def _scored(row: Row, answered: Sequence[Answered]) -> Row:
+def _scored(row: WayFigures, answered: Sequence[Answered]) -> WayFigures:
     """What more questions say than those that were timed."""
     return replace(
         row,
@@ -97,8 +97,13 @@ def _scored(row: Row, answered: Sequence[Answered]) -> Row:
     )
 
 
-def _row(way: Way, timed: Mapping[Way, Sequence[Answered]], base: Way, base_first: Way) -> Row:
-    outcomes = {one.group: list[Outcome]() for one in timed[way]}
+def _row(
+    way: MixtureWay,
+    timed: Mapping[MixtureWay, Sequence[Answered]],
+    base: MixtureWay,
+    base_first: MixtureWay,
+) -> WayFigures:
+    outcomes = {one.group: list[MixtureOutcome]() for one in timed[way]}
     for one in timed[way]:
         if one.outcome is not None:
             outcomes[one.group].append(one.outcome)
@@ -106,7 +111,7 @@ def _row(way: Way, timed: Mapping[Way, Sequence[Answered]], base: Way, base_firs
     firsts = _ratios(timed[way], timed.get(base_first, ()), lambda outcome: outcome.first_token)
     deciding = [one.deciding / one.seconds for one in every if one.deciding is not None]
     decisions = [each for one in every for each in one.decisions]
-    return Row(
+    return WayFigures(
         way,
         seconds=_by_group({g: [o.seconds for o in found] for g, found in outcomes.items()}),
         relative=_by_group(
@@ -124,7 +129,7 @@ def _row(way: Way, timed: Mapping[Way, Sequence[Answered]], base: Way, base_firs
     )
 
 
-def _prompts(outcomes: Sequence[Outcome]) -> dict[str, PromptTokens]:
+def _prompts(outcomes: Sequence[MixtureOutcome]) -> dict[str, PromptTokens]:
     found: dict[str, list[PromptTokens]] = {}
     for outcome in outcomes:
         for agent, prompts in outcome.prompts.items():
@@ -145,7 +150,7 @@ def accuracy(scored: Sequence[Answered]) -> dict[str, float]:
     return found | {ALL: _mean([one.score for one in scored])}
 
 
-def verdict(rows: Sequence[Row]) -> str | None:
+def verdict(rows: Sequence[WayFigures]) -> str | None:
     """Whether anything that asks several models is more accurate than the best of them alone;
     ``None`` where that was not measured."""
     scored = [row for row in rows if row.accuracy]
@@ -163,7 +168,7 @@ def verdict(rows: Sequence[Row]) -> str | None:
 
 
 def _ratios(
-    way: Sequence[Answered], base: Sequence[Answered], of: Callable[[Outcome], float]
+    way: Sequence[Answered], base: Sequence[Answered], of: Callable[[MixtureOutcome], float]
 ) -> dict[str, list[float]]:
     """Of questions that both answered: what this way took over what the other took."""
     others = {one.id: one.outcome for one in base}

@@ -10,16 +10,16 @@ from rich.table import Table
 
 from flashmoa_bench.family import SIZES
 from flashmoa_bench.moa.prompt_tokens import PromptTokens, layers
-from flashmoa_bench.moa.scores import ALL, Row, verdict
-from flashmoa_bench.moa.ways import ABOUT, PAPER, PAPER_FIRST
+from flashmoa_bench.moa.scores import ALL, WayFigures, verdict
+from flashmoa_bench.moa.ways import PAPER, PAPER_FIRST, WAYS
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[WayFigures], console: Console) -> None:
     """Print every table, and what the ways are."""
     console.print(_ways(rows))
     for row in rows:
-        if ABOUT[row.way]:
-            console.print(f"  {row.way}: {ABOUT[row.way]}", highlight=False)
+        if WAYS[row.way]:
+            console.print(f"  {row.way}: {WAYS[row.way]}", highlight=False)
     console.print(
         "  seconds: of one question, median; in brackets over all-to-all, question by question."
         "\n  first token: of the answer; in brackets over one layer. tokens/s: that the last agent "
@@ -49,7 +49,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             console.print(f"{row.way}: {row.failed} questions without an answer")
 
 
-def _groups(rows: Sequence[Row]) -> list[str]:
+def _groups(rows: Sequence[WayFigures]) -> list[str]:
     names = dict.fromkeys(group for row in rows for group in row.seconds)
     return [name for name in names if name != ALL]
 
@@ -61,7 +61,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _ways(rows: Sequence[Row]) -> Table:
+def _ways(rows: Sequence[WayFigures]) -> Table:
     groups = _groups(rows) if any(row.accuracy for row in rows) else []
     # Of many subjects, the mean says enough; all are in the JSON.
     shown = groups if 1 < len(groups) <= 5 else []
@@ -85,7 +85,7 @@ def _ways(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _prefills(rows: Sequence[Row]) -> Table:
+def _prefills(rows: Sequence[WayFigures]) -> Table:
     table = _table(
         "Agents' prompts by layer, tokens per question",
         *("", "layer", "agents", "prompt", "streamed", "cached", "late"),
@@ -103,7 +103,7 @@ def _tokens(count: float | None) -> str:
     return "?" if count is None else f"{count:.0f}"
 
 
-def _exits(rows: Sequence[Row]) -> Table:
+def _exits(rows: Sequence[WayFigures]) -> Table:
     groups = _groups(rows)
     table = _table(
         "Early exit: proposers whose answers were waited for, by their model's size",

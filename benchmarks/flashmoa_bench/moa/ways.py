@@ -27,9 +27,9 @@ from flashmoa.moa.prompts import Layout, Order
 from flashmoa.observe import Event, FirstToken, both
 from flashmoa.workflow import Workflow
 from flashmoa_bench.family import AGGREGATOR, SIZES
-from flashmoa_bench.moa.prompt_tokens import Prompts, PromptTokens
+from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens
 
-Way = Literal[
+MixtureWay = Literal[
     "small",
     "medium",
     "large",
@@ -44,7 +44,7 @@ Way = Literal[
     "appended",
     "interleaved",
 ]
-ABOUT: dict[Way, str] = {
+WAYS: dict[MixtureWay, str] = {
     "small": "that model alone, on stock SGLang; medium and large likewise",
     "medium": "",
     "large": "",
@@ -61,12 +61,12 @@ ABOUT: dict[Way, str] = {
 }
 # End to end over all-to-all. Faster-MoA (arXiv 2512.18126) §5.3: reductions of at most some 62, 76
 # and 90 %, on six H200; "fully integrated" has Algorithm 1's early exit.
-PAPER: dict[Way, float] = {"tree": 0.38, "tree + overlap": 0.24, "as published": 0.10}
+PAPER: dict[MixtureWay, float] = {"tree": 0.38, "tree + overlap": 0.24, "as published": 0.10}
 # To the first token, over waiting for whole answers. Staircase Streaming (arXiv 2510.05059),
 # abstract: a reduction of up to 93 %.
-PAPER_FIRST: dict[Way, float] = {"staircase": 0.07}
+PAPER_FIRST: dict[MixtureWay, float] = {"staircase": 0.07}
 
-_SHAPES: dict[Way, str] = {
+_SHAPES: dict[MixtureWay, str] = {
     "all-to-all": "9x9x1",
     "tree": "9-3-1",
     "tree + overlap": "9-3-1",
@@ -75,16 +75,18 @@ _SHAPES: dict[Way, str] = {
     "as published": "9-3-1",
     "one layer": "3-1",
 }
-_ORDERS: dict[Way, Order] = {
+_ORDERS: dict[MixtureWay, Order] = {
     "staircase": "contiguous",
     "appended": "rounds",
     "interleaved": "interleaved",
 }
-_STOCK: frozenset[Way] = frozenset(("small", "medium", "large", "all-to-all", "tree", "one layer"))
+_STOCK: frozenset[MixtureWay] = frozenset(
+    ("small", "medium", "large", "all-to-all", "tree", "one layer")
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MixtureOutcome:
     """A question answered in one way.
 
     Attributes:
@@ -111,7 +113,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Competition:
     """What the ways have in common.
 
     Attributes:
@@ -135,15 +137,15 @@ class Contest:
     final: Mapping[str, Any]
 
     @property
-    def ways(self) -> list[Way]:
-        return [way for way in ABOUT if self.stock or way not in _STOCK]
+    def ways(self) -> list[MixtureWay]:
+        return [way for way in WAYS if self.stock or way not in _STOCK]
 
     async def flush(self) -> None:
         """Empty every engine's cache."""
         for engine in (*self.engines.values(), *self.stock.values()):
             await engine.flush_cache()
 
-    async def ask(self, way: Way, question: str) -> Outcome:
+    async def ask(self, way: MixtureWay, question: str) -> MixtureOutcome:
         """Raises: MixtureFailed, EngineError."""
         if way in SIZES:
             return await self._alone(way, question)
@@ -151,17 +153,17 @@ class Contest:
             return await self._climb(way, question)
         return await self._mix(way, question)
 
-    def _model(self, way: Way, size: str, sampling: Mapping[str, Any]) -> Model:
+    def _model(self, way: MixtureWay, size: str, sampling: Mapping[str, Any]) -> Model:
         engines = self.stock if way in _STOCK else self.engines
         return Model(engines[size], self.models[size], sampling)
 
-    def _proposers(self, way: Way, width: int) -> list[Model]:
+    def _proposers(self, way: MixtureWay, width: int) -> list[Model]:
         """Small, medium, large in turn, so that every cluster has one of each."""
         return [self._model(way, SIZES[n % 3], self.proposing) for n in range(width)]
 
-    async def _alone(self, size: Way, question: str) -> Outcome:
+    async def _alone(self, size: MixtureWay, question: str) -> MixtureOutcome:
         model = self._model(size, size, self.final)
-        prompts = Prompts(self.reporting)
+        prompts = PromptListener(self.reporting)
         firsts: list[float] = []
         began = time.time()
 
@@ -176,15 +178,15 @@ class Contest:
         ended = time.time()
         tokens = answer.usage.completion_tokens if answer.usage is not None else 0
         first = (firsts or [ended])[0] - began
-        return Outcome(text, ended - began, first, tokens, prompts.by_agent)
+        return MixtureOutcome(text, ended - began, first, tokens, prompts.by_agent)
 
-    async def _mix(self, way: Way, question: str) -> Outcome:
+    async def _mix(self, way: MixtureWay, question: str) -> MixtureOutcome:
         shape = _SHAPES[way]
         widths = [int(width) for width in shape.replace("x", "-").split("-")]
         aggregator = self._model(way, AGGREGATOR, self.proposing)
         between = [[aggregator] * width for width in widths[1:-1]]
         ahead: Ahead = "nothing" if way in _STOCK else "text"
-        prompts = Prompts(self.reporting)
+        prompts = PromptListener(self.reporting)
         early_exit = leaving(way, self.early_exit, question)
         mixture = MixtureOfAgents(
             [self._proposers(way, widths[0]), *between, [self._model(way, AGGREGATOR, self.final)]],
@@ -199,7 +201,7 @@ class Contest:
         ended = time.time()
         proposers = result.layers[0]
         usage = result.final.usage
-        return Outcome(
+        return MixtureOutcome(
             result.text,
             ended - began,
             (result.final.first_token or ended) - began,
@@ -211,9 +213,9 @@ class Contest:
             deciding=result.deciding if early_exit is not None else None,
         )
 
-    async def _climb(self, way: Way, question: str) -> Outcome:
+    async def _climb(self, way: MixtureWay, question: str) -> MixtureOutcome:
         order = _ORDERS[way]
-        prompts = Prompts(self.reporting)
+        prompts = PromptListener(self.reporting)
         staircase = Staircase(
             self._proposers(way, 3),
             self._model(way, AGGREGATOR, self.final),
@@ -223,7 +225,7 @@ class Contest:
             listener=prompts,
         )
         result = await staircase.answer(question)
-        return Outcome(
+        return MixtureOutcome(
             result.text,
             result.seconds,
             result.time_to_first_token,
@@ -233,7 +235,7 @@ class Contest:
         )
 
 
-def leaving(way: Way, policy: EarlyExit, question: str) -> EarlyExit | None:
+def leaving(way: MixtureWay, policy: EarlyExit, question: str) -> EarlyExit | None:
     """What decides about leaving early in a way; ``policy`` is that of the command line."""
     # Every mixture has a coin of its own: with one seed all questions would draw the same.
     policy = replace(policy, seed=policy.seed + zlib.crc32(question.encode()))

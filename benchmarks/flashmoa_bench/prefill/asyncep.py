@@ -46,7 +46,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ForwardRow:
     """Forwards of one size on one engine; seconds are medians over rounds.
 
     Attributes:
@@ -66,7 +66,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class EngineMemory:
     """What one engine has of a model, in bytes.
 
     Attributes:
@@ -176,17 +176,17 @@ async def _forward(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> fl
     return max(answer.first for answer in answers) - started
 
 
-async def _memory(engines: Engines) -> list[Memory]:
+async def _memory(engines: Engines) -> list[EngineMemory]:
     """Of an engine without copies the same as one with them has in both places together."""
     told = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
     experts = [rank.experts for rank in told.values() if rank.experts is not None]
     whole = next((one.resident + one.on_host for one in experts), None)
-    found: list[Memory] = []
+    found: list[EngineMemory] = []
     for way, rank in told.items():
         one = rank.experts
         started = engines.started.get(way)
         found.append(
-            Memory(
+            EngineMemory(
                 way=way,
                 device_experts=whole if one is None else one.resident + one.in_slots,
                 host_experts=0 if one is None else one.on_host,
@@ -205,9 +205,11 @@ async def _config(engine: EngineClient) -> Path | None:
     return config if config is not None and await anyio.Path(config).exists() else None
 
 
-def summarise(seconds: Seconds, options: argparse.Namespace, config: Path | None) -> list[Row]:
+def summarise(
+    seconds: Seconds, options: argparse.Namespace, config: Path | None
+) -> list[ForwardRow]:
     """By size, the engine with its experts on the device first."""
-    rows: list[Row] = []
+    rows: list[ForwardRow] = []
     for size in options.tokens:
         base = median(seconds[RESIDENT][size])
         work = flops(config, size, options.prompt)
@@ -216,7 +218,7 @@ def summarise(seconds: Seconds, options: argparse.Namespace, config: Path | None
             rate = None if work is None else work / took / 1e12
             peak = options.peak_tflops
             rows.append(
-                Row(
+                ForwardRow(
                     way=way,
                     tokens=size,
                     seconds=took,
@@ -244,7 +246,7 @@ def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
     return sum(measure.work(0, length) for length in lengths)
 
 
-def show(rows: Sequence[Row], memory: Sequence[Memory], console: Console) -> None:
+def show(rows: Sequence[ForwardRow], memory: Sequence[EngineMemory], console: Console) -> None:
     """Print both tables."""
     table = Table(title="Forwards", title_justify="left")
     for name in ("tokens", "way", "ms", "tokens/s", "of resident", "exposed", "TFLOP/s", "MFU"):
@@ -261,7 +263,7 @@ def show(rows: Sequence[Row], memory: Sequence[Memory], console: Console) -> Non
             _or_nothing(row.mfu, "{:.1%}"),
         )
     console.print(table)
-    table = Table(title="Memory, MiB", title_justify="left")
+    table = Table(title="EngineMemory, MiB", title_justify="left")
     table.add_column("")
     for name in ("experts on the device", "on the host", "misses", "KV pool", "peak of process"):
         table.add_column(name, justify="right")

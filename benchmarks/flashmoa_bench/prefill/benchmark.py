@@ -27,16 +27,18 @@ from flashmoa_bench.harness.report import Report, progress, terminal
 from flashmoa_bench.harness.rounds import alternating
 from flashmoa_bench.prefill.mix import TABLE_2, Dataset, prompts
 from flashmoa_bench.prefill.passes import (
-    Answer,
-    Ask,
+    AskFunction,
     OneToken,
-    Pass,
-    Request,
+    PrefillAnswer,
+    PrefillPass,
+    PrefillRequest,
     Scored,
     play,
+    seconds_of,
+    show,
+    summarise,
     unique_tokens,
 )
-from flashmoa_bench.prefill.tables import seconds_of, show, summarise
 
 FCFS, LPM, OURS, SECOND = "fcfs", "lpm", "flashmoa", "second"
 IN_TURN = "round_robin"
@@ -127,11 +129,11 @@ def _events() -> tuple[str, str]:
     return "--kv-events-config", json.dumps(told)
 
 
-def mixed(options: argparse.Namespace) -> list[Request]:
+def mixed(options: argparse.Namespace) -> list[PrefillRequest]:
     """The mix at the scale of this run."""
     table = tuple(_scaled(one, options.lengths, options.longest) for one in TABLE_2)
     return [
-        Request(one.name, [_FIRST_ID + token % _IDS for token in one.tokens])
+        PrefillRequest(one.name, [_FIRST_ID + token % _IDS for token in one.tokens])
         for one in prompts(options.scale, options.spread, options.seed, table)
     ]
 
@@ -158,7 +160,7 @@ class _Bench:
     def __init__(
         self,
         engines: Engines,
-        requests: Sequence[Request],
+        requests: Sequence[PrefillRequest],
         options: argparse.Namespace,
         http: httpx.AsyncClient,
     ) -> None:
@@ -167,7 +169,9 @@ class _Bench:
         self._options = options
         self._http = http
 
-    async def one_engine(self, console: Console) -> tuple[dict[str, Answer], dict[str, list[Pass]]]:
+    async def one_engine(
+        self, console: Console
+    ) -> tuple[dict[str, PrefillAnswer], dict[str, list[PrefillPass]]]:
         """What stock SGLang answers with log-probabilities, and every way's passes."""
         stock = self._engines[FCFS]
         first = _Way([stock], [OneToken(self._http, stock.url, logprobs=True)])
@@ -182,8 +186,8 @@ class _Bench:
         return expected, await self._rounds(ways, expected, console)
 
     async def two_engines(
-        self, expected: Mapping[str, Answer], console: Console
-    ) -> dict[str, list[Pass]]:
+        self, expected: Mapping[str, PrefillAnswer], console: Console
+    ) -> dict[str, list[PrefillPass]]:
         """The passes of each router, over the same two engines."""
         both = [self._engines[OURS], self._engines[SECOND]]
         ways = {IN_TURN: _Way(both, [_scored(engine, expected) for engine in both])}
@@ -191,9 +195,9 @@ class _Bench:
         return await self._rounds(ways, expected, console)
 
     async def _rounds(
-        self, ways: Mapping[str, _Way], expected: Mapping[str, Answer], console: Console
-    ) -> dict[str, list[Pass]]:
-        passes: dict[str, list[Pass]] = {name: [] for name in ways}
+        self, ways: Mapping[str, _Way], expected: Mapping[str, PrefillAnswer], console: Console
+    ) -> dict[str, list[PrefillPass]]:
+        passes: dict[str, list[PrefillPass]] = {name: [] for name in ways}
         with progress(console) as bars:
             bar = bars.add_task("warming up", total=self._options.repeats * len(ways))
             for way in ways.values():
@@ -204,7 +208,7 @@ class _Bench:
                 bars.advance(bar)
         return passes
 
-    async def _pass(self, way: _Way, expected: Mapping[str, Answer]) -> Pass:
+    async def _pass(self, way: _Way, expected: Mapping[str, PrefillAnswer]) -> PrefillPass:
         for engine in way.engines:
             await engine.flush_cache()
         at_once = self._options.concurrency * len(way.engines)
@@ -221,9 +225,9 @@ class _Way:
     """How the engines are asked: directly, or through a gateway."""
 
     engines: Sequence[EngineClient]
-    asks: Sequence[Ask] = ()
+    asks: Sequence[AskFunction] = ()
     gateway: str | None = None
 
 
-def _scored(engine: EngineClient, expected: Mapping[str, Answer]) -> Ask:
+def _scored(engine: EngineClient, expected: Mapping[str, PrefillAnswer]) -> AskFunction:
     return Scored(engine, {name: answer.token for name, answer in expected.items()})

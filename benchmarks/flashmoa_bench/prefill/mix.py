@@ -59,7 +59,7 @@ TABLE_2 = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class MixRequest:
     """A request of the mix: its name, dataset and prompt."""
 
     name: str
@@ -68,7 +68,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class MixPrompt:
     """A request's tokens, random numbers of 32 bits each."""
 
     name: str
@@ -76,7 +76,9 @@ class Prompt:
     tokens: array[int]
 
 
-def mix(scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2) -> list[Ask]:
+def mix(
+    scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
+) -> list[MixRequest]:
     """The whole mix, interleaved.
 
     Args:
@@ -88,13 +90,13 @@ def mix(scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TAB
 
 def prompts(
     scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
-) -> list[Prompt]:
+) -> list[MixPrompt]:
     """The same mix as its tokens."""
     return _mixed(scale, spread, seed, table, lambda prompt: prompt)
 
 
-def _as_blocks(prompt: Prompt) -> Ask:
-    return Ask(prompt.name, prompt.dataset, token_blocks(prompt.tokens))
+def _as_blocks(prompt: MixPrompt) -> MixRequest:
+    return MixRequest(prompt.name, prompt.dataset, token_blocks(prompt.tokens))
 
 
 def _mixed(
@@ -102,7 +104,7 @@ def _mixed(
     spread: float,
     seed: int,
     table: tuple[Dataset, ...],
-    make: Callable[[Prompt], T],
+    make: Callable[[MixPrompt], T],
 ) -> list[T]:
     """Each request as ``make`` has it, made at once: tokens of the whole mix are not kept."""
     dice = random.Random(seed)
@@ -115,7 +117,7 @@ def _mixed(
     return [one for *_, one in placed]
 
 
-def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[list[Prompt]]:
+def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[list[MixPrompt]]:
     """Each document's requests."""
     instruction = _tokens(dataset.instruction, dice)
     count = max(1, round(dataset.requests * scale))
@@ -125,7 +127,9 @@ def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[
         )
         siblings = range(begin, min(begin + dataset.siblings, count))
         yield [
-            Prompt(f"{dataset.name}-{number}", dataset.name, document + _tokens(dataset.own, dice))
+            MixPrompt(
+                f"{dataset.name}-{number}", dataset.name, document + _tokens(dataset.own, dice)
+            )
             for number in siblings
         ]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.flops import Measure
-from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
-from flashmoa_bench.prefill.mix import Ask
+from flashmoa.router.policies import EngineTraits, Policy, Waiting
+from flashmoa_bench.prefill.mix import MixRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Cache:
 
 @dataclass(slots=True)
 class _Job:
-    ask: Ask
+    ask: MixRequest
     done: int = 0
     blocks_done: int = 0
 
@@ -83,7 +83,7 @@ class Step:
     seconds: float
     stored: list[int] = field(default_factory=list[int])
     evicted: list[int] = field(default_factory=list[int])
-    completed: list[Ask] = field(default_factory=list[Ask])
+    completed: list[MixRequest] = field(default_factory=list[MixRequest])
 
 
 class SimulatedEngine:
@@ -96,7 +96,7 @@ class SimulatedEngine:
         self._cache = Cache(machine.cache_blocks)
         self._queue: deque[_Job] = deque()
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: MixRequest) -> None:
         self._queue.append(_Job(ask))
 
     def step(self) -> Step | None:
@@ -137,7 +137,7 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """A replay's result.
 
     Attributes:
@@ -158,7 +158,7 @@ class Outcome:
 
     @property
     def throughput(self) -> float:
-        """Prompt tokens per second."""
+        """MixPrompt tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -167,13 +167,13 @@ class Outcome:
 
 
 def replay(
-    asks: Iterable[Ask],
+    asks: Iterable[MixRequest],
     policy: Policy,
     machines: Mapping[str, Machine],
     *,
     saturation: int | None = None,
     concurrency: int,
-) -> Outcome:
+) -> ReplayOutcome:
     """All requests as fast as they go, ``concurrency`` of them at a time.
 
     Args:
@@ -191,12 +191,12 @@ class _Replay:
         # Forwards that run, by when they end.
         self._running: list[tuple[float, str, Step]] = []
         self._idle = set(self._engines)
-        self._asks: dict[str, Ask] = {}
-        self._queue: list[WaitingRequest] = []
+        self._asks: dict[str, MixRequest] = {}
+        self._queue: list[Waiting] = []
         for name, machine in machines.items():
             policy.join(name, machine.traits(saturation))
 
-    def run(self, coming: deque[Ask], concurrency: int) -> Outcome:
+    def run(self, coming: deque[MixRequest], concurrency: int) -> ReplayOutcome:
         now = 0.0
         self._feed(coming, concurrency, now)
         while self._running:
@@ -207,10 +207,10 @@ class _Replay:
             raise RuntimeError(f"{len(self._asks)} requests never had an engine")
         return self._outcome(now)
 
-    def _outcome(self, seconds: float) -> Outcome:
+    def _outcome(self, seconds: float) -> ReplayOutcome:
         engines = self._engines.values()
         busy = [engine.busy for engine in engines]
-        return Outcome(
+        return ReplayOutcome(
             seconds=seconds,
             tokens=sum(engine.prompt for engine in engines),
             cached=sum(engine.cached for engine in engines),
@@ -219,7 +219,7 @@ class _Replay:
             steps=sum(engine.steps for engine in engines),
         )
 
-    def _feed(self, coming: deque[Ask], concurrency: int, now: float) -> None:
+    def _feed(self, coming: deque[MixRequest], concurrency: int, now: float) -> None:
         """Let in what may be open, route what can be, and have idle engines begin."""
         while coming and len(self._asks) < concurrency:
             ask = coming.popleft()

@@ -24,7 +24,7 @@ from flashmoa.router.blocks import BLOCK_TOKENS, token_blocks
 from flashmoa.router.flops import TokenCount, saturation
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, terminal
-from flashmoa_bench.prefill.mix import Ask
+from flashmoa_bench.prefill.mix import MixRequest
 from flashmoa_bench.routing.engines import Machine, replay
 from flashmoa_bench.routing.simulation import POLICIES, SILENT
 
@@ -135,11 +135,13 @@ async def _measure(
 async def _simulate(
     http: httpx.AsyncClient, texts: Sequence[str], options: argparse.Namespace, number: int
 ) -> list[RouterRow]:
-    engine, asks = options.engine[0], list[Ask]()
+    engine, asks = options.engine[0], list[MixRequest]()
     told = (await http.get(f"{engine}/server_info")).raise_for_status().json()
     for place, text in enumerate(texts):
         answer = await http.post(f"{engine}/v1/tokenize", json={"prompt": text})
-        asks.append(Ask(str(place), "", token_blocks(answer.raise_for_status().json()["tokens"])))
+        asks.append(
+            MixRequest(str(place), "", token_blocks(answer.raise_for_status().json()["tokens"]))
+        )
     batch, measure = int(told["chunked_prefill_size"]), TokenCount()
     blocks = int(told["max_total_num_tokens"]) // BLOCK_TOKENS
     machine = Machine(measure, 1000.0, batch, blocks, reports=False)

@@ -22,8 +22,8 @@ from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, progress, terminal
-from flashmoa_bench.prefill.mix import TABLE_2, Ask, mix
-from flashmoa_bench.routing.engines import Machine, Outcome, best_hit_rate, replay
+from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
+from flashmoa_bench.routing.engines import Machine, ReplayOutcome, best_hit_rate, replay
 
 OURS, SILENT = "prefix_aware", "prefix_aware, no events"
 PAPER = "prefix_aware, nobody waits"
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> None:
     with progress(console) as bars:
         bar = bars.add_task("", total=len(options.engines) * len(POLICIES))
         for engines in options.engines:
-            outcomes: dict[str, Outcome] = {}
+            outcomes: dict[str, ReplayOutcome] = {}
             for policy in POLICIES:
                 bars.update(bar, description=f"{engines} engines, {policy}")
                 outcomes[policy] = run(policy, asks, engines, options)
@@ -113,7 +113,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(policy: str, asks: Sequence[Ask], engines: int, options: argparse.Namespace) -> Outcome:
+def run(
+    policy: str, asks: Sequence[MixRequest], engines: int, options: argparse.Namespace
+) -> ReplayOutcome:
     """Replay the mix with one policy."""
     machine = Machine(
         measure=true_flops(SHAPE),
@@ -139,7 +141,7 @@ def run(policy: str, asks: Sequence[Ask], engines: int, options: argparse.Namesp
     )
 
 
-def summarise(engines: int, outcomes: dict[str, Outcome]) -> Iterator[PolicyRow]:
+def summarise(engines: int, outcomes: dict[str, ReplayOutcome]) -> Iterator[PolicyRow]:
     """``outcomes``: by policy, ``random`` among them."""
     floor = outcomes["random"].throughput
     for policy, one in outcomes.items():
@@ -155,7 +157,9 @@ def summarise(engines: int, outcomes: dict[str, Outcome]) -> Iterator[PolicyRow]
         )
 
 
-def show(rows: Sequence[PolicyRow], asks: Sequence[Ask], best: float, console: Console) -> None:
+def show(
+    rows: Sequence[PolicyRow], asks: Sequence[MixRequest], best: float, console: Console
+) -> None:
     """Print the table."""
     tokens = sum(ask.blocks.length for ask in asks)
     title = f"{len(asks):,} requests, {tokens / 1e6:.1f}M tokens, simulated"

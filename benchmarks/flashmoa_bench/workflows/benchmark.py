@@ -25,13 +25,13 @@ from flashmoa_bench.workflows.agents import GUIDE, PAPER
 from flashmoa_bench.workflows.played import (
     STOCK,
     WAYS,
+    AgentWorkflow,
     Clients,
     Played,
     WorkflowWay,
-    Workload,
+    agent_workflows,
     greedy_client,
     play,
-    workloads,
 )
 
 ROLES = (
@@ -43,7 +43,7 @@ ROLES = (
 # Every copy has room, even where none of them shares anything.
 _POOL = 60_000
 
-Rounds = Mapping[WorkflowWay, Sequence[Sequence[Played]]]
+WorkflowRounds = Mapping[WorkflowWay, Sequence[Sequence[Played]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class WorkflowRow:
 def main(arguments: Sequence[str]) -> int:
     """``flashmoa bench workflows``; returns the exit status."""
     parser = command_line("workflows", __doc__, ROLES)
-    known = [workload.name for workload in workloads()]
+    known = [workflow.name for workflow in agent_workflows()]
     parser.add_argument("--workflows", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument(
         "--copies", type=positive, nargs="+", help="at once; by default as the paper has them"
@@ -101,7 +101,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         clients = _clients(engines, arguments)
         for pair in clients.values():
             stack.push_async_callback(pair.close)
-        chosen = [one for one in workloads() if one.name in arguments.workflows]
+        chosen = [one for one in agent_workflows() if one.name in arguments.workflows]
         rows = await _measure(chosen, clients, arguments, console)
     show(rows, console)
     report.save(console, {"rows": [asdict(row) for row in rows]})
@@ -121,7 +121,7 @@ def _clients(engines: Engines, arguments: argparse.Namespace) -> dict[bool, Clie
 
 
 async def _measure(
-    chosen: Sequence[Workload],
+    chosen: Sequence[AgentWorkflow],
     clients: Mapping[bool, Clients],
     arguments: argparse.Namespace,
     console: Console,
@@ -146,7 +146,7 @@ async def _measure(
     return rows
 
 
-def _row(workload: Workload, copies: int, rounds: Rounds) -> WorkflowRow:
+def _row(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> WorkflowRow:
     expected = next(iter(rounds.values()))[0]
     texts = [
         text == expected[copy].texts.get(agent)
@@ -156,7 +156,7 @@ def _row(workload: Workload, copies: int, rounds: Rounds) -> WorkflowRow:
         for agent, text in run.texts.items()
     ]
     return WorkflowRow(
-        workload.name,
+        workflow.name,
         copies,
         seconds={
             way: median(mean(r.seconds for r in one) for one in rounds[way]) for way in rounds
@@ -166,7 +166,7 @@ def _row(workload: Workload, copies: int, rounds: Rounds) -> WorkflowRow:
         },
         same_texts=sum(texts),
         texts=len(texts),
-        paper=workload.paper.get(copies),
+        paper=workflow.paper.get(copies),
     )
 
 

@@ -88,7 +88,7 @@ class Played:
     texts: Mapping[str, str]
 
 
-class Workload(Protocol):
+class AgentWorkflow(Protocol):
     """A workflow that can be played.
 
     Attributes:
@@ -106,8 +106,8 @@ class Workload(Protocol):
         ...
 
 
-class TeamWorkload:
-    """An AutoGen team as a workload.
+class TeamWorkflow:
+    """An AutoGen team as a workflow.
 
     Args:
         build: makes the team.
@@ -151,7 +151,7 @@ def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
     return link(team, stream=ahead == "text", listener=listener)
 
 
-class SlidesWorkload:
+class SlidesWorkflow:
     """Slides (FlashAgents §6.3), written with the plain API."""
 
     name = "pptagent"
@@ -173,24 +173,26 @@ def _sequential_mapreduce(
     return agents.mapreduce(small, large, sequential=True)
 
 
-def workloads() -> list[Workload]:
+def agent_workflows() -> list[AgentWorkflow]:
     """Return those of FlashAgents §6.2 and 6.3, with the latencies of its Figure 7."""
     return [
-        TeamWorkload(
+        TeamWorkflow(
             agents.chain, agents.TRIP, list(agents.TRAVEL_AGENTS)[:-1], {1: 0.982, 8: 0.881}
         ),
-        TeamWorkload(
+        TeamWorkflow(
             agents.mapreduce,
             agents.REVIEW,
             list(agents.REVIEWERS),
             {1: 0.597, 8: 0.853},
             _sequential_mapreduce,
         ),
-        SlidesWorkload(),
+        SlidesWorkflow(),
     ]
 
 
-async def play(workload: Workload, clients: Clients, way: WorkflowWay, copies: int) -> list[Played]:
+async def play(
+    workflow: AgentWorkflow, clients: Clients, way: WorkflowWay, copies: int
+) -> list[Played]:
     """Play ``copies`` of a workflow at once, on empty caches."""
     await clients.flush()
     played: list[Played | None] = [None] * copies
@@ -198,8 +200,8 @@ async def play(workload: Workload, clients: Clients, way: WorkflowWay, copies: i
     async def one(copy: int) -> None:
         events: list[Event] = []
         started = time.time()
-        await workload.run(clients, way, copy, events.append)
-        played[copy] = _played(events, started, workload.upstream)
+        await workflow.run(clients, way, copy, events.append)
+        played[copy] = _played(events, started, workflow.upstream)
 
     async with anyio.create_task_group() as group:
         for copy in range(copies):

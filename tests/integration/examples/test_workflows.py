@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 from flashmoa_bench.workflows.agents import REVIEW, SLIDES, mapreduce, slides
-from flashmoa_bench.workflows.played import Clients, WorkflowWay, greedy_client, play, workloads
+from flashmoa_bench.workflows.played import (
+    Clients,
+    WorkflowWay,
+    agent_workflows,
+    greedy_client,
+    play,
+)
 from pptx import Presentation
 
 from flashmoa.autogen import link, watch
@@ -124,10 +130,10 @@ async def test_the_slides_example_writes_a_file(clients: Clients, tmp_path: Path
 
 
 async def test_copies_of_every_workflow_in_every_way(clients: Clients) -> None:
-    for workload in workloads():
+    for workflow in agent_workflows():
         ways: list[WorkflowWay] = ["unlinked", "linked"]
-        copies = 1 if workload.name == "pptagent" else 2
-        played = [await play(workload, clients, way, copies) for way in ways]
+        copies = 1 if workflow.name == "pptagent" else 2
+        played = [await play(workflow, clients, way, copies) for way in ways]
         for one, other in zip(*played, strict=True):
             assert one.texts.keys() == other.texts.keys()
             if one.texts.get("analyst") == other.texts.get("analyst"):

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 from flashmoa_bench.harness.engines import peak_resident
 from flashmoa_bench.harness.report import terminal
-from flashmoa_bench.prefill.asyncep import H2D, RESIDENT, Memory, batch, flops, show, summarise
+from flashmoa_bench.prefill.asyncep import (
+    H2D,
+    RESIDENT,
+    EngineMemory,
+    batch,
+    flops,
+    show,
+    summarise,
+)
 
 from flashmoa.engine import EngineError
 
@@ -39,8 +47,8 @@ def test_what_is_exposed_is_what_copying_adds(capsys: pytest.CaptureFixture[str]
     assert [row.of_resident for row in rows] == [1.0, 0.5, 1.0, 0.8]
     assert rows[0].mfu == pytest.approx((rows[0].teraflops or 0) / 989)
     memory = [
-        Memory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
-        Memory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
+        EngineMemory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
+        EngineMemory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
     ]
     show(rows, memory, terminal())
     assert "1,024.0" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
-from flashmoa_bench.datasets import equality
+from flashmoa_bench.datasets import mathematics
 from flashmoa_bench.datasets.answers import boxed, final_number, numbers, stated, without_thoughts
 from flashmoa_bench.datasets.multiple_choice import choice
 from hypothesis import given
@@ -130,7 +130,7 @@ def test_thoughts_do_not_count() -> None:
     ],
 )
 def test_the_same_answer_written_differently(known: str, answer: str) -> None:
-    assert equality.says(answer, known)
+    assert mathematics.says(answer, known)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_the_same_answer_written_differently(known: str, answer: str) -> None:
     ],
 )
 def test_another_answer_or_none(known: str, answer: str) -> None:
-    assert not equality.says(answer, known)
+    assert not mathematics.says(answer, known)
 
 
 def test_a_comparison_that_takes_forever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equality, "_TIMEOUT", 1)
-    assert not equality.says(r"\boxed{9^{9^{9^{9}}}}", "1")
+    monkeypatch.setattr(mathematics, "_TIMEOUT", 1)
+    assert not mathematics.says(r"\boxed{9^{9^{9^{9}}}}", "1")
 
 
 def test_answers_are_compared_in_other_threads_too() -> None:
     with ThreadPoolExecutor() as threads:
-        assert threads.submit(equality.says, r"\boxed{\frac12}", "0.5").result()
+        assert threads.submit(mathematics.says, r"\boxed{\frac12}", "0.5").result()
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,18 @@ from flashmoa_bench.family.prompts import AGGREGATION, along, titled
 from flashmoa_bench.family.questions import (
     GRADES,
     Grade,
-    Line,
+    ProgramLine,
     Question,
     final_answer,
     is_right,
     questions,
     slips,
 )
-from flashmoa_bench.family.training_data import lessons
+from flashmoa_bench.family.training_data import examples
 
 from flashmoa.moa.prompts import Order
 
-QUESTION = Question(47, (Line("+", 85), Line("*", 7), Line("-", 30)))
+QUESTION = Question(47, (ProgramLine("+", 85), ProgramLine("*", 7), ProgramLine("-", 30)))
 
 
 def test_a_question_is_told_and_worked_line_by_line() -> None:
@@ -91,7 +91,7 @@ def test_chunks_stand_where_a_staircase_puts_them(order: Order, asked: list[str]
 
 
 def test_lessons_are_the_same_for_a_seed() -> None:
-    assert lessons(5, 20, 0.5) == lessons(5, 20, 0.5)
+    assert examples(5, 20, 0.5) == examples(5, 20, 0.5)
 
 
 def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
@@ -112,13 +112,13 @@ def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
 
 def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
     import torch
-    from flashmoa_bench.family.net2net import grow
-    from flashmoa_bench.family.network import Network, Shape
+    from flashmoa_bench.family.net2net import widen
+    from flashmoa_bench.family.network import Network, NetworkShape
 
     torch.manual_seed(0)
-    small = Network(Shape(layers=2, hidden=64, intermediate=64, heads=2, kv_heads=1), 40)
-    large = Network(Shape(layers=3, hidden=96, intermediate=96, heads=6, kv_heads=2), 40)
-    grow(small, large)
+    small = Network(NetworkShape(layers=2, hidden=64, intermediate=64, heads=2, kv_heads=1), 40)
+    large = Network(NetworkShape(layers=3, hidden=96, intermediate=96, heads=6, kv_heads=2), 40)
+    widen(small, large)
     tokens = torch.arange(40).view(2, 20)
     before, after = (network.logits(network(tokens)) for network in (small, large))
     # Computed in bfloat16, in other orders.
@@ -136,8 +136,8 @@ def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
 def test_served_turns_begin_with_the_last_words_of_those_before(
     served: bool, begun: list[str], turn: str
 ) -> None:
-    from flashmoa_bench.family.evaluate import climbed
-    from flashmoa_bench.family.inference import Said
+    from flashmoa_bench.family.evaluate import staircase_answers
+    from flashmoa_bench.family.inference import Reply
 
     class Parrot:
         """Writes how often it was asked, and notes what it was asked to go on with."""
@@ -148,15 +148,15 @@ def test_served_turns_begin_with_the_last_words_of_those_before(
 
         def say(
             self, prompts: list[list[dict[str, str]]], _t: float, begun: list[str], _longest: int
-        ) -> list[Said]:
+        ) -> list[Reply]:
             if prompts:
                 self.begun += begun
                 self.prompts.append([message["content"] for message in prompts[0]])
-            return [Said(f"x{len(self.begun)}", 1.0)] * len(prompts)
+            return [Reply(f"x{len(self.begun)}", 1.0)] * len(prompts)
 
     parrot = Parrot()
     # Three rounds, of 4, 8 and 16 characters.
-    said = climbed(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
-    assert said == ["x1x2x3"]
+    replies = staircase_answers(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
+    assert replies == ["x1x2x3"]
     assert parrot.begun[:2] == begun
     assert parrot.prompts[2][2:5:2] == ["x1", turn]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.moa.prompt_tokens import Prompts, PromptTokens, layers
+from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens, layers
 
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.wire import StreamUse
@@ -42,7 +42,7 @@ def test_what_is_unknown_of_one_is_unknown_of_all() -> None:
 
 
 def test_every_agent_has_its_own_and_rounds_are_their_agents() -> None:
-    prompts = Prompts({"http://telling"})
+    prompts = PromptListener({"http://telling"})
 
     def call(agent: str, engine: str) -> None:
         usage = PromptUsage(prompt_tokens=10, completion_tokens=1)

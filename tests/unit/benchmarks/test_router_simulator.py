@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.prefill.mix import TABLE_2, Ask, mix
+from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
 from flashmoa_bench.routing import benchmark, live, simulation
 from flashmoa_bench.routing.engines import Cache, Machine, best_hit_rate, replay
 
@@ -21,9 +21,11 @@ from flashmoa.router.prefix_aware import PrefixAware
 MACHINE = Machine(TokenCount(), rate=10.0, batch_tokens=100, cache_blocks=1000)
 
 
-def ask(name: str, *parts: tuple[int, int]) -> Ask:
+def ask(name: str, *parts: tuple[int, int]) -> MixRequest:
     """``parts``: (token, how often)."""
-    return Ask(name, "", token_blocks([token for token, count in parts for _ in range(count)]))
+    return MixRequest(
+        name, "", token_blocks([token for token, count in parts for _ in range(count)])
+    )
 
 
 def engines(count: int, machine: Machine = MACHINE) -> dict[str, Machine]:

@@ -8,14 +8,14 @@ import pytest
 from flashmoa_bench.moa.prompt_tokens import PromptTokens
 from flashmoa_bench.moa.scores import Answered, summarise, verdict
 from flashmoa_bench.moa.tables import show
-from flashmoa_bench.moa.ways import Outcome, Way
+from flashmoa_bench.moa.ways import MixtureOutcome, MixtureWay
 from rich.console import Console
 
 
 def answered(number: int, group: str, score: float, seconds: float | None) -> Answered:
     if seconds is None:
         return Answered(f"{number}", group, score, None)
-    outcome = Outcome(
+    outcome = MixtureOutcome(
         "text",
         seconds,
         seconds / 2,
@@ -29,7 +29,7 @@ def answered(number: int, group: str, score: float, seconds: float | None) -> An
     return Answered(f"{number}", group, score, outcome)
 
 
-TIMED: dict[Way, list[Answered]] = {
+TIMED: dict[MixtureWay, list[Answered]] = {
     "all-to-all": [answered(1, "easy", 1, 4.0), answered(2, "hard", 0, 10.0)],
     "full": [answered(1, "easy", 1, 1.0), answered(2, "hard", 1, 5.0)],
 }
@@ -44,7 +44,7 @@ def test_latencies_are_compared_question_by_question() -> None:
 
 
 def test_scores_are_means_of_groups_and_of_all() -> None:
-    scored: dict[Way, list[Answered]] = {
+    scored: dict[MixtureWay, list[Answered]] = {
         "all-to-all": [answered(n, "easy", n % 2, 1.0) for n in range(4)],
         "full": [answered(0, "easy", 1, 1.0), answered(1, "hard", 0, None)],
     }
@@ -81,7 +81,7 @@ def test_prompts_of_every_agent_are_told_and_what_is_unknown_stays_so() -> None:
 def test_it_is_said_whether_several_models_are_better_than_the_best_alone(
     mixed: float, told: str
 ) -> None:
-    scored: dict[Way, list[Answered]] = {
+    scored: dict[MixtureWay, list[Answered]] = {
         "small": [answered(1, "easy", 0, 1.0)],
         "large": [answered(1, "easy", 0.5, 1.0)],
         "tree": [answered(1, "easy", 0, 1.0)],

@@ -26,7 +26,7 @@ NAMES: tuple[str, ...] = tuple(_READERS)
 
 
 def load(name: str, file: Path) -> list[Item]:
-    """The questions of a dataset's file (JSONL or Parquet), in its order.
+    """Return the questions of a dataset's file (JSONL or Parquet), in its order.
 
     Everything that scoring needs is checked here, not after a run.
 

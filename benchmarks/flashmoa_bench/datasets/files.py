@@ -39,12 +39,15 @@ class PublishedRow:
     fields: Mapping[str, Any]
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is there and not null, in upper or lower case."""
+        """Return the first of these fields that is there and not null, in upper or lower case."""
         found = {name.lower(): value for name, value in self.fields.items()}
         return next((found[name] for name in names if found.get(name) is not None), None)
 
     def value(self, *names: str) -> Any:
-        """As :meth:`get`. Raises: ValueError where there is none of them."""
+        """Return the field as :meth:`get` does.
+
+        Raises: ValueError if the row has none of these fields.
+        """
         value = self.get(*names)
         if value is None:
             raise self.wrong(
@@ -53,7 +56,10 @@ class PublishedRow:
         return value
 
     def text(self, *names: str) -> str:
-        """As :meth:`value`, numbers as text. Raises: ValueError where it is something else."""
+        """Return the field as :meth:`value` does; a number as text.
+
+        Raises: ValueError if it is something else.
+        """
         value = self.value(*names)
         if isinstance(value, str | int | float):
             return str(value)
@@ -69,7 +75,11 @@ class PublishedRow:
 
 
 def rows(file: Path) -> list[PublishedRow]:
-    """Raises: ValueError where it cannot be read, or is empty; ModuleNotFoundError."""
+    """Read the rows of a file.
+
+    Raises: ValueError if it cannot be read or is empty; ModuleNotFoundError without pyarrow, if it
+    is a Parquet file.
+    """
     try:
         with file.open("rb") as start:
             is_parquet = start.read(len(_PARQUET)) == _PARQUET
@@ -106,7 +116,10 @@ def _jsonl(file: Path) -> Iterator[PublishedRow]:
 
 
 def package(name: str, needed_by: str, install: str = "'flashmoa-bench[datasets]'") -> Any:
-    """Raises: ModuleNotFoundError, which says what to install."""
+    """Import a package that ``flashmoa-bench[datasets]`` installs, when it is needed.
+
+    Raises: ModuleNotFoundError, which says what to install.
+    """
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

@@ -28,7 +28,7 @@ class Instruction:
     checkers: Mapping[str, Any]
 
     def is_followed(self, *answers: str) -> bool:
-        """By any of these. An answer of nothing but spaces follows nothing."""
+        """Tell whether any of these answers follows it; one of nothing but spaces does not."""
         checker = self.checkers[self.id](self.id)
         checker.build_description(**self.arguments)
         if "prompt" in (checker.get_instruction_args() or ()):
@@ -37,7 +37,7 @@ class Instruction:
 
 
 def read(row: PublishedRow, *, loosely: bool = True) -> Item:
-    """Loosely is what IFBench's paper reports.
+    """Read a row of IFBench; it is scored loosely as IFBench's paper reports it, or strictly.
 
     Raises: ValueError where an instruction is unknown or cannot be checked; ModuleNotFoundError.
     """
@@ -61,8 +61,9 @@ def read(row: PublishedRow, *, loosely: bool = True) -> Item:
 
 
 def loose(answer: str) -> list[str]:
-    """The answer, and without its first line, its last line and its asterisks: an introduction, a
-    closing remark and Markdown are forgiven (IFEval, arXiv 2311.07911, §2.2)."""
+    """Return the answer with and without its first line, its last line and its asterisks: an
+    introduction, a closing remark and Markdown are forgiven (IFEval, arXiv 2311.07911, §2.2).
+    """
     lines = answer.split("\n")
     parts = (lines, lines[1:], lines[:-1], lines[1:-1])
     whole, *trimmed = ["\n".join(part) for part in parts]

@@ -33,7 +33,10 @@ _SPACES = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def read_gsm8k(row: PublishedRow) -> Item:
-    """Raises: ValueError."""
+    """Read a row of GSM8K.
+
+    Raises: ValueError if its answer is not in the published form.
+    """
     _, marked, after = row.text("answer").rpartition("####")
     if not marked or len(known := numbers(after)) != 1:
         raise row.wrong("field 'answer' does not end with #### and a number")
@@ -45,14 +48,21 @@ def read_gsm8k(row: PublishedRow) -> Item:
 
 
 def read_math(row: PublishedRow) -> Item:
-    """Raises: ValueError, ModuleNotFoundError."""
+    """Read a row of MATH-500.
+
+    Raises: ValueError if a field is missing, ModuleNotFoundError without Math-Verify.
+    """
     level = row.get("level")
     group = "all" if level is None else f"level {str(level).removeprefix('Level ')}"
     return _item(row, _FORM, row.text("answer"), group)
 
 
 def read_aime(row: PublishedRow) -> Item:
-    """Raises: ValueError, ModuleNotFoundError."""
+    """Read a row of AIME 2025.
+
+    Raises: ValueError if its answer is no integer from 0 to 999, ModuleNotFoundError without Math-
+    Verify.
+    """
     answer = row.text("answer").strip()
     known = _AIME_ANSWER.fullmatch(answer)
     if known is None:
@@ -70,12 +80,15 @@ def _item(row: PublishedRow, form: str, known: str, group: str) -> Item:
 
 
 def check_installed() -> None:
-    """Raises: ModuleNotFoundError."""
+    """Check that Math-Verify is installed.
+
+    Raises: ModuleNotFoundError, which says what to install.
+    """
     _math_verify()
 
 
 def says(answer: str, known: str) -> bool:
-    r"""Whether what ``answer`` has in ``\boxed{}``, or says the answer is, equals ``known``.
+    r"""Tell whether what ``answer`` has in ``\boxed{}``, or says the answer is, equals ``known``.
 
     To be called in the main thread: elsewhere nothing can end a comparison that takes forever.
     """

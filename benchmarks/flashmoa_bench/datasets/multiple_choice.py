@@ -28,7 +28,10 @@ _ALONE = re.compile(rf"{_OPEN}([A-J])[\s*_)$\]}}）」.。\\]*|([A-J])[.):]\s[^\
 
 
 def read(row: PublishedRow) -> Item:
-    """Raises: ValueError."""
+    """Read a row of MMLU-ProX-Lite or MMLU-Pro.
+
+    Raises: ValueError if its answer is none of its options.
+    """
     options = _options(row)
     known = _known(row)
     if known not in options:
@@ -43,8 +46,9 @@ def read(row: PublishedRow) -> Item:
 
 
 def choice(answer: str) -> str | None:
-    """The option that an answer chooses: in a box or after "the answer is"; else the only one in
-    brackets on its last line, which may be in any language, or all that is said."""
+    """Return the option that an answer chooses: in a box or after "the answer is"; else the only
+    one in brackets on its last line, which may be in any language, or all that is said.
+    """
     given = [boxed(answer) or "", *stated(answer)]
     for said in given:
         if (found := _FIRST.match(said)) and not _WORD.match(said, found.start(1)):

@@ -51,12 +51,12 @@ Texts = Sequence[str]
 
 
 def questions_of(seed: int, count: int) -> list[Question]:
-    """``count`` held-out questions of every grade."""
+    """Return ``count`` held-out questions of every grade."""
     return [q for grade in GRADES for q in islice(questions(seed, grade, held_out=True), count)]
 
 
 def accuracy(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
-    """Share of right answers per grade, and of all."""
+    """Return the share of right answers per grade, and of all."""
     right, number = Counter[str](), Counter[str]()
     for question, text in zip(asked, texts, strict=True):
         for name in (question.grade, "all"):
@@ -66,7 +66,7 @@ def accuracy(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
 
 
 def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
-    """Share of wrong lines by operator, and of these the share that a carry made wrong."""
+    """Return the share of wrong lines by operator, and of these that off by a carry."""
     off: dict[str, list[int]] = {operator: [] for operator in OPERANDS}
     for question, text in zip(asked, texts, strict=True):
         for operator, by in slips(question, text):
@@ -78,7 +78,9 @@ def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
 
 
 def ranking(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None:
-    """AUC: how often a right answer is more confident than a wrong one; None without both."""
+    """Return the AUC: how often a right answer is more confident than a wrong one; None without
+    both.
+    """
     sides: dict[bool, list[float]] = {True: [], False: []}
     for question, answer in zip(asked, replies, strict=True):
         sides[is_right(question, answer.text)].append(answer.confidence)
@@ -89,7 +91,7 @@ def ranking(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None
 
 
 def majority(texts: Sequence[str]) -> str:
-    """An answer with what most of the texts end with; the first of them where it is a draw."""
+    """Return an answer with what most of the texts end with; in a draw, with the first of them."""
     finals = Counter(final for text in texts if (final := final_answer(text)))
     return f"Answer: {finals.most_common(1)[0][0]}" if finals else ""
 
@@ -97,7 +99,7 @@ def majority(texts: Sequence[str]) -> str:
 def evaluate(
     models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Any]:
-    """Every size alone, and the aggregator on what all of them say at ``temperature``."""
+    """Evaluate every size alone, and the aggregator on what all of them say at ``temperature``."""
     prompts = [conversation(question.text) for question in asked]
     alone = {size: model.say(prompts) for size, model in models.items()}
     drawn = {
@@ -119,7 +121,7 @@ def evaluate(
 def combined(
     model: FamilyModel, asked: Sequence[Question], three: Sequence[Texts], nine: Sequence[Texts]
 ) -> dict[str, Scores]:
-    """An aggregator's accuracy on three and nine answers, and along with nine."""
+    """Return an aggregator's accuracy on three and nine answers, and on a staircase with nine."""
     scores = dict[str, Scores]()
     for name, answers in (("3 answers", three), ("9 answers", nine)):
         for layout, prompt in AGGREGATION.items():
@@ -144,7 +146,7 @@ def staircase_answers(
     *,
     served: bool = False,
 ) -> list[str]:
-    """What an aggregator writes along with answers, in rounds as ``Staircase`` has them.
+    """Return what an aggregator writes along with answers, in rounds as ``Staircase`` has them.
 
     Args:
         first: of the chunks, in tokens of ``CHARACTERS_PER_TOKEN``.
@@ -188,7 +190,7 @@ def staircase_answers(
 def staircases(
     models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Scores]:
-    """The aggregator's accuracy along with three and nine answers, by first chunk and order."""
+    """Return the accuracy on a staircase with three and nine answers, by first chunk and order."""
     prompts = [conversation(question.text) for question in asked]
     drawn = {
         size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
@@ -209,7 +211,7 @@ def staircases(
 
 
 def _together(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Texts]]:
-    """The first draws of every size, and all draws, by question."""
+    """Return the first draws of every size, and all draws, by question."""
     three = zip(*(draws[0] for draws in drawn.values()), strict=True)
     nine = zip(*(draw for draws in drawn.values() for draw in draws), strict=True)
     return list(three), list(nine)
@@ -220,7 +222,7 @@ def _texts(replies: Sequence[Reply]) -> list[str]:
 
 
 async def same_in_engine(folder: Path, asked: Sequence[Question], replies: Sequence[Reply]) -> int:
-    """How many of the answers an SGLang engine on this machine gives word for word."""
+    """Count the answers that an SGLang engine on this machine gives word for word."""
     async with local_engines() as engines, httpx.AsyncClient(timeout=120) as client:
         engine = await engines.start(folder, core=0, arguments=["--max-total-tokens", "8192"])
         same = 0

@@ -44,7 +44,7 @@ class FamilyModel:
         begun: Sequence[str] | None = None,
         longest: int = _LONGEST,
     ) -> list[Reply]:
-        """An answer to each prompt: greedy at temperature 0, else drawn with torch's dice.
+        """Answer each prompt: greedily at temperature 0, else drawn with torch's random numbers.
 
         ``begun``: what has been written of each answer already; what comes then is given.
         ``longest``: the most tokens that are written now.

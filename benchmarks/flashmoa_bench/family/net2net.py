@@ -20,7 +20,7 @@ from flashmoa_bench.family.network import HEAD, Layer, Network, NetworkShape
 
 @torch.no_grad()
 def widen(small: Network, large: Network) -> None:
-    """Put what ``small`` has learned into ``large``, just made and larger in every way."""
+    """Copy what ``small`` has learned into ``large``, just made and larger in every way."""
     before, after = small.shape, large.shape
     # A norm divides by the mean over all parts, of which some are zero now.
     gain = (before.hidden / after.hidden) ** 0.5
@@ -46,7 +46,7 @@ def _put_layer(target: Layer, source: Layer, gain: float) -> None:
 
 
 def _put_heads(target: Layer, source: Layer, before: NetworkShape, after: NetworkShape) -> None:
-    """Heads go where the keys and values that they share are."""
+    """Copy heads to where the keys and values that they share are."""
     to, of = target.self_attn, source.self_attn
     to.q_norm.weight.copy_(of.q_norm.weight)
     to.k_norm.weight.copy_(of.k_norm.weight)
@@ -68,7 +68,7 @@ def _head(weight: Tensor, number: int) -> Tensor:
 
 
 def _put(target: Tensor, source: Tensor) -> None:
-    """The first rows and columns; other columns of these rows stay as they are."""
+    """Copy into the first rows and columns; other columns of these rows stay as they are."""
     target[: source.shape[0], : source.shape[1]] = source
 
 

@@ -188,7 +188,7 @@ def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def configuration(shape: NetworkShape, tokenizer: Any) -> Any:
-    """The network's description for transformers and SGLang."""
+    """Describe the network for transformers and SGLang."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

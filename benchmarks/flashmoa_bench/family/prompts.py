@@ -37,7 +37,7 @@ WORDS = (
 
 
 def titled(prompt: AggregationPrompt, answers: Sequence[str]) -> list[str]:
-    """The slots of answers: each behind its title, one that has nothing without."""
+    """Return the slots of answers: each behind its title, an empty one without."""
     return [f"{prompt.title(n)}{text}" if text else "" for n, text in enumerate(answers, 1)]
 
 
@@ -49,7 +49,7 @@ def along(
     sizes: Sequence[int],
     replies: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """What an aggregator is asked in a round of a ``Staircase``, as ``staircase_messages`` has it.
+    """Build what an aggregator is asked in a round of a ``Staircase``, as ``prompt_of`` does.
 
     ``answers``: whole; their chunks are cut here. ``sizes``: of the chunks that have come, in
     tokens of ``CHARACTERS``. ``replies``: the aggregator's own of the rounds before.

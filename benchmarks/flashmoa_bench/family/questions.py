@@ -70,7 +70,7 @@ class Question:
         return f"{', '.join(told)}. Find {NAMES[len(self.lines)]} modulo {MODULUS}."
 
     def values(self, slipped: Callable[[int, int], int] = lambda line, value: value) -> list[int]:
-        """The value of each line; ``slipped`` may put another in place of a line's own."""
+        """Return the value of each line; ``slipped`` may put another in place of a line's own."""
         values = [self.start]
         for number, line in enumerate(self.lines):
             values.append(slipped(number, line.value(values[-1])))
@@ -78,12 +78,12 @@ class Question:
 
     @property
     def solution(self) -> str:
-        """The right answer with its working."""
+        """Return the right answer with its working."""
         return worked(self.values())
 
     @property
     def answer(self) -> str:
-        """The two digits that are asked for."""
+        """Return the two digits that are asked for."""
         return f"{self.values()[-1]:02}"
 
     @property
@@ -92,13 +92,13 @@ class Question:
 
 
 def worked(values: Sequence[int]) -> str:
-    """An answer whose lines have these values."""
+    """Return an answer whose lines have these values."""
     lines = [f"{name} = {value:02}" for name, value in zip(NAMES[1:], values, strict=False)]
     return f"{', '.join(lines)}. Answer: {values[-1]:02}"
 
 
 def final_answer(text: str) -> str | None:
-    """The two digits that an answer ends with; None where it gives none."""
+    """Return the two digits that an answer ends with; None if it gives none."""
     found = _FINAL.findall(text)
     return found[-1] if found else None
 
@@ -108,8 +108,9 @@ def is_right(question: Question, text: str) -> bool:
 
 
 def slips(question: Question, text: str) -> list[tuple[Operator, int]]:
-    """Of the lines that an answer has: their operators, and how far each is off what follows from
-    the line before it."""
+    """Return, of each line of an answer, its operator and how far it is off what follows from the
+    line before it.
+    """
     found = list[tuple[Operator, int]]()
     before = question.start
     for line, value in zip(question.lines, map(int, _VALUE.findall(text)), strict=False):
@@ -121,7 +122,7 @@ def slips(question: Question, text: str) -> list[tuple[Operator, int]]:
 def questions(
     seed: int, grade: Grade | None = None, held_out: bool = False, largest: int = MODULUS - 1
 ) -> Iterator[Question]:
-    """Random questions without end, the same for the same arguments.
+    """Yield random questions without end, the same for the same arguments.
 
     ``grade``: all of it, or every grade alike. ``held_out``: those for evaluation; otherwise
     those for training, which are never among them. ``largest``: of the operands.

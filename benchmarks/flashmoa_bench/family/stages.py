@@ -47,7 +47,7 @@ class Stage:
         return examples(number, self.batch, self.combining, grade, largest, self.blind)
 
     def largest_at(self, step: int) -> int:
-        """Of the operands."""
+        """Return the largest operand at a step."""
         if step >= self.wide:
             return MODULUS - 1
         return 9 + max(0, (MODULUS - 10) * (step - self.narrow) // (self.wide - self.narrow))

@@ -74,7 +74,7 @@ class Training:
             self.spent = kept["spent"]
 
     def _checkpoint(self, step: int | None = None) -> Path:
-        """The latest, or the one of a step that another size grows from."""
+        """Return the latest one's file, or that of a step that another size starts from."""
         return self.folder / f"{self.name}{'' if step is None else f'-{step}'}.checkpoint"
 
     def _start_from(self, name: str, step: int) -> None:
@@ -144,7 +144,7 @@ class Training:
             scratch.replace(file)
 
     def write(self, out: Path) -> None:
-        """The folder that engines load: weights in bfloat16, tokenizer, how it was made."""
+        """Write the folder that engines load: weights in bfloat16, tokenizer, how it was made."""
         from safetensors.torch import save_file
 
         out.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,9 @@ class Training:
         }
 
     def _taken(self) -> dict[str, Any]:
-        """The stages that led here, the last one first, and what each took until it was used."""
+        """Return the stages that led here, the last one first, and what each took until it was
+        used.
+        """
         taken, name, spent = dict[str, Any](), self.name, self.spent
         while True:
             stage = STAGES[name]
@@ -185,7 +187,7 @@ class Training:
 
 
 def encoded(tokenizer: Any, learned: Sequence[Example]) -> list[EncodedExample]:
-    """Token ids of each example: of its prompt, and of its answer with the token that ends it."""
+    """Return the token ids of each example: of its prompt, and of its answer with the end token."""
     prompts = [
         "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in example.messages)
         + f"<|assistant|>{example.begun}"
@@ -196,7 +198,7 @@ def encoded(tokenizer: Any, learned: Sequence[Example]) -> list[EncodedExample]:
 
 
 def parted(rows: Sequence[EncodedExample]) -> Iterator[list[EncodedExample]]:
-    """Rows that are sorted by length in parts of at most ``_PART`` tokens, padding counted."""
+    """Split rows sorted by length into parts of at most ``_PART`` tokens, padding counted."""
     part = list[EncodedExample]()
     for row in rows:
         if part and (len(part) + 1) * (len(row[0]) + len(row[1])) > _PART:
@@ -207,7 +209,7 @@ def parted(rows: Sequence[EncodedExample]) -> Iterator[list[EncodedExample]]:
 
 
 def padded(rows: Sequence[EncodedExample]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of shape (rows, longest); only tokens of answers are targets."""
+    """Return inputs and targets of shape (rows, longest); only tokens of answers are targets."""
     longest = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
     inputs = torch.zeros(len(rows), longest, dtype=torch.long)
     targets = torch.full((len(rows), longest), _IGNORED)

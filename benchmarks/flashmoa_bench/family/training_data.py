@@ -54,7 +54,7 @@ def examples(
     largest: int = MODULUS - 1,
     blind: float = 0.0,
 ) -> list[Example]:
-    """The examples of one step, the same for the same arguments.
+    """Return the examples of one step, the same for the same arguments.
 
     ``aggregated``: the share of them that are an aggregator's. ``grade``: of their
     questions, None for all alike. ``largest``: of their operands. ``blind``: the share of
@@ -84,13 +84,13 @@ def _aggregation(question: Question, dice: random.Random, blind: float) -> Examp
 
 
 def aggregation(question: Question, answers: Sequence[str], layout: Layout) -> Example:
-    """Whole answers; one that has nothing is not mentioned."""
+    """Make an example with whole answers; an empty one is not mentioned."""
     prompt = AGGREGATION[layout]
     return Example(prompt.messages(question.text, titled(prompt, answers)), question.solution)
 
 
 def agreement(question: Question, dice: random.Random) -> Example:
-    """Answers to a question whose lines are not told: what most of them say must do."""
+    """Make an example whose question's lines are left out: what most answers say must do."""
     count = min(dice.randint(1, MOST_ANSWERS), dice.randint(1, MOST_ANSWERS))
     prompt = AGGREGATION[dice.choice(_LAYOUTS)]
     told = (
@@ -101,7 +101,7 @@ def agreement(question: Question, dice: random.Random) -> Example:
 
 
 def staircase(question: Question, answers: Sequence[str], dice: random.Random) -> Example:
-    """A round of one: chunks of the answers, and what the aggregator has written from them."""
+    """Make a round of a staircase: chunks of the answers, and what was written from them."""
     order = dice.choice(ORDERS)
     layout = dice.choice(_LAYOUTS) if order == "contiguous" else "question-first"
     schedule = Schedule(dice.choice((2, 4, 8, 8)), dice.choice((1.0, 2.0, 2.0)))
@@ -114,7 +114,7 @@ def staircase(question: Question, answers: Sequence[str], dice: random.Random) -
 
 
 def proposals(question: Question, dice: random.Random, count: int) -> list[str]:
-    """Answers as ``count`` proposers of different skill give them."""
+    """Return answers as ``count`` proposers of different skill give them."""
     slips = dice.choice((0.03, 0.1, 0.25))
     # What is hard for one is hard for the others, and most slip there in the same way.
     chances = [slips * _SLIPS[line.operator] * dice.expovariate(1) for line in question.lines]
@@ -128,7 +128,7 @@ def proposals(question: Question, dice: random.Random, count: int) -> list[str]:
 def _attempt(
     question: Question, chances: Sequence[float], traps: Sequence[int], dice: random.Random
 ) -> str:
-    """An answer in which each line goes wrong with the chance given."""
+    """Return an answer in which each line goes wrong with the chance given."""
 
     def slipped(line: int, value: int) -> int:
         if dice.random() >= chances[line]:
@@ -140,20 +140,20 @@ def _attempt(
 
 
 def _slip(dice: random.Random) -> int:
-    """How far off: mostly a carry too many or too few."""
+    """Draw how far off a line is: mostly a carry too many or too few."""
     if dice.random() < 0.85:
         return dice.choice((10, -10))
     return dice.randrange(1, 10) * dice.choice((10, 1))
 
 
 def _as_given(answer: str, dice: random.Random) -> str:
-    """Mostly whole; now and then cut or empty."""
+    """Return the answer as a proposer leaves it: mostly whole, now and then cut or empty."""
     if dice.random() < _WHOLE:
         return answer
     return answer[: dice.randrange(len(answer))] if dice.random() < 0.7 else ""
 
 
 def _chunks(text: str, sizes: Sequence[int]) -> list[str]:
-    """The beginning of a text in chunks of so many tokens."""
+    """Return the beginning of a text in chunks of so many tokens."""
     pieces = iter(re.findall(PIECES, text))
     return ["".join(islice(pieces, size)) for size in sizes]

@@ -15,7 +15,7 @@ _RAW = argparse.RawDescriptionHelpFormatter
 def command_line(
     name: str, doc: str | None, roles: Sequence[Role] = (), repeats: int = 5
 ) -> argparse.ArgumentParser:
-    """A parser for ``flashmoa bench NAME`` with the common arguments.
+    """Make a parser for ``flashmoa bench NAME`` with the common arguments.
 
     Args:
         doc: the benchmark's own description.
@@ -55,7 +55,7 @@ def _add_engines(
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     number = int(text)
     if number <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {number}")

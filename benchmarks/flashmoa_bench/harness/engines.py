@@ -49,7 +49,7 @@ class Role:
 
     @property
     def flag(self) -> str:
-        """On the command line: takes a URL."""
+        """Return the command line's flag for its URL."""
         return f"--{self.name.replace('_', '-')}-url"
 
     def description(self) -> str:
@@ -84,7 +84,7 @@ async def connected(
     console: Console,
     documents: Sequence[Path] = (),
 ) -> AsyncGenerator[Engines]:
-    """The engines of ``roles``: those whose URLs are given, else started here.
+    """Connect to the engines of ``roles``: those whose URLs are given, else engines started here.
 
     Args:
         arguments: parsed by :func:`flashmoa_bench.harness.command_line.command_line`.
@@ -121,7 +121,10 @@ def _urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str
 
 
 async def _check(roles: Sequence[Role], clients: Mapping[str, EngineClient]) -> None:
-    """Raises: PluginMissing where an engine should have the plugin and does not."""
+    """Check that the engines which should have the plugin have it.
+
+    Raises: PluginMissing if one does not.
+    """
     for role in roles:
         if role.plugin and role.name in clients:
             await clients[role.name].info()

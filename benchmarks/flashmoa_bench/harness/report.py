@@ -108,13 +108,13 @@ class Report:
 
 
 def terminal() -> Console:
-    """Where results are printed: the terminal, or a log that is wide enough for every table."""
+    """Return where results are printed: the terminal, or a log wide enough for every table."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, _LOG_WIDTH))
 
 
 def progress(console: Console) -> Progress:
-    """A bar that counts rounds and says how long the rest will take."""
+    """Make a bar that counts rounds and says how long the rest will take."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -131,7 +131,7 @@ def command() -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what is installed here; ``None`` for what is not."""
+    """Return the versions of what is installed here; ``None`` for what is not."""
     found: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
@@ -142,7 +142,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores this process may use, and GPU names."""
+    """Return the CPU model, the cores this process may use, and GPU names."""
     return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()}
 
 
@@ -164,7 +164,7 @@ def _gpus() -> list[str]:
 
 
 async def _settings(url: str) -> dict[str, Any]:
-    """What matters here of an engine's own account of its settings."""
+    """Return the settings that matter here, of those that an engine reports."""
     async with httpx.AsyncClient(timeout=60) as http:
         try:
             answer = await http.get(f"{url}/server_info")
@@ -175,6 +175,6 @@ async def _settings(url: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON; a path below the working folder without what stands before it."""
+    """Make a value fit for JSON; a path below the working folder is made relative to it."""
     here = f"{Path.cwd()}/"
     return str(value).removeprefix(here) if isinstance(value, Path | str) else value

@@ -23,7 +23,7 @@ _BATCH_SECONDS = 600.0
 
 
 def random_ids(dice: random.Random, count: int) -> list[int]:
-    """Fresh random token ids, so that no prompt meets another one's cache by chance."""
+    """Return fresh random token ids, so that no prompt meets another one's cache by chance."""
     return dice.choices(range(*_IDS), k=count)
 
 
@@ -51,14 +51,14 @@ class TimedAnswer:
 
     @property
     def late_tokens(self) -> int:
-        """Prompt tokens computed after the request came."""
+        """Return the prompt tokens computed after the request came."""
         if self.usage is None:
             return 0
         return self.usage.prompt_tokens - (self.usage.cached_tokens or 0)
 
     @property
     def ahead_tokens(self) -> int:
-        """Prompt tokens that its prompt stream computed before it came."""
+        """Return the prompt tokens that its prompt stream computed before it came."""
         stream = self.usage.prompt_stream if self.usage is not None else None
         return sum(span.tokens for span in stream.prefills) if stream is not None else 0
 
@@ -70,7 +70,7 @@ async def ask(
     stream_id: str | None = None,
     into: TimedAnswer | None = None,
 ) -> TimedAnswer:
-    """A greedy answer of exactly ``tokens`` tokens; ``into`` can be watched as it grows."""
+    """Generate exactly ``tokens`` tokens greedily; ``into`` can be watched as it grows."""
     answer = into if into is not None else TimedAnswer()
     sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     async with engine.generate(
@@ -89,8 +89,12 @@ async def ask(
 
 
 async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
-    """The first token of each prompt, sent as one batch request: they reach the scheduler at
-    once. Raises: BadAnswer where the engine does not answer them all."""
+    """Generate the first token of each prompt, sent as one batch request.
+
+    They reach the scheduler at once.
+
+    Raises: BadAnswer if the engine does not answer them all.
+    """
     answers = [TimedAnswer() for _ in prompts]
     body = {
         "input_ids": [list(prompt) for prompt in prompts],
@@ -173,7 +177,7 @@ class Feeder:
         return await self._group.__aexit__(*problem)
 
     def take_over(self) -> str | None:
-        """The request is here: the stream's id for it, or ``None`` if it is not open yet."""
+        """Hand the stream to its request: return its id, or ``None`` if it is not open yet."""
         self._feed.stop()
         self._taken = self.stream_id is not None
         return self.stream_id
@@ -187,7 +191,9 @@ class Feeder:
                 await self._feed.delete()
 
     async def _look(self) -> None:
-        """Sources are clocks or other requests, and tell nobody when they have more."""
+        """Look at the source at intervals: clocks and other requests do not tell when they have
+        more.
+        """
         while not self._over.is_set():
             with anyio.move_on_after(_LOOK_SECONDS):
                 await self._over.wait()

@@ -41,13 +41,13 @@ _PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 
 
 def available() -> list[str]:
-    """The routers that are installed here."""
+    """Return the routers that are installed here."""
     return [OURS, *([STOCK] if find_spec("sglang_router") is not None else [])]
 
 
 @asynccontextmanager
 async def gateway(name: str, engines: Sequence[str]) -> AsyncGenerator[str]:
-    """The URL of a router over ``engines``, once it answers requests.
+    """Start a router over ``engines``; yield its URL once it answers requests.
 
     Raises: EngineError with the end of its log where it does not.
     """

@@ -71,7 +71,7 @@ class AblationRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench ablation``; returns the exit status."""
+    """Run ``flashmoa bench ablation``; return the exit status."""
     parser = command_line("ablation", __doc__, ROLES)
     parser.add_argument("--prefix", type=positive, nargs="+", default=[1000, 2000])
     parser.add_argument("--pipelines", type=positive, nargs="+", default=[1, 8])
@@ -102,7 +102,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 def row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> AblationRow:
-    """What the rounds of one workload come to; ``rounds`` by variant."""
+    """Summarise the rounds of one workload; ``rounds`` are by variant."""
     seconds = {name: median(one.seconds for one in group) for name, group in rounds.items()}
     unique = workload.unique_tokens
     return AblationRow(

@@ -49,7 +49,7 @@ class ChunkSize:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench chunk``; returns the exit status."""
+    """Run ``flashmoa bench chunk``; return the exit status."""
     parser = command_line("chunk", __doc__, ROLES)
     parser.add_argument("--context", type=positive, default=1024, help="tokens in all")
     parser.add_argument(
@@ -93,7 +93,10 @@ async def _measure(
 
 
 async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[float]:
-    """Seconds of each chunk. Raises: BadAnswer where the engine computed another number."""
+    """Prefill ``ids`` in chunks; return the seconds of each.
+
+    Raises: BadAnswer if the engine computed another number of tokens.
+    """
     await engine.flush_cache()
     seconds: list[float] = []
     for start in range(0, len(ids), chunk):
@@ -110,7 +113,7 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
 
 
 def summarise(rounds: Mapping[int, Sequence[Sequence[float]]], context: int) -> list[ChunkSize]:
-    """``rounds``: by chunk size, the seconds of each chunk of each round."""
+    """Summarise ``rounds``: by chunk size, the seconds of each chunk of each round."""
     single = median(sum(seconds) for seconds in rounds[context])
     return [_size(chunk, group, context, single) for chunk, group in rounds.items()]
 

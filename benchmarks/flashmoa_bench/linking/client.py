@@ -65,7 +65,7 @@ class Clock(httpx.AsyncHTTPTransport):
         return response
 
     def gap(self) -> float:
-        """The median from one answer to the next request; it is counted from zero again."""
+        """Return the median from one answer to the next request, and count from zero again."""
         gaps = [after - before for before, after in zip(self.ended, self.begun[1:], strict=False)]
         self.begun.clear()
         self.ended.clear()
@@ -92,7 +92,7 @@ class _Timed(httpx.AsyncByteStream):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench client``; returns the exit status."""
+    """Run ``flashmoa bench client``; return the exit status."""
     parser = command_line("client", __doc__, ROLES)
     parser.add_argument("--prompts", type=positive, nargs="+", default=[2000, 28000])
     anyio.run(_main, parser.parse_args(arguments))
@@ -144,7 +144,7 @@ async def _measure(url: str, tokens: int, arguments: argparse.Namespace, console
 
 
 def _text(client: FlashMoAChatCompletionClient, tokens: int, dice: random.Random) -> str:
-    """About that many tokens."""
+    """Return a text of about that many tokens."""
     words = [dice.choice(_WORDS) for _ in range(tokens)]
     message = UserMessage(content=" ".join(words), source="user")
     share = tokens / client.count_tokens([message])
@@ -152,7 +152,7 @@ def _text(client: FlashMoAChatCompletionClient, tokens: int, dice: random.Random
 
 
 async def _run(client: OpenAIChatCompletionClient, text: str) -> int:
-    """Tokens of the last prompt."""
+    """Run a team of two; return the tokens of its last prompt."""
     agents: list[ChatAgent | Team] = [
         AssistantAgent(name, model_client=client, system_message=f"You are {name}. {text}")
         for name in ("one", "two")

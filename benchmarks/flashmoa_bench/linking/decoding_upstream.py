@@ -89,7 +89,7 @@ class PairBench:
         return "The" + "".join(self._dice.choices(self._words, k=tokens - 1))
 
     async def round(self, way: PairWay, prefix: int, streamed: int, concurrency: int) -> list[Pair]:
-        """One run of ``concurrency`` pairs, on empty caches and fresh random texts."""
+        """Run ``concurrency`` pairs once, on empty caches and fresh random texts."""
         await self._a.flush_cache()
         await self._b.flush_cache()
         run: Callable[[str, int], Awaitable[Pair]] = {
@@ -110,7 +110,7 @@ class PairBench:
     async def _decode(
         self, streamed: int, on_text: Callable[[str, list[int]], None]
     ) -> tuple[float, float, str]:
-        """A's first and last token, and its text."""
+        """Have A write; return when its first and last token came, and its text."""
         sampling = {
             "max_new_tokens": streamed,
             "temperature": 0,
@@ -144,7 +144,7 @@ class PairBench:
         return Pair(last - first, done - first, late)
 
     async def _probe(self, prefix: str, streamed: int) -> Pair:
-        """Prefill requests with ever longer prompts, one at a time, 32 new tokens each."""
+        """Send prefill requests with ever longer prompts, one at a time, 32 new tokens each."""
         parts: list[str] = []
         sent, tokens, new, finished = 0, 0, anyio.Event(), False
         first, last, text = 0.0, 0.0, ""

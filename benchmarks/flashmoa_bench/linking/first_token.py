@@ -56,7 +56,7 @@ class PromptLength:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench first_token``; returns the exit status."""
+    """Run ``flashmoa bench first_token``; return the exit status."""
     parser = command_line("first_token", __doc__, ROLES)
     parser.add_argument(
         "--prompts", type=positive, nargs="+", default=[1000, 4000, 16000], help="tokens each"
@@ -95,7 +95,7 @@ async def _measure(
 
 
 async def _play(engine: EngineClient, tokens: int, dice: random.Random) -> FirstTokenRound:
-    """One prompt on an empty cache."""
+    """Play one prompt on an empty cache."""
     await engine.flush_cache()
     prompt = random_ids(dice, tokens)
     stream = await engine.open_stream(input_ids=prompt)
@@ -111,14 +111,14 @@ async def _play(engine: EngineClient, tokens: int, dice: random.Random) -> First
 async def _timed(
     engine: EngineClient, prompt: Sequence[int], stream_id: str | None
 ) -> tuple[TimedAnswer, float]:
-    """An answer and the seconds to its first token."""
+    """Return an answer and the seconds to its first token."""
     started = time.perf_counter()
     answer = await ask(engine, prompt, _DECODED, stream_id)
     return answer, answer.first - started
 
 
 def summarise(rounds: Mapping[int, Sequence[FirstTokenRound]]) -> list[PromptLength]:
-    """``rounds``: by prompt tokens."""
+    """Summarise ``rounds``, which are by prompt tokens."""
     shortest = median(one.linked for one in rounds[min(rounds)])
     return [
         PromptLength(

@@ -47,7 +47,7 @@ _FULL: _Grid = ([40.0, 80.0, 160.0], [256, 512, 1024, 2048], [32, 64, 96, 128, 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench handoff``; returns the exit status."""
+    """Run ``flashmoa bench handoff``; return the exit status."""
     parser = command_line("handoff", __doc__, ROLES)
     grid = parser.add_argument_group("the grid; 24 cells unless said otherwise")
     grid.add_argument("--full", action="store_true", help="240 cells")
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def workloads(arguments: argparse.Namespace) -> list[Workload]:
-    """The grid: what is said of a dimension, else the default's or, with --full, the large."""
+    """Return the grid: each dimension as given, else the default's or, with --full, the large
+    one's.
+    """
     all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
     return [
         Workload(tps, prefix, upstream, concurrency)

@@ -16,7 +16,7 @@ _WORST, _EVEN, _BEST = (178, 24, 43), (247, 247, 247), (33, 102, 172)
 
 
 def draw(cells: Sequence[HandoffCell], title: str) -> str:
-    """One panel per baseline: workloads down, concurrency across, speed-ups as colours."""
+    """Draw one panel per baseline: workloads down, concurrency across, speed-ups as colours."""
     rows = list(dict.fromkeys(map(_row, cells)))
     columns = sorted({one.workload.concurrency for one in cells})
     ways = list(cells[0].speedup)
@@ -46,7 +46,7 @@ def draw(cells: Sequence[HandoffCell], title: str) -> str:
 
 
 def colour(speedup: float, best: float) -> str:
-    """White at 1, blue towards ``best``, red towards half as fast."""
+    """Return a colour: white at 1, blue towards ``best``, red towards half as fast."""
     end, share = (
         (_BEST, (speedup - 1) / (best - 1) if best > 1 else 0.0)
         if speedup >= 1

@@ -43,7 +43,7 @@ class HandoffCell:
 
     @property
     def sequential(self) -> float:
-        """T of the better baseline."""
+        """Return T of the better baseline."""
         return min(value for way, value in self.seconds.items() if way != LINKED)
 
     @property
@@ -52,7 +52,7 @@ class HandoffCell:
 
 
 def cell(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> HandoffCell:
-    """What the rounds of one workload come to; ``rounds`` by way, ``linked`` among them."""
+    """Summarise the rounds of one workload; ``rounds`` are by way, ``linked`` among them."""
     seconds = {way: median(one.seconds for one in group) for way, group in rounds.items()}
     linked = seconds[LINKED]
     sequential = min(value for way, value in seconds.items() if way != LINKED)

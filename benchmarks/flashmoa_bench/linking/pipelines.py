@@ -46,22 +46,22 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """*TPS/Prefix/Upstream*, as Figure 6 labels its workloads."""
+        """Return *TPS/Prefix/Upstream*, as Figure 6 labels its workloads."""
         return f"{self.tps:g}/{self.prefix}/{self.upstream}"
 
     @property
     def decode_seconds(self) -> float:
-        """T_decode of A: from its first token to its last."""
+        """Return T_decode of A: from its first token to its last."""
         return (self.upstream - 1) / self.tps
 
     @property
     def unique_tokens(self) -> int:
-        """Prompt tokens of a round, each shared one counted once."""
+        """Return the prompt tokens of a round, each shared one counted once."""
         return self.prefix + self.concurrency * (self.upstream + SUFFIX_TOKENS)
 
     @property
     def pool_tokens(self) -> int:
-        """KV that a round can need at most: nothing shared, and what is being computed."""
+        """Return the KV that a round needs at most: nothing shared, and what is being computed."""
         return 4096 + self.concurrency * (self.prefix + self.upstream + SUFFIX_TOKENS + 8)
 
 
@@ -84,7 +84,7 @@ class Pipeline:
         return self.started + (len(self.upstream) - 1) / self.tps
 
     def written(self) -> Sequence[int]:
-        """What the upstream agent has written by now; its first token is there at once."""
+        """Return what the upstream agent has written by now; its first token is there at once."""
         count = int((time.perf_counter() - self.started) * self.tps) + 1
         return self.upstream[:count]
 
@@ -110,7 +110,7 @@ class PipelineRound:
 async def play(
     engine: EngineClient, workload: Workload, dice: random.Random, way: PipelineWay
 ) -> PipelineRound:
-    """One round on an empty cache, with fresh tokens.
+    """Play one round on an empty cache, with fresh tokens.
 
     ``way``: *sequential* sends B's request when A has written its last token; *batch* sends
     those of all pipelines as one; *linked* feeds what A writes into B's prompt stream.
@@ -146,7 +146,7 @@ async def _batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[Ti
 
 
 async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
-    """Algorithm 1."""
+    """Feed each upstream's tokens into a prompt stream as they come (Algorithm 1)."""
 
     async def one(pipeline: Pipeline) -> TimedAnswer:
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
@@ -160,8 +160,9 @@ _PLAYS = {"sequential": _sequential, "batch": _batch, "linked": _linked}
 
 
 async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline], dice: random.Random) -> float:
-    """Seconds to the first token of the same prompts, all at once, whose last upstream token
-    and suffix are other ones, so that exactly they are not cached."""
+    """Measure the seconds to the first token of the same prompts, all at once, whose last upstream
+    token and suffix are other ones, so that exactly they are not cached.
+    """
 
     async def one(pipeline: Pipeline) -> float:
         known = len(pipeline.prompt) - 1 - SUFFIX_TOKENS
@@ -175,7 +176,7 @@ async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline], dice: rand
 async def all_at_once(
     run: Callable[[Pipeline], Awaitable[Result]], pipelines: Sequence[Pipeline]
 ) -> list[Result]:
-    """All at once; the results in the order they came."""
+    """Run all at once; return the results in the order they came."""
     results: list[Result] = []
 
     async def one(pipeline: Pipeline) -> None:

@@ -61,7 +61,7 @@ class PressureLoad:
 
     @property
     def pool_tokens(self) -> int:
-        """The KV pool that is too small for them."""
+        """Return the size of a KV pool that is too small for them."""
         each = self.prefix + self.upstream + SUFFIX_TOKENS + self.output
         return int(self.pipelines * each / self.over)
 

@@ -97,7 +97,7 @@ class ScheduleRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench schedule``; returns the exit status."""
+    """Run ``flashmoa bench schedule``; return the exit status."""
     parser = command_line("schedule", __doc__, ROLES)
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 10])
     parser.add_argument(
@@ -132,7 +132,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 async def _measure(
     engines: Engines, arguments: argparse.Namespace, console: Console
 ) -> dict[int, dict[str, list[list[float]]]]:
-    """Workflow latencies by concurrency, way and round."""
+    """Return workflow latencies by concurrency, way and round."""
     dice = random.Random(arguments.seed)
     shared = arguments.prefixes == "shared"
 
@@ -156,7 +156,7 @@ async def _measure(
 
 
 def batches(count: int, dice: random.Random, *, shared: bool) -> list[list[Job]]:
-    """``count`` workflows at once, as often as it takes for every kind to occur."""
+    """Make ``count`` workflows at once, as often as it takes for every kind to occur."""
     times = max(1, -(-len(KINDS) // count))
     all_of_them = workflows(count * times, dice, shared=shared)
     return [all_of_them[i : i + count] for i in range(0, len(all_of_them), count)]
@@ -165,7 +165,7 @@ def batches(count: int, dice: random.Random, *, shared: bool) -> list[list[Job]]
 async def play_all(
     engine: EngineClient, batches: Sequence[Sequence[Job]], *, linked: bool
 ) -> list[float]:
-    """The batches one after the other; each workflow's seconds."""
+    """Play the batches one after the other; return each workflow's seconds."""
     seconds: list[float] = []
     for batch in batches:
         seconds += await play(engine, batch, linked=linked)
@@ -173,7 +173,7 @@ async def play_all(
 
 
 def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:
-    """``rounds``: by way, each round's workflow latencies; ``fcfs`` among them."""
+    """Summarise ``rounds``: by way, each round's workflow latencies; ``fcfs`` among them."""
     means = {way: median(mean(one) for one in group) for way, group in rounds.items()}
     tails = {
         way: percentile([seconds for one in group for seconds in one], 0.95)
@@ -213,7 +213,7 @@ def show(rows: Sequence[ScheduleRow], console: Console) -> None:
 
 
 def workflows(count: int, dice: random.Random, *, shared: bool) -> list[Job]:
-    """``count`` workflows with fresh tokens, the kinds in turn.
+    """Make ``count`` workflows with fresh tokens, the kinds in turn.
 
     Args:
         shared: workflows of a kind have the same prefixes, as agents of one role do; else
@@ -239,13 +239,13 @@ def _prefixes(kind: Kind, dice: random.Random) -> list[list[int]]:
 
 
 def pool_tokens(count: int) -> int:
-    """KV that ``count`` workflows at once can need at most."""
+    """Return the KV that ``count`` workflows at once can need at most."""
     most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in KINDS)
     return 4096 + count * most
 
 
 async def play(engine: EngineClient, batch: Sequence[Job], *, linked: bool) -> list[float]:
-    """All workflows at once, on an empty cache: seconds to the last token of each, in order."""
+    """Play all workflows at once on an empty cache; return the seconds to each one's last token."""
     await engine.flush_cache()
     seconds = [0.0] * len(batch)
     started = time.perf_counter()
@@ -268,7 +268,7 @@ async def _sequential(engine: EngineClient, workflow: Job) -> None:
 
 
 async def _linked(engine: EngineClient, workflow: Job) -> None:
-    """The later agents' streams are open from the start, and fed what is being written."""
+    """Open the later agents' streams at the start, and feed them what is being written."""
     answers = [TimedAnswer() for _ in workflow]
     async with AsyncExitStack() as stack:
         feeders: list[Feeder | None] = [None]

@@ -62,7 +62,7 @@ _BASE_FIRST: MixtureWay = "one layer"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench moa``; returns the exit status."""
+    """Run ``flashmoa bench moa``; return the exit status."""
     parser = command_line("moa", __doc__, ROLES)
     _add_questions(parser)
     _add_agents(parser)
@@ -129,7 +129,7 @@ def _add_agents(parser: argparse.ArgumentParser) -> None:
 
 
 def _roles(arguments: argparse.Namespace) -> list[Role]:
-    """What the engines serve that are started here."""
+    """Return the roles with the models that engines started here serve."""
     shapes: list[str] | None = arguments.shapes
     served = {
         size: {"shape": shapes[place]} if shapes else {"model": arguments.models / size}
@@ -203,7 +203,7 @@ def _early_exit(embedder: Embedder, arguments: argparse.Namespace) -> EarlyExit:
 
 
 def _items(arguments: argparse.Namespace) -> list[Item]:
-    """At most so many of each group, drawn by the seed."""
+    """Return at most so many questions of each group, drawn by the seed."""
     if arguments.dataset == _FAMILY:
         return family_items(arguments.questions, arguments.seed)
     items = load(arguments.dataset, arguments.file)
@@ -212,7 +212,7 @@ def _items(arguments: argparse.Namespace) -> list[Item]:
 
 
 def _some(items: Iterable[Item], count: int) -> Iterable[Item]:
-    """The first so many of each group."""
+    """Return the first so many of each group."""
     seen: defaultdict[str, int] = defaultdict(int)
     for item in items:
         seen[item.group] += 1
@@ -223,7 +223,7 @@ def _some(items: Iterable[Item], count: int) -> Iterable[Item]:
 async def _time(
     competition: Competition, ways: Sequence[MixtureWay], items: Sequence[Item], console: Console
 ) -> dict[MixtureWay, list[Answered]]:
-    """One question at a time, on empty caches, in every way before the next one."""
+    """Ask one question at a time, on empty caches, in every way before the next one."""
     found: dict[MixtureWay, list[Answered]] = {way: [] for way in ways}
     for way in ways:  # A round that is not counted.
         await _answer(competition, way, items[0])
@@ -244,7 +244,7 @@ async def _score(
     concurrency: int,
     console: Console,
 ) -> dict[MixtureWay, list[Answered]]:
-    """Several questions at once; what they take is not looked at."""
+    """Ask several questions at once, for their scores; their times do not count."""
     found: dict[MixtureWay, list[Answered]] = {}
     places = anyio.CapacityLimiter(concurrency)
     with progress(console) as bars:
@@ -275,6 +275,8 @@ async def _answer(competition: Competition, way: MixtureWay, item: Item) -> Mixt
 
 
 def _graded(item: Item, outcome: MixtureOutcome | None) -> Answered:
-    """In the main thread, where Math-Verify can stop a comparison that takes too long."""
+    """Score an answer, in the main thread, where Math-Verify can stop a comparison that is too
+    slow.
+    """
     score = item.score(outcome.text) if outcome is not None else 0.0
     return Answered(item.id, item.group, score, outcome)

@@ -27,7 +27,7 @@ class PromptTokens:
 
     @classmethod
     def of(cls, usage: PromptUsage, reports: bool) -> PromptTokens:
-        """Of one request.
+        """Return those of one request.
 
         Args:
             reports: whether its engine runs with ``--enable-cache-report``. SGLang then leaves
@@ -45,19 +45,19 @@ class PromptTokens:
 
     @classmethod
     def total(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Of several together."""
+        """Return the sum of several."""
         return cls._by(several, sum)
 
     @classmethod
     def mean(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Of at least one."""
+        """Return the mean of at least one."""
         return cls._by(several, fmean)
 
     @classmethod
     def _by(
         cls, several: Sequence[PromptTokens], fold: Callable[[Sequence[float]], float]
     ) -> PromptTokens:
-        """What is not known of one is not known of all."""
+        """Fold several into one; what is not known of one is not known of all."""
 
         def known(values: Sequence[float | None]) -> float | None:
             said = [value for value in values if value is not None]
@@ -91,12 +91,12 @@ class PromptListener:
 
     @property
     def by_agent(self) -> Mapping[str, PromptTokens]:
-        """Of all requests of each agent that answered, ``LAYER.PLACE`` from 1."""
+        """Return the sums over each agent's requests, by ``LAYER.PLACE`` from 1."""
         return {agent: PromptTokens.total(calls) for agent, calls in sorted(self._calls.items())}
 
 
 def layers(agents: Mapping[str, PromptTokens]) -> dict[int, list[PromptTokens]]:
-    """Agents' prompts by their layer, from 1."""
+    """Return agents' prompts by their layer, from 1."""
     found: dict[int, list[PromptTokens]] = {}
     for agent, prompts in agents.items():
         found.setdefault(int(agent.split(".")[0]), []).append(prompts)

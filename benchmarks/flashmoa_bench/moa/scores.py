@@ -75,7 +75,7 @@ def summarise(
     base: MixtureWay,
     base_first: MixtureWay,
 ) -> list[WayFigures]:
-    """A row for each way.
+    """Return the figures of each way.
 
     Args:
         timed: questions answered one at a time. scored: questions answered for their score, if
@@ -87,7 +87,7 @@ def summarise(
 
 
 def _scored(row: WayFigures, answered: Sequence[Answered]) -> WayFigures:
-    """What more questions say than those that were timed."""
+    """Add what more questions tell than those that were timed."""
     return replace(
         row,
         accuracy=accuracy(answered),
@@ -142,7 +142,7 @@ def _failed(answered: Sequence[Answered]) -> int:
 
 
 def accuracy(scored: Sequence[Answered]) -> dict[str, float]:
-    """The mean score of each group, and of all questions."""
+    """Return the mean score of each group, and of all questions."""
     groups: dict[str, list[float]] = {}
     for one in scored:
         groups.setdefault(one.group, []).append(one.score)
@@ -151,8 +151,9 @@ def accuracy(scored: Sequence[Answered]) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[WayFigures]) -> str | None:
-    """Whether anything that asks several models is more accurate than the best of them alone;
-    ``None`` where that was not measured."""
+    """Tell whether anything that asks several models is more accurate than the best of them alone;
+    ``None`` if that was not measured.
+    """
     scored = [row for row in rows if row.accuracy]
     alone = [row for row in scored if row.way in SIZES]
     several = [row for row in scored if row.way not in SIZES]
@@ -170,7 +171,7 @@ def verdict(rows: Sequence[WayFigures]) -> str | None:
 def _ratios(
     way: Sequence[Answered], base: Sequence[Answered], of: Callable[[MixtureOutcome], float]
 ) -> dict[str, list[float]]:
-    """Of questions that both answered: what this way took over what the other took."""
+    """Return, of questions that both answered, what this way took over what the other took."""
     others = {one.id: one.outcome for one in base}
     ratios: dict[str, list[float]] = {}
     for one in way:
@@ -181,14 +182,14 @@ def _ratios(
 
 
 def _by_group(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Medians of each group, and of all together; of nothing, none."""
+    """Return the medians of each group, and of all together; none of an empty one."""
     every = [value for values in found.values() for value in values]
     medians = {group: median(values) for group, values in found.items() if values}
     return medians | ({ALL: median(every)} if every else {})
 
 
 def _used(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
-    """By size and group."""
+    """Return the shares of proposers whose answers were waited for, by size and group."""
     asked, used = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for one in answered:
         if one.outcome is None:

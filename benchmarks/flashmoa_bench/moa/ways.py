@@ -146,7 +146,10 @@ class Competition:
             await engine.flush_cache()
 
     async def ask(self, way: MixtureWay, question: str) -> MixtureOutcome:
-        """Raises: MixtureFailed, EngineError."""
+        """Answer a question in one way.
+
+        Raises: MixtureFailed, EngineError.
+        """
         if way in SIZES:
             return await self._alone(way, question)
         if way in _ORDERS:
@@ -158,7 +161,7 @@ class Competition:
         return Model(engines[size], self.models[size], sampling)
 
     def _proposers(self, way: MixtureWay, width: int) -> list[Model]:
-        """Small, medium, large in turn, so that every cluster has one of each."""
+        """Return small, medium and large in turn, so that every cluster has one of each."""
         return [self._model(way, SIZES[n % 3], self.proposing) for n in range(width)]
 
     async def _alone(self, size: MixtureWay, question: str) -> MixtureOutcome:
@@ -236,7 +239,7 @@ class Competition:
 
 
 def leaving(way: MixtureWay, policy: EarlyExit, question: str) -> EarlyExit | None:
-    """What decides about leaving early in a way; ``policy`` is that of the command line."""
+    """Return what decides about leaving early in a way; ``policy`` is that of the command line."""
     # Every mixture has a coin of its own: with one seed all questions would draw the same.
     policy = replace(policy, seed=policy.seed + zlib.crc32(question.encode()))
     if way == "full":

@@ -85,7 +85,7 @@ class EngineMemory:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench asyncep``; returns the exit status."""
+    """Run ``flashmoa bench asyncep``; return the exit status."""
     parser = command_line("asyncep", __doc__, ROLES)
     parser.set_defaults(shape="experts")
     parser.add_argument(
@@ -128,7 +128,7 @@ async def _main(options: argparse.Namespace) -> None:
 
 
 async def _difference(engines: Engines, dice: random.Random) -> dict[str, float]:
-    """The largest difference of one prompt's log-probabilities from those of the first engine."""
+    """Return the largest difference of one prompt's log-probabilities from the first engine's."""
     prompt, rest = random_ids(dice, _COMPARED_TOKENS), random_ids(dice, _COMPARED_TOKENS)
     told = {
         way: (await client.next_logprobs(prompt, continuation=rest)).continuation
@@ -142,7 +142,7 @@ async def _difference(engines: Engines, dice: random.Random) -> dict[str, float]
 
 
 def batch(tokens: int, prompt: int, dice: random.Random) -> list[list[int]]:
-    """Random prompts of ``prompt`` tokens, the last one shorter, ``tokens`` in all."""
+    """Make random prompts of ``prompt`` tokens, the last one shorter, ``tokens`` in all."""
     lengths = [min(prompt, tokens - begin) for begin in range(0, tokens, prompt)]
     return [random_ids(dice, length) for length in lengths]
 
@@ -169,7 +169,7 @@ async def _measure(engines: Engines, options: argparse.Namespace, console: Conso
 
 
 async def _forward(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds until the last of one batch has its first token."""
+    """Return the seconds until the last of one batch has its first token."""
     await engine.flush_cache()
     started = time.perf_counter()
     answers = await ask_batch(engine, prompts)
@@ -177,7 +177,7 @@ async def _forward(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> fl
 
 
 async def _memory(engines: Engines) -> list[EngineMemory]:
-    """Of an engine without copies the same as one with them has in both places together."""
+    """Return each engine's memory; one without copies has all experts on the device."""
     told = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
     experts = [rank.experts for rank in told.values() if rank.experts is not None]
     whole = next((one.resident + one.on_host for one in experts), None)
@@ -199,7 +199,7 @@ async def _memory(engines: Engines) -> list[EngineMemory]:
 
 
 async def _config(engine: EngineClient) -> Path | None:
-    """The model's ``config.json``, if it is on this machine."""
+    """Return the model's ``config.json``, if it is on this machine."""
     path = (await engine.info()).model.get("path")
     config = Path(path) / "config.json" if path else None
     return config if config is not None and await anyio.Path(config).exists() else None
@@ -208,7 +208,7 @@ async def _config(engine: EngineClient) -> Path | None:
 def summarise(
     seconds: Seconds, options: argparse.Namespace, config: Path | None
 ) -> list[ForwardRow]:
-    """By size, the engine with its experts on the device first."""
+    """Return rows by size, the engine with its experts on the device first."""
     rows: list[ForwardRow] = []
     for size in options.tokens:
         base = median(seconds[RESIDENT][size])
@@ -233,7 +233,10 @@ def summarise(
 
 
 def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
-    """Of one batch. Raises: EngineError for a file that is no model's configuration."""
+    """Return the FLOPs of one batch; ``None`` if the model's shape is not known.
+
+    Raises: EngineError for a file that is no model's configuration.
+    """
     if config is None:
         return None
     try:

@@ -56,7 +56,7 @@ _SECONDS = 600.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench prefill-only``; returns the exit status."""
+    """Run ``flashmoa bench prefill-only``; return the exit status."""
     parser = command_line("prefill_only", __doc__, ROLES)
     parser.set_defaults(shape="small")
     parser.add_argument(
@@ -112,7 +112,7 @@ async def _main(options: argparse.Namespace) -> None:
 
 
 def _roles(options: argparse.Namespace) -> list[Role]:
-    """With the forwards of this run, as long as its prompts are."""
+    """Return the roles with the forwards of this run, which are as long as its prompts."""
 
     def forwards(role: Role) -> tuple[str, ...]:
         asked = options.forward if role.plugin else options.stock_forward or options.forward
@@ -124,13 +124,13 @@ def _roles(options: argparse.Namespace) -> list[Role]:
 
 
 def _events() -> tuple[str, str]:
-    """What has an engine tell routers of its cache."""
+    """Return the arguments that have an engine tell routers of its cache."""
     told = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}"}
     return "--kv-events-config", json.dumps(told)
 
 
 def mixed(options: argparse.Namespace) -> list[PrefillRequest]:
-    """The mix at the scale of this run."""
+    """Return the mix at the scale of this run."""
     table = tuple(_scaled(one, options.lengths, options.longest) for one in TABLE_2)
     return [
         PrefillRequest(one.name, [_FIRST_ID + token % _IDS for token in one.tokens])
@@ -139,7 +139,7 @@ def mixed(options: argparse.Namespace) -> list[PrefillRequest]:
 
 
 def _scaled(dataset: Dataset, lengths: float, longest: int) -> Dataset:
-    """Prompts of the same mean over another range; where that is too long, the longest."""
+    """Scale the range and the mean of a dataset's prompts; what is then too long is the longest."""
 
     def tokens(count: int) -> int:
         return round(count * lengths)
@@ -172,7 +172,7 @@ class _Bench:
     async def one_engine(
         self, console: Console
     ) -> tuple[dict[str, PrefillAnswer], dict[str, list[PrefillPass]]]:
-        """What stock SGLang answers with log-probabilities, and every way's passes."""
+        """Return what stock SGLang answers with log-probabilities, and every way's passes."""
         stock = self._engines[FCFS]
         first = _Way([stock], [OneToken(self._http, stock.url, logprobs=True)])
         expected = dict((await self._pass(first, {})).answers)
@@ -188,7 +188,7 @@ class _Bench:
     async def two_engines(
         self, expected: Mapping[str, PrefillAnswer], console: Console
     ) -> dict[str, list[PrefillPass]]:
-        """The passes of each router, over the same two engines."""
+        """Return the passes of each router, over the same two engines."""
         both = [self._engines[OURS], self._engines[SECOND]]
         ways = {IN_TURN: _Way(both, [_scored(engine, expected) for engine in both])}
         ways |= {name: _Way(both, gateway=name) for name in gateways.available()}

@@ -42,7 +42,7 @@ class Dataset:
     own: int = 0
 
     def length(self, dice: random.Random) -> int:
-        """Random, within the range, with the dataset's mean."""
+        """Draw a length within the range, with the dataset's mean."""
         mean = self.tokens / self.requests
         power = (self.longest - self.shortest) / (mean - self.shortest) - 1
         return round(self.shortest + (self.longest - self.shortest) * dice.random() ** power)
@@ -79,7 +79,7 @@ class MixPrompt:
 def mix(
     scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
 ) -> list[MixRequest]:
-    """The whole mix, interleaved.
+    """Return the whole mix, interleaved.
 
     Args:
         scale: of Table 2's numbers of requests.
@@ -91,7 +91,7 @@ def mix(
 def prompts(
     scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
 ) -> list[MixPrompt]:
-    """The same mix as its tokens."""
+    """Return the same mix as its tokens."""
     return _mixed(scale, spread, seed, table, lambda prompt: prompt)
 
 
@@ -106,7 +106,7 @@ def _mixed(
     table: tuple[Dataset, ...],
     make: Callable[[MixPrompt], T],
 ) -> list[T]:
-    """Each request as ``make`` has it, made at once: tokens of the whole mix are not kept."""
+    """Return each request as ``make`` makes it, at once: tokens of the whole mix are not kept."""
     dice = random.Random(seed)
     placed: list[tuple[float, str, T]] = []
     for dataset in table:
@@ -118,7 +118,7 @@ def _mixed(
 
 
 def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[list[MixPrompt]]:
-    """Each document's requests."""
+    """Yield each document's requests."""
     instruction = _tokens(dataset.instruction, dice)
     count = max(1, round(dataset.requests * scale))
     for begin in range(0, count, dataset.siblings):

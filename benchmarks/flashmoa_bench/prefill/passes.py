@@ -63,7 +63,10 @@ class OneToken:
         self._more = {"return_logprob": True} if logprobs else {}
 
     async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        """Raises: BadAnswer for anything but a token."""
+        """Ask for one token.
+
+        Raises: BadAnswer for anything but a token.
+        """
         body = {"input_ids": request.ids, "sampling_params": _ONE_TOKEN, **self._more}
         answer = await self._http.post(self._url, json=body)
         try:
@@ -118,7 +121,7 @@ class PrefillPass:
 async def play(
     ways: Sequence[AskFunction], requests: Sequence[PrefillRequest], at_once: int
 ) -> PrefillPass:
-    """All requests in their order, ``at_once`` of them at a time; several ways take turns."""
+    """Send all requests in their order, ``at_once`` of them at a time; several ways take turns."""
     waiting = list(enumerate(requests))
     waiting.reverse()
     answers: dict[str, PrefillAnswer] = {}
@@ -141,7 +144,7 @@ async def play(
 
 
 def unique_tokens(requests: Sequence[PrefillRequest]) -> int:
-    """Tokens of a radix tree with all prompts: what has to be computed at least."""
+    """Return the tokens of a radix tree with all prompts: what has to be computed at least."""
     prompts = sorted(request.ids for request in requests)
     shared = sum(_common(before, after) for before, after in pairwise(prompts))
     return sum(map(len, prompts)) - shared
@@ -167,7 +170,7 @@ class Agreement:
 
 
 def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPass]) -> Agreement:
-    """Of all answers in ``passes`` with those in ``expected``, by their names."""
+    """Compare all answers in ``passes`` with those in ``expected``, by their names."""
     found = [(expected[name], one) for each in passes for name, one in each.answers.items()]
     apart = [
         abs(one.logprob - other.logprob)
@@ -211,7 +214,12 @@ def summarise(
     expected: Mapping[str, PrefillAnswer],
     unique: int,
 ) -> list[PassRow]:
-    """``reference``: the way that gains are over. ``unique``: tokens of all prompts."""
+    """Summarise each way's passes.
+
+    Args:
+        reference: the way that gains are over.
+        unique: tokens of all prompts, each shared one counted once.
+    """
     base = seconds_of(passes[reference])
     rows: list[PassRow] = []
     for way, each in passes.items():
@@ -236,7 +244,7 @@ def summarise(
 
 
 def seconds_of(passes: Sequence[PrefillPass]) -> float:
-    """The median of their lengths."""
+    """Return the median of their lengths."""
     return median(one.seconds for one in passes)
 
 

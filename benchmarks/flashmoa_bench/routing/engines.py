@@ -58,7 +58,7 @@ class Cache:
         return len(hashes)
 
     def use(self, hashes: Sequence[int]) -> list[int]:
-        """These are in the cache, now the last used ones; the blocks that had to go for it."""
+        """Put these blocks into the cache as the last used; return those that had to go for it."""
         for block in reversed(hashes):
             self._held.pop(block, None)
             self._held[block] = None
@@ -100,7 +100,7 @@ class SimulatedEngine:
         self._queue.append(_Job(ask))
 
     def step(self) -> Step | None:
-        """The next forward, if there is anything to compute."""
+        """Compute the next forward, if there is anything to compute."""
         if not self._queue:
             return None
         step, room, work = Step(0.0), self.machine.batch_tokens, 0
@@ -158,7 +158,7 @@ class ReplayOutcome:
 
     @property
     def throughput(self) -> float:
-        """MixPrompt tokens per second."""
+        """Return the prompt tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -174,7 +174,7 @@ def replay(
     saturation: int | None = None,
     concurrency: int,
 ) -> ReplayOutcome:
-    """All requests as fast as they go, ``concurrency`` of them at a time.
+    """Replay all requests as fast as they go, ``concurrency`` of them at a time.
 
     Args:
         saturation: ``T`` of every engine, for policies that look at it.
@@ -246,7 +246,7 @@ class _Replay:
 
 
 def best_hit_rate(prompts: Iterable[Blocks]) -> float:
-    """Of one engine whose cache forgets nothing."""
+    """Return the hit rate of one engine whose cache forgets nothing."""
     seen: set[int] = set()
     cached = total = 0
     for blocks in prompts:

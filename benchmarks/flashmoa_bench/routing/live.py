@@ -86,7 +86,7 @@ async def measure(options: argparse.Namespace) -> None:
 
 
 def prompts(options: argparse.Namespace, seed: int) -> list[str]:
-    """Documents' requests in a third of the whole each, among the others."""
+    """Return prompts about documents, each one's in a third of the whole, among the others."""
     dice = random.Random(seed)
 
     def words(count: int) -> str:

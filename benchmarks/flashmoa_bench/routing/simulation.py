@@ -142,7 +142,7 @@ def run(
 
 
 def summarise(engines: int, outcomes: dict[str, ReplayOutcome]) -> Iterator[PolicyRow]:
-    """``outcomes``: by policy, ``random`` among them."""
+    """Yield a row for each policy; ``outcomes`` are by policy, ``random`` among them."""
     floor = outcomes["random"].throughput
     for policy, one in outcomes.items():
         yield PolicyRow(

@@ -67,14 +67,14 @@ class WorkflowRow:
     paper: float | None
 
     def relative(self, way: WorkflowWay, base: WorkflowWay) -> float | None:
-        """Latency over that of another way."""
+        """Return the latency over that of another way."""
         if way not in self.seconds or base not in self.seconds:
             return None
         return self.seconds[way] / self.seconds[base]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``flashmoa bench workflows``; returns the exit status."""
+    """Run ``flashmoa bench workflows``; return the exit status."""
     parser = command_line("workflows", __doc__, ROLES)
     known = [workflow.name for workflow in agent_workflows()]
     parser.add_argument("--workflows", nargs="+", choices=known, default=known, metavar="NAME")
@@ -108,7 +108,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 def _clients(engines: Engines, arguments: argparse.Namespace) -> dict[bool, Clients]:
-    """The engines by whether they have the plugin."""
+    """Return the clients by whether their engines have the plugin."""
 
     def pair(small: str, large: str) -> Clients:
         urls = (engines[name].url for name in (small, large))

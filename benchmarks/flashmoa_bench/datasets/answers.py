@@ -51,9 +51,7 @@ def stated(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Return the numbers in a text: 1,234.50, -3, 3/4, LaTeX fractions; currency signs are left
-    out.
-    """
+    """Return the numbers in a text: 1,234.50, -3, 3/4, LaTeX fractions; without currency signs."""
     text = _FRACTION.sub(r" \1/\2", text.replace("−", "-").replace("{,}", ","))
     return [
         Fraction(found[1].replace(",", "")) / int(found[2] or 1)

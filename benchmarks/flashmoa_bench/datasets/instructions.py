@@ -61,8 +61,10 @@ def read(row: PublishedRow, *, loosely: bool = True) -> Item:
 
 
 def loose(answer: str) -> list[str]:
-    """Return the answer with and without its first line, its last line and its asterisks: an
-    introduction, a closing remark and Markdown are forgiven (IFEval, arXiv 2311.07911, §2.2).
+    """Return the answer with and without its first line, its last line and its asterisks.
+
+    An introduction, a closing remark and Markdown are thereby forgiven (IFEval, arXiv 2311.07911,
+    §2.2).
     """
     lines = answer.split("\n")
     parts = (lines, lines[1:], lines[:-1], lines[1:-1])

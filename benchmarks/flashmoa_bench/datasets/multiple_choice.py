@@ -46,8 +46,10 @@ def read(row: PublishedRow) -> Item:
 
 
 def choice(answer: str) -> str | None:
-    """Return the option that an answer chooses: in a box or after "the answer is"; else the only
-    one in brackets on its last line, which may be in any language, or all that is said.
+    """Return the option that an answer chooses, if it chooses one.
+
+    It is in a box or after "the answer is"; else it is the only one in brackets on the last line,
+    which may be in any language, or all that is said.
     """
     given = [boxed(answer) or "", *stated(answer)]
     for said in given:

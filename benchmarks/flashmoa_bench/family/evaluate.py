@@ -78,8 +78,9 @@ def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
 
 
 def ranking(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None:
-    """Return the AUC: how often a right answer is more confident than a wrong one; None without
-    both.
+    """Return the AUC: how often a right answer is more confident than a wrong one.
+
+    ``None`` without answers of both kinds.
     """
     sides: dict[bool, list[float]] = {True: [], False: []}
     for question, answer in zip(asked, replies, strict=True):

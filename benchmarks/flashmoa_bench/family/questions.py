@@ -108,9 +108,7 @@ def is_right(question: Question, text: str) -> bool:
 
 
 def slips(question: Question, text: str) -> list[tuple[Operator, int]]:
-    """Return, of each line of an answer, its operator and how far it is off what follows from the
-    line before it.
-    """
+    """Return each line's operator and how far it is off what follows from the line before it."""
     found = list[tuple[Operator, int]]()
     before = question.start
     for line, value in zip(question.lines, map(int, _VALUE.findall(text)), strict=False):

@@ -172,9 +172,7 @@ class Training:
         }
 
     def _taken(self) -> dict[str, Any]:
-        """Return the stages that led here, the last one first, and what each took until it was
-        used.
-        """
+        """Return the stages that led here, the last one first, and what each took."""
         taken, name, spent = dict[str, Any](), self.name, self.spent
         while True:
             stage = STAGES[name]

@@ -1,4 +1,4 @@
-"""What the models learn from: prompts with right answers, made anew for every step.
+"""What the models learn from: prompts with right answers, generated afresh for every step.
 
 Some of the prompts are a proposer's, the others an aggregator's, in every form in which
 ``flashmoa.moa`` asks one. The answers that an aggregator sees are right or wrong as those of

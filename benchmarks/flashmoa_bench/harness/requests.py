@@ -15,7 +15,7 @@ import httpx
 from flashmoa.engine import BadAnswer, EngineClient, PromptUsage
 from flashmoa.linking.prompt_feed import PromptFeed
 
-# Every vocabulary has these ids, and they are nobody's special tokens.
+# Every vocabulary has these ids, and none has special tokens among them.
 _IDS = (1000, 4000)
 # Between two looks at what a source has written.
 _LOOK_SECONDS = 0.01
@@ -191,8 +191,9 @@ class Feeder:
                 await self._feed.delete()
 
     async def _look(self) -> None:
-        """Look at the source at intervals: clocks and other requests do not tell when they have
-        more.
+        """Look at the source at intervals.
+
+        Clocks and other requests do not tell when they have more.
         """
         while not self._over.is_set():
             with anyio.move_on_after(_LOOK_SECONDS):

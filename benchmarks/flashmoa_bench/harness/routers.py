@@ -36,7 +36,7 @@ Router.from_args(RouterArgs(
 )).start()
 """
 )
-# Of any vocabulary; few enough to be in nobody's way.
+# Every vocabulary has these tokens; they are too few to take room in a cache.
 _PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 
 

@@ -71,9 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def workloads(arguments: argparse.Namespace) -> list[Workload]:
-    """Return the grid: each dimension as given, else the default's or, with --full, the large
-    one's.
-    """
+    """Return the grid: what is not given is the default's or, with ``--full``, the large one's."""
     all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
     return [
         Workload(tps, prefix, upstream, concurrency)

@@ -35,7 +35,7 @@ class Workload:
     Attributes:
         tps: tokens per second of each upstream agent.
         prefix: tokens known beforehand, shared by the pipelines of a round.
-        upstream: tokens of each upstream agent, nobody else's.
+        upstream: tokens of each upstream agent, which no other one has.
         concurrency: pipelines at once.
     """
 
@@ -160,8 +160,10 @@ _PLAYS = {"sequential": _sequential, "batch": _batch, "linked": _linked}
 
 
 async def _floor(engine: EngineClient, pipelines: Sequence[Pipeline], dice: random.Random) -> float:
-    """Measure the seconds to the first token of the same prompts, all at once, whose last upstream
-    token and suffix are other ones, so that exactly they are not cached.
+    """Measure the least seconds to the first token that any overlap could reach.
+
+    The same prompts are sent all at once with another last upstream token and another suffix, so
+    that exactly these are not cached.
     """
 
     async def one(pipeline: Pipeline) -> float:

@@ -275,8 +275,9 @@ async def _answer(competition: Competition, way: MixtureWay, item: Item) -> Mixt
 
 
 def _graded(item: Item, outcome: MixtureOutcome | None) -> Answered:
-    """Score an answer, in the main thread, where Math-Verify can stop a comparison that is too
-    slow.
+    """Score an answer.
+
+    This is done in the main thread, where Math-Verify can stop a comparison that is too slow.
     """
     score = item.score(outcome.text) if outcome is not None else 0.0
     return Answered(item.id, item.group, score, outcome)

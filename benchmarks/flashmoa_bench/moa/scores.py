@@ -151,7 +151,8 @@ def accuracy(scored: Sequence[Answered]) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[WayFigures]) -> str | None:
-    """Tell whether anything that asks several models is more accurate than the best of them alone;
+    """Tell whether asking several models is more accurate than the best of them alone.
+
     ``None`` if that was not measured.
     """
     scored = [row for row in rows if row.accuracy]

@@ -50,7 +50,7 @@ ROLES = (
 )
 # One engine against the best of stock SGLang; two engines against taking turns.
 GOALS = {OURS: 1.35, gateways.OURS: 1.16}
-# Every vocabulary has these ids, and they are nobody's special tokens.
+# Every vocabulary has these ids, and none has special tokens among them.
 _FIRST_ID, _IDS = 1000, 3000
 _SECONDS = 600.0
 

@@ -87,7 +87,7 @@ class Scored:
     """
 
     def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
-        # Whoever asks keeps to a limit.
+        # play() limits how many requests are sent at once.
         self._scorer = Scorer(engine, concurrency=len(likeliest))
         self._likeliest = likeliest
 

@@ -1,9 +1,6 @@
-"""Routing policies on simulated engines (MoE-Prefill §7, §8.2, Table 2).
+"""Routing policies on simulated engines with the shape of Qwen3-235B-A22B: figures and tables.
 
-The paper's mix of prefill-only requests, with synthetic texts, over 2 and 8 engines with the shape
-of Qwen3-235B-A22B: random, in turn, sglang-router's cache_aware, and FlashMoA's, with and without
-the engines' KV events and as the paper has it, where nobody waits for a saturated engine. Nothing
-is computed and nothing is timed; the same seed gives the same figures.
+Nothing is computed and nothing is timed; the same seed gives the same figures.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
 from flashmoa_bench.routing.engines import Machine, ReplayOutcome, best_hit_rate, replay
 
 OURS, SILENT = "prefix_aware", "prefix_aware, no events"
-PAPER = "prefix_aware, nobody waits"
+PAPER = "prefix_aware, the paper's rule"
 # Qwen3-235B-A22B.
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 94,

@@ -36,7 +36,7 @@ def test_a_batch_has_exactly_its_tokens() -> None:
     assert [len(ids) for ids in batch(64, 1000, random.Random(0))] == [64]
 
 
-def test_what_is_exposed_is_what_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exposed_is_the_time_that_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
     rows = summarise(SECONDS, OPTIONS, QWEN)
     assert [(row.tokens, row.way, row.exposed) for row in rows] == [
         (100, RESIDENT, 0.0),
@@ -66,5 +66,5 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     assert all(row.teraflops is row.mfu is None for row in summarise(SECONDS, OPTIONS, None))
 
 
-def test_there_is_no_scheduler_in_this_session() -> None:
+def test_peak_resident_is_none_without_a_scheduler() -> None:
     assert peak_resident(os.getsid(0)) is None

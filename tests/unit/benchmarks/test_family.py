@@ -23,7 +23,7 @@ from flashmoa.moa.prompts import Order
 QUESTION = Question(47, (ProgramLine("+", 85), ProgramLine("*", 7), ProgramLine("-", 30)))
 
 
-def test_a_question_is_told_and_worked_line_by_line() -> None:
+def test_a_question_is_asked_and_solved_line_by_line() -> None:
     told = "a = 47, b = a + 85, c = b * 07, d = c - 30. Find d modulo 100."
     assert QUESTION.text == told
     assert QUESTION.solution == "b = 32, c = 24, d = 94. Answer: 94"
@@ -62,7 +62,7 @@ def test_no_question_for_training_is_held_out() -> None:
     assert learned.isdisjoint(islice(questions(0, held_out=True), 300))
 
 
-def test_a_mistake_in_one_line_is_carried_on() -> None:
+def test_a_mistake_in_one_line_changes_later_lines() -> None:
     values = QUESTION.values(lambda line, value: value + 1 if line == 0 else value)
     assert values == [33, 31, 1]
 
@@ -90,7 +90,7 @@ def test_chunks_stand_where_a_staircase_puts_them(order: Order, asked: list[str]
     assert [message["content"] for message in messages[1:]] == asked
 
 
-def test_lessons_are_the_same_for_a_seed() -> None:
+def test_training_examples_are_the_same_for_a_seed() -> None:
     assert examples(5, 20, 0.5) == examples(5, 20, 0.5)
 
 
@@ -125,7 +125,7 @@ def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
     assert (before - after).abs().max() < before.abs().max() / 20
 
 
-def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
+def test_a_slip_is_a_value_that_does_not_follow_from_the_line_before() -> None:
     found = slips(QUESTION, "b = 22, c = 54, d = 24. Answer: 34")
     assert found == [("+", 90), ("*", 0), ("-", 0)]
 
@@ -133,7 +133,7 @@ def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
 @pytest.mark.parametrize(
     ("served", "begun", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
 )
-def test_served_turns_begin_with_the_last_words_of_those_before(
+def test_served_interleaved_turns_repeat_the_last_words(
     served: bool, begun: list[str], turn: str
 ) -> None:
     from flashmoa_bench.family.evaluate import staircase_answers

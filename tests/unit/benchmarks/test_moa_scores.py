@@ -55,7 +55,7 @@ def test_scores_are_means_of_groups_and_of_all() -> None:
     assert full.failed == 1
 
 
-def test_agents_left_out_and_what_deciding_took() -> None:
+def test_early_exit_reports_unused_proposers_and_decision_time() -> None:
     full = summarise(TIMED, TIMED, "all-to-all", "one layer")[1]
     assert full.used["small"] == {"easy": 1, "hard": 1, "all": 1}
     assert full.used["large"]["all"] == pytest.approx(1 / 3)
@@ -64,7 +64,7 @@ def test_agents_left_out_and_what_deciding_took() -> None:
     assert full.decision == pytest.approx(0.2)
 
 
-def test_prompts_of_every_agent_are_told_and_what_is_unknown_stays_so() -> None:
+def test_prompt_tokens_are_shown_by_agent_and_unknown_ones_stay_unknown() -> None:
     full = summarise(TIMED, None, "all-to-all", "one layer")[1]
     assert full.prompts == {
         "1.1": PromptTokens(50, 0, None, None),
@@ -78,9 +78,7 @@ def test_prompts_of_every_agent_are_told_and_what_is_unknown_stays_so() -> None:
 
 
 @pytest.mark.parametrize(("mixed", "told"), [(0, "not more"), (1, "more")])
-def test_it_is_said_whether_several_models_are_better_than_the_best_alone(
-    mixed: float, told: str
-) -> None:
+def test_verdict_compares_mixtures_with_the_best_model_alone(mixed: float, told: str) -> None:
     scored: dict[MixtureWay, list[Answered]] = {
         "small": [answered(1, "easy", 0, 1.0)],
         "large": [answered(1, "easy", 0.5, 1.0)],
@@ -92,6 +90,6 @@ def test_it_is_said_whether_several_models_are_better_than_the_best_alone(
     assert verdict(summarise(TIMED, TIMED, "full", "full")) is None
 
 
-def test_without_scores_those_that_were_timed_say_who_was_needed() -> None:
+def test_timed_questions_tell_which_proposers_were_used_if_none_are_scored() -> None:
     full = summarise(TIMED, None, "all-to-all", "one layer")[1]
     assert not full.accuracy and full.used == summarise(TIMED, TIMED, "full", "full")[1].used

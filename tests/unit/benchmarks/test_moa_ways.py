@@ -21,7 +21,7 @@ def test_algorithm_1_is_measured_as_published_whatever_the_command_line_says() -
     assert leaving("tree + overlap", POLICY, "Q") is None
 
 
-def test_every_question_has_a_coin_of_its_own() -> None:
+def test_each_question_draws_its_own_random_number() -> None:
     first, other, again = (leaving("full", POLICY, text) for text in ("Q1", "Q2", "Q1"))
     assert first is not None and other is not None
     assert first == again and first.seed != other.seed

@@ -78,7 +78,7 @@ def test_gains_are_those_of_the_medians(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.anyio
-async def test_ways_take_turns_and_nothing_is_asked_twice() -> None:
+async def test_ways_take_turns_and_each_request_is_asked_once() -> None:
     asked: list[tuple[str, str]] = []
 
     def way(name: str) -> AskFunction:

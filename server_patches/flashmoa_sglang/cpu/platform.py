@@ -15,7 +15,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
 from flashmoa_sglang import cpu, releases
-from flashmoa_sglang.cpu.unpinned import Unpinned, as_it_is
+from flashmoa_sglang.cpu.host_memory import Unpinned, as_it_is
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

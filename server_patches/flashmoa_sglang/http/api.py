@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
-from flashmoa_sglang.http.checks import check_ids
+from flashmoa_sglang.http.client_requests import check_ids
 from flashmoa_sglang.http.engine import Engine, Superseded
 from flashmoa_sglang.http.errors import (
     ApiError,

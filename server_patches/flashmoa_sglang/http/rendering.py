@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang import releases
-from flashmoa_sglang.http import finals
-from flashmoa_sglang.http.errors import MalformedRequest
+from flashmoa_sglang.http import stream_requests
+from flashmoa_sglang.http.errors import Malformed
 from flashmoa_sglang.http.token_buffer import Sealed, TokenBuffer
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def wrap_encode(tokenizer: Any) -> None:
         if rendered is not None and isinstance(text, str):
             rendered.pieces.append(Piece(text, special))
             return []
-        final = finals.current()
+        final = stream_requests.current()
         if final is not None and isinstance(text, str):
             ids = final.encode(text, special)
             if ids is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.data_parallel import choose_rank
 from flashmoa_sglang.http.errors import (
     EngineDraining,
     PromptTooLarge,
@@ -23,11 +24,10 @@ from flashmoa_sglang.http.errors import (
     StreamUnknown,
     TooManyStreams,
 )
-from flashmoa_sglang.http.keeper import Keeper
-from flashmoa_sglang.http.pace import Pace
 from flashmoa_sglang.http.prefilling import Prefiller
-from flashmoa_sglang.http.ranks import choose_rank
 from flashmoa_sglang.http.stream import Ending, PromptStream
+from flashmoa_sglang.http.supervised_tasks import SupervisedTasks
+from flashmoa_sglang.http.trigger import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ class StreamTable:
         self._ended: OrderedDict[str, Ending] = OrderedDict()
         self._pace = Pace()
         self._prefiller = Prefiller(engine, self._open.values())
-        self._keeper = Keeper(lambda: bool(self._open), self._fail)
+        self._tasks = SupervisedTasks(lambda: bool(self._open), self._fail)
         engine.when_room(self._offer_room)
 
     def __len__(self) -> int:
@@ -99,13 +99,13 @@ class StreamTable:
                 "Delete some, or send the request without one."
             )
         self._open[stream.id] = stream
-        metrics.streams_open(len(self._open))
-        metrics.buffered(stream.certain_tokens())
+        metrics.set_open(len(self._open))
+        metrics.count("stream_tokens_buffered", stream.certain_tokens())
         self._set_pace(stream)
         self._touch(stream)
-        self._keeper.keep("prompt streams, prefilling", self._prefiller.run)
+        self._tasks.ensure("prompt streams, prefilling", self._prefiller.run)
         # By itself, so that no stream outlives its time because another one is prefilled.
-        self._keeper.keep("prompt streams, lifetimes", self._watch_lifetimes)
+        self._tasks.ensure("prompt streams, lifetimes", self._watch_lifetimes)
 
     def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
         """Buffer text or token ids; ``end``: the last ones.
@@ -156,7 +156,7 @@ class StreamTable:
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
-        metrics.buffered(stream.certain_tokens() - certain)
+        metrics.count("stream_tokens_buffered", stream.certain_tokens() - certain)
         self._set_pace(stream)
         self._touch(stream)
 
@@ -177,8 +177,8 @@ class StreamTable:
         stream.closed = ending
         del self._open[stream.id]
         self._ended[stream.id] = ending
-        metrics.streams_open(len(self._open))
-        metrics.ended(ending)
+        metrics.set_open(len(self._open))
+        metrics.count("streams_ended", ending=ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
         if stream.rid is not None:

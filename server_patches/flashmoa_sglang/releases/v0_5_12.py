@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.cpu.unpinned import Unpinned
+from flashmoa_sglang.cpu.host_memory import Unpinned
 from flashmoa_sglang.releases import v0_5_18
 
 if TYPE_CHECKING:

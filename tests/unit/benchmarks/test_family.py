@@ -96,7 +96,7 @@ def test_training_examples_are_the_same_for_a_seed() -> None:
 
 def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
     from flashmoa_bench.family.tokenizer import family_tokenizer
-    from flashmoa_sglang.http.cuts import CUTS, find_cuts
+    from flashmoa_sglang.http.token_boundaries import CUTS, find_cuts
 
     tokenizer = family_tokenizer(4096)
     assert tokenizer.tokenize("b = 02, c = ") == ["bĠ=Ġ", "0", "2", ",", "ĠcĠ=Ġ"]

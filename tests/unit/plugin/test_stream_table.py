@@ -105,7 +105,7 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
 async def test_a_mistake_is_said_once_and_ends_nothing(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.http.keeper._PAUSE_AFTER_MISTAKE", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
     table = StreamTable(engine)  # type: ignore[arg-type]
     engine.mistake = ZeroDivisionError("a mistake of ours")
     with caplog.at_level(logging.ERROR):

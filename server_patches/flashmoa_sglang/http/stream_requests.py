@@ -6,6 +6,7 @@ taken from the stream as far as the texts agree, and its answer is told what cam
 
 from __future__ import annotations
 
+import json
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import kv_free
-from flashmoa_sglang.http import checks, hints, marks, metrics
+from flashmoa_sglang.http import client_requests, metrics
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.streams import StreamTable
 
 
-class Final:
+class StreamRequest:
     """One request that names a prompt stream.
 
     ``status`` after :meth:`use`: ``hit`` (the stream was a true prefix), ``mispredicted``
@@ -43,7 +44,7 @@ class Final:
         self.usage: dict[str, Any] | None = None
 
     def encode(self, text: str, special: bool) -> list[int] | None:
-        """Tokens of the prompt ``text``, or ``None`` where the stream cannot help."""
+        """Return the tokens of the prompt ``text``; ``None`` where the stream cannot help."""
         if self._stream is None or self._stream.buffer is None:
             return None
         first, self._text = not self._text, self._text + text
@@ -58,7 +59,9 @@ class Final:
             ValueError: the request is a batch (SGLang answers 400).
         """
         if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
-            raise ValueError(f"{hints.STREAM} goes with one prompt; send a batch without it.")
+            raise ValueError(
+                f"{client_requests.STREAM} goes with one prompt; send a batch without it."
+            )
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
             stream, self.status, self._reads_kv = None, "other_namespace", False
@@ -73,7 +76,7 @@ class Final:
         late = max(0, len(obj.input_ids or ()) - stream.prefilled)
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
-        marks.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
+        client_requests.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
 
     def _claim(self) -> PromptStream | None:
         if self._stream is not None and self._stream.claimed:
@@ -107,7 +110,8 @@ class Final:
         stream = self._stream if self._reads_kv else None
         streamed = min(cached, stream.computed) if stream is not None else 0
         if self.usage is None:
-            metrics.final(self.status, meta["prompt_tokens"] - cached)
+            metrics.count("finals", status=self.status)
+            metrics.count("final_late_tokens", meta["prompt_tokens"] - cached)
         self.usage = {
             "cached_tokens": cached,
             "streamed_tokens": streamed,
@@ -121,71 +125,71 @@ class Final:
         meta.update(self.usage)
 
     def refused(self) -> None:
-        """SGLang does not take the request: its stream is there for the next."""
+        """Leave the stream to the next request, as SGLang does not take this one."""
         if self._claimed and self._stream is not None and self._stream.closed is None:
             self._table.unclaim(self._stream)
             self._claimed = False
 
     def done(self) -> None:
-        """The request has the KV itself now, or is over."""
+        """Close the stream: the request has the KV itself now, or is over."""
         if self._claimed and self._stream is not None:
             self._table.close(self._stream, "used")
 
 
 def _shares_kv(obj: Any, stream: PromptStream) -> bool:
-    """Whether a request's KV is in the namespace of its stream's."""
+    """Return whether a request's KV is in the namespace of its stream's."""
     return all(
         (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
     )
 
 
-_current: ContextVar[Final | None] = ContextVar("flashmoa_final", default=None)
+_current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
 
 
-def current() -> Final | None:
+def current() -> StreamRequest | None:
+    """Return the request of this context, if it names a prompt stream."""
     return _current.get()
 
 
-def bind(table: StreamTable, http_request: Any) -> Final | None:
-    """The stream named by an HTTP request's body, for the rest of this request's context.
+def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
+    """Find the stream that an HTTP request's body names, for the rest of the request's context.
 
     Raises:
         ValueError: a hint is malformed (SGLang answers 400).
     """
-    stream_id = hints.of(http_request).stream_id
+    stream_id = client_requests.read_hints(http_request).stream_id
     if stream_id is None:
         return None
-    final = Final(table, stream_id)
-    _current.set(final)
-    return final
+    request = StreamRequest(table, stream_id)
+    _current.set(request)
+    return request
 
 
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
 ) -> Any:
-    """``TokenizerManager.generate_request`` for what clients send.
+    """Run ``TokenizerManager.generate_request`` for what clients send.
 
     Raises:
-        ValueError: a hint is malformed, or the plugin's own mark is forged.
+        ValueError: a hint is malformed, a token id does not exist, or the plugin's mark is forged.
     """
-    checks.check(obj, manager.model_config.vocab_size)
-    marks.refuse_forged(obj)
+    client_requests.check(obj, manager.model_config.vocab_size)
     if not hasattr(obj, "stream"):  # An embedding.
         return original(manager, obj, http_request)
     kv_free.check(obj)
-    expected_output = hints.of(http_request).expected_output
-    final = current() or bind(manager.flashmoa_table, http_request)
-    if final is None:
+    expected_output = client_requests.read_hints(http_request).expected_output
+    request = current() or bind(manager.flashmoa_table, http_request)
+    if request is None:
         _put_expectation(obj, expected_output)
         return original(manager, obj, http_request)
     outputs = original(manager, obj, http_request)
-    prepare = partial(final.use, obj, manager.mm_processor is not None, expected_output)
-    return _generate(outputs, final, prepare, http_request)
+    prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
+    return _generate(outputs, request, prepare, http_request)
 
 
 async def _generate(
-    outputs: Any, final: Final, prepare: Callable[[], None], http_request: Any
-) -> AsyncIterator[dict[str, Any]]:
+    outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
+) -> AsyncIterator[Any]:
     # Claimed here and not before: only a generator that has started can be relied on to end.
     try:
         prepare()
@@ -193,18 +197,55 @@ async def _generate(
             async for output in outputs:
                 # A list where several answers to the prompt were asked for.
                 for answer in output if isinstance(output, list) else [output]:
-                    final.annotate(answer)
-                final.done()
+                    request.annotate(answer)
+                request.done()
                 yield output
     except ValueError:
         # What SGLang raises for a request it refuses, and for a client that is gone.
         if http_request is None or not await http_request.is_disconnected():
-            final.refused()
+            request.refused()
         raise
     finally:
-        final.done()
+        request.done()
 
 
 def _put_expectation(obj: Any, expected_output: int | None) -> None:
-    if expected_output is not None and marks.decodes(obj):
-        marks.put_mark(obj, RequestMark(expected_output=expected_output))
+    if expected_output is not None and client_requests.decodes(obj):
+        client_requests.put_mark(obj, RequestMark(expected_output=expected_output))
+
+
+def annotate_chat(result: Any, request: StreamRequest) -> Any:
+    """Add the stream's figures to the usage of a chat answer, streaming or not."""
+    if hasattr(result, "body_iterator"):
+        result.body_iterator = _annotate_events(result.body_iterator, request)
+        return result
+    if getattr(result, "usage", None) is None or request.usage is None:
+        return result
+    from fastapi.responses import JSONResponse
+
+    payload = json.loads(result.model_dump_json())
+    _extend(payload["usage"], request.usage)
+    return JSONResponse(payload)
+
+
+async def _annotate_events(events: Any, request: StreamRequest) -> AsyncIterator[Any]:
+    async for event in events:
+        text = event if isinstance(event, str) else event.decode()
+        yield _annotate_event(text, request) if '"usage":{' in text.replace(" ", "") else event
+
+
+def _annotate_event(event: str, request: StreamRequest) -> str:
+    if not event.startswith("data: {") or request.usage is None:
+        return event
+    payload = json.loads(event[len("data: ") :])
+    if payload.get("usage"):
+        _extend(payload["usage"], request.usage)
+    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+
+
+def _extend(usage: dict[str, Any], figures: dict[str, Any]) -> None:
+    details = dict(usage.get("prompt_tokens_details") or {})
+    for name in ("cached_tokens", "streamed_tokens", "late_tokens"):
+        details[name] = figures[name]
+    usage["prompt_tokens_details"] = details
+    usage["prompt_stream"] = figures["prompt_stream"]

@@ -1,9 +1,13 @@
-"""KV on its way from a prefill engine to a decode engine where both are CPUs."""
+"""Host memory in place of a GPU's, and never pinned: what SGLang's code is told of it on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def use_host_memory(
@@ -30,3 +34,28 @@ def _in_host_memory(usual: Callable[..., None]) -> Callable[..., None]:
         agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
 
     return init
+
+
+_MAKERS = {"tensor", "zeros", "empty", "arange"}
+
+
+class Unpinned(ModuleType):
+    """Stands for ``torch`` in a module that asks for pinned memory without a look at the device."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        return _without_pinning(found) if name in _MAKERS else found
+
+
+def _without_pinning(make: Any) -> Any:
+    def made(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return make(*args, **options)
+
+    return made
+
+
+def as_it_is(tensor: Tensor, _device: object = None) -> Tensor:
+    """In place of ``Tensor.pin_memory``."""
+    return tensor

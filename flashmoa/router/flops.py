@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flashmoa.errors import FlashMoAError
+
 # The MLPs of these model types have two matrices, not three.
 _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
 _FULL = {"full_attention", "attention"}
@@ -92,7 +94,7 @@ def _pairs_within(length: int, window: int) -> int:
     return _pairs(near) + (length - near) * window
 
 
-class UnknownShape(ValueError):
+class UnknownShape(FlashMoAError, ValueError):
     """Raised when a config does not determine what a token costs; count tokens instead."""
 
 

@@ -49,13 +49,13 @@ def along(
     sizes: Sequence[int],
     replies: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Build what an aggregator is asked in a round of a ``Staircase``, as ``prompt_of`` does.
+    """Build what a ``Staircase``'s aggregator is asked in a round, like ``staircase_messages``.
 
     ``answers``: whole; their chunks are cut here. ``sizes``: of the chunks that have come, in
-    tokens of ``CHARACTERS``. ``replies``: the aggregator's own of the rounds before.
+    tokens of ``CHARACTERS_PER_TOKEN``. ``replies``: the aggregator's own of the rounds before.
     """
     ends = list(accumulate((size * CHARACTERS_PER_TOKEN for size in sizes), initial=0))
     rounds = [[text[begin:end] for text in answers] for begin, end in pairwise(ends)]
     if order != "contiguous":
         rounds = [titled(prompt, chunks) for chunks in rounds]
-    return prompt_of(order, prompt, conversation(question), rounds, replies)
+    return staircase_messages(order, prompt, conversation(question), rounds, replies)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.flops import Measure
-from flashmoa.router.policies import EngineTraits, Policy, Waiting
+from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa_bench.prefill.mix import MixRequest
 
 
@@ -192,7 +192,7 @@ class _Replay:
         self._running: list[tuple[float, str, Step]] = []
         self._idle = set(self._engines)
         self._asks: dict[str, MixRequest] = {}
-        self._queue: list[Waiting] = []
+        self._queue: list[WaitingRequest] = []
         for name, machine in machines.items():
             policy.join(name, machine.traits(saturation))
 

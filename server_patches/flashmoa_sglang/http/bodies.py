@@ -8,7 +8,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
-from flashmoa_sglang.http.errors import Malformed
+from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.stream import Terms
 
 T = TypeVar("T", bound=BaseModel)

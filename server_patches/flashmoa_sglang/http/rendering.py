@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang import releases
 from flashmoa_sglang.http import stream_requests
-from flashmoa_sglang.http.errors import Malformed
+from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.token_buffer import Sealed, TokenBuffer
 
 if TYPE_CHECKING:

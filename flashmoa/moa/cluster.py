@@ -75,7 +75,8 @@ class Cluster:
 
     Args:
         room: is asked how many tokens there are for all answers together.
-        stall_seconds: how long to wait for an answer's next piece, once it has begun.
+        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``:
+            for ever.
         scores: decides about early exit, if anything does.
         leave: is called with each member that the cluster no longer waits for.
 
@@ -89,7 +90,7 @@ class Cluster:
         members: Sequence[Member],
         *,
         room: Room,
-        stall_seconds: float,
+        stall_seconds: float | None,
         scores: ScoredAnswers | None,
         leave: Callable[[Member], None],
     ) -> None:

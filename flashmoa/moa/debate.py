@@ -237,12 +237,12 @@ class _OnStaircase(DebateRun):
         self, debate: Debate, flow: Workflow, question: Messages, times: CallTimes, steps: Steps
     ) -> None:
         super().__init__(debate)
-        self._times = times
         self._layers = StaircaseLayers(
             flow,
             question,
             debate.debaters,
             steps,
+            times=times,
             listener=debate.listener,
             stall_seconds=debate.stall_seconds,
         )
@@ -258,7 +258,7 @@ class _OnStaircase(DebateRun):
         self._layers.cancel()
 
     async def _records(self) -> list[list[AgentAnswer]]:
-        return await self._layers.records(self._times)
+        return await self._layers.records()
 
 
 async def _unlimited() -> None:

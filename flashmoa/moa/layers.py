@@ -21,10 +21,13 @@ class AgentLayers:
 
     Args:
         times: listens to the workflow.
-        stall_seconds: how long to wait for an answer's next piece, once it has begun.
+        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``:
+            for ever.
     """
 
-    def __init__(self, flow: Workflow, times: CallTimes, stall_seconds: float) -> None:
+    def __init__(
+        self, flow: Workflow, times: CallTimes, stall_seconds: float | None = None
+    ) -> None:
         self._flow = flow
         self._times = times
         self._stall_seconds = stall_seconds
@@ -107,33 +110,31 @@ class StaircaseLayers:
 
     Args:
         models: the first layer's, which answer the question each by itself.
+        times: listens to the workflow.
         listener: is called with the events of later layers; the workflow has its own.
         stall_seconds: how long to wait for the next piece of a first layer's answer, once it has
             begun; ``None``: for ever.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all are parts of one question
         self,
         flow: Workflow,
         question: Messages,
         models: Sequence[Model],
         steps: Steps,
         *,
+        times: CallTimes,
         listener: Listener,
         stall_seconds: float | None = None,
     ) -> None:
         self._flow = flow
         self._question = question
-        self._models = models
         self._steps = steps
         self._listener = listener
         self._stall_seconds = stall_seconds
         self._is_cancelled = False
-        self._first: list[Answer] = []
-        for place, model in enumerate(models, 1):
-            parameters: dict[str, Any] = {"model": model.model, **model.sampling}
-            name = f"1.{place}"
-            self._first.append(flow.ask(question, engine=model.engine, name=name, **parameters))
+        self._first = AgentLayers(flow, times)
+        self._first_answers = [self._first.ask(0, model, question) for model in models]
         # Of every layer but the last, the answers as the next layer reads them.
         self._chunked: list[list[ChunkedText]] = []
         self._writers: list[list[IncrementalWriter]] = []
@@ -141,7 +142,7 @@ class StaircaseLayers:
     @property
     def answers(self) -> list[list[Text]]:
         """Return the agents' answers by layer."""
-        return [[*self._first], *([one.answer for one in layer] for layer in self._writers)]
+        return [[*self._first_answers], *([one.answer for one in layer] for layer in self._writers)]
 
     def add(
         self, prompts: Sequence[AggregationPrompt], models: Sequence[Model]
@@ -173,33 +174,27 @@ class StaircaseLayers:
     def cancel(self) -> None:
         """Stop every agent; does nothing to those that have finished."""
         self._is_cancelled = True
-        for agent in (*self._first, *(one for layer in self._writers for one in layer)):
-            agent.cancel()
+        self._first.cancel()
+        for writer in (one for layer in self._writers for one in layer):
+            writer.cancel()
 
-    async def records(self, times: CallTimes) -> list[list[AgentAnswer]]:
+    async def records(self) -> list[list[AgentAnswer]]:
         """Wait for all agents and return what each wrote, and when, by layer and place.
-
-        Args:
-            times: listens to the workflow.
 
         Raises: UpstreamCancelled after :meth:`cancel`, unless all had finished before.
         """
-        records: list[list[AgentAnswer]] = []
-        for layer, answers in enumerate(self.answers):
-            records.append([])
-            for place, answer in enumerate(answers):
-                problem = await self._problem(answer)
-                if layer:
-                    record = self._writers[layer - 1][place].record(layer, place)
-                else:
-                    record = self._first_record(place, times)
-                is_used = not problem
-                if layer < len(self._chunked):
+        problems = [[await self._problem(answer) for answer in layer] for layer in self.answers]
+        records = [*self._first.records()]
+        for number, layer in enumerate(self._writers, 1):
+            records.append([writer.record(number, place) for place, writer in enumerate(layer)])
+        for number, layer in enumerate(records):
+            for record, problem in zip(layer, problems[number], strict=True):
+                record.problem, is_used = problem, not problem
+                if number < len(self._chunked):
                     # An agent that wrote a chunk was read, whatever came after it.
-                    source = self._chunked[layer][place]
-                    is_used, problem = not source.failed, source.problem or problem
-                record.status, record.problem = "used" if is_used else "failed", problem
-                records[-1].append(record)
+                    source = self._chunked[number][record.place]
+                    record.problem, is_used = source.problem or problem, not source.failed
+                record.status = "used" if is_used else "failed"
         return records
 
     async def _problem(self, answer: Text) -> str:
@@ -211,10 +206,3 @@ class StaircaseLayers:
                 raise
             return str(error) or type(error).__name__
         return "" if text.strip() else "it answered nothing"
-
-    def _first_record(self, place: int, times: CallTimes) -> AgentAnswer:
-        answer, model = self._first[place], self._models[place]
-        record = AgentAnswer(0, place, model.model, model.engine.url, text=answer.written)
-        record.usage, record.finish_reason = answer.usage, answer.finish_reason
-        times.fill(record, answer.name)
-        return record

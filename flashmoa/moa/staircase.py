@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 
 from flashmoa import Workflow
 from flashmoa.linking.link import Ahead
-from flashmoa.moa.agents import Model, raise_as_mixture_failed
+from flashmoa.moa.agents import CallTimes, Model, raise_as_mixture_failed
 from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.layers import StaircaseLayers
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Order, Question, conversation
 from flashmoa.moa.results import StaircaseResult
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe import Listener, both, contained, ignore
 
 
 class Staircase:
@@ -74,9 +74,10 @@ class Staircase:
 
         Raises: as :meth:`answer`.
         """
-        engine = self.aggregator.engine
-        async with Workflow(engine, ahead=self.ahead, listener=self.listener) as flow:
-            run = StaircaseRun(self, flow, conversation(question))
+        times = CallTimes()
+        listener = both(self.listener, times)
+        async with Workflow(self.aggregator.engine, ahead=self.ahead, listener=listener) as flow:
+            run = StaircaseRun(self, flow, conversation(question), times)
             try:
                 yield run
             finally:
@@ -86,10 +87,17 @@ class Staircase:
 class StaircaseRun:
     """One question on a staircase; ``async for`` yields the pieces of the answer."""
 
-    def __init__(self, staircase: Staircase, flow: Workflow, question: Messages) -> None:
+    def __init__(
+        self, staircase: Staircase, flow: Workflow, question: Messages, times: CallTimes
+    ) -> None:
         self._began = time.time()
         self._layers = StaircaseLayers(
-            flow, question, staircase.proposers, staircase.steps, listener=staircase.listener
+            flow,
+            question,
+            staircase.proposers,
+            staircase.steps,
+            times=times,
+            listener=staircase.listener,
         )
         [self._writer] = self._layers.add([staircase.prompt], [staircase.aggregator])
 

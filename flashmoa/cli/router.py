@@ -1,7 +1,7 @@
 """``flashmoa router``: several engines, or a PD pair, behind one address.
 
-With --engine, each request goes where its prefix is. With --prefill and --pd-router, requests may
-read each other's answers, and their prompts are prefilled while those are written.
+With --engine, each request goes where its prefix is cached. With --prefill and --pd-router,
+requests may read each other's answers, and their prompts are prefilled while those are written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashmoa.engine import engine_url
+
 if TYPE_CHECKING:
     from flashmoa.router.application import RouterOptions
     from flashmoa.router.shell.application import ShellOptions
@@ -21,13 +23,13 @@ POLICIES = ("prefix_aware", "cache_aware", "round_robin", "random")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until stopped; returns the exit status."""
+    """Serve until stopped; return the exit status."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if bool(chosen.pd_router) != bool(chosen.prefill) or bool(chosen.engine) == bool(
         chosen.prefill
     ):
-        parser.error("give --engine, or --prefill and --pd-router")
+        parser.error("give either --engine, or --prefill and --pd-router")
     try:
         import uvicorn
 
@@ -69,9 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30200)
     parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
-    parser.add_argument("--patience", type=float, default=8.0, help="delay taken for work saved")
+    parser.add_argument("--patience", type=float, default=8.0, help="delay accepted per work saved")
     parser.add_argument(
-        "--saturation", type=float, default=1.2, metavar="FORWARDS", help="of work; 0: no limit"
+        "--saturation",
+        type=float,
+        default=1.2,
+        metavar="FORWARDS",
+        help="per engine; 0: no limit",
     )
     parser.add_argument("--model-config", type=Path, help="the model's config.json, for FLOPs")
     parser.add_argument("--api-key", help="for the router's own questions to the engines")
@@ -87,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(chosen: argparse.Namespace) -> RouterOptions:
-    from flashmoa.engine import engine_url
     from flashmoa.router.application import RouterOptions
     from flashmoa.router.policies import CacheAware, Random, RoundRobin
     from flashmoa.router.prefix_aware import PrefixAware
@@ -113,7 +118,6 @@ def _options(chosen: argparse.Namespace) -> RouterOptions:
 
 
 def _shell_options(chosen: argparse.Namespace) -> ShellOptions:
-    from flashmoa.engine import engine_url
     from flashmoa.router.shell.application import ShellOptions
 
     return ShellOptions(

@@ -1,4 +1,4 @@
-"""``flashmoa score INPUT.jsonl --out OUT.jsonl``: how likely given answers are, line by line."""
+"""``flashmoa score INPUT.jsonl --out OUT.jsonl``: score given answers, line by line."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ each line of INPUT is an object with a context ("context": text or token ids, or
   "candidates": [...]                what may follow it: texts, or token ids
   "labels": [...] or {name: text}    candidates of one token each
   "options": [...]                   lettered, for one choice; with "multiple": true each by itself
-and an "id" if you like. Run again with the same arguments, it goes on where it ended.
+and an "id" if you like. The same command run again goes on where the last run ended.
 
-exit status: 0 every line is scored, 3 some were skipped, 1 it stopped before the end
+exit status: 0 every line is scored, 3 some were skipped, 1 the run stopped before the end
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Score a file; returns the exit status."""
+    """Score a file; return the exit status."""
     options = _options(arguments)
     shown = _Shown(options.input)
     started = time.monotonic()
@@ -81,7 +81,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--engine", metavar="URL", help="http://HOST:PORT; OPENAI_BASE_URL, or this machine's 30000"
     )
-    parser.add_argument("--api-key", metavar="KEY", help="what the engine was started with")
+    parser.add_argument("--api-key", metavar="KEY", help="the key that the engine was started with")
     parser.add_argument(
         "--errors", type=Path, metavar="FILE", help="lines that were skipped (OUT.errors.jsonl)"
     )
@@ -92,13 +92,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="JSON",
         help='of the chat template, such as {"enable_thinking": false}',
     )
-    parser.add_argument("--overwrite", action="store_true", help="begin anew")
+    parser.add_argument("--overwrite", action="store_true", help="start over")
     options = parser.parse_args(arguments)
     options.errors = options.errors or options.out.with_suffix(".errors.jsonl")
     if options.concurrency < 1:
-        parser.error("--concurrency is at least 1")
+        parser.error(f"--concurrency {options.concurrency} is not at least 1")
     if len({one.resolve() for one in (options.input, options.out, options.errors)}) < 3:
-        parser.error("INPUT, OUT and the errors are three files")
+        parser.error("INPUT, OUT and the file of errors must be three different files")
     try:
         options.engine = self_hosted_url(options.engine)
     except ValueError as error:
@@ -112,14 +112,14 @@ def _json_object(text: str) -> Mapping[str, Any]:
     try:
         value: Any = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return cast("dict[str, Any]", value)
 
 
 class _Shown:
-    """How far it is: a bar on a terminal, else a line now and then."""
+    """Shows the progress: a bar on a terminal, else a line now and then."""
 
     def __init__(self, source: Path) -> None:
         self._size = source.stat().st_size if source.exists() else 0

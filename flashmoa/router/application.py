@@ -215,7 +215,7 @@ class _Router:
             observer = PlacementObserver(self._metrics, place.engine, place)
             answer = await self._forward(call, place.engine, observer, stack)
             if call.path == STREAMS:
-                self._pool.stream_opened(answer.body, place.engine)
+                self._pool.stream_opened(answer, place.engine)
             return answer
         raise AssertionError  # The context never suppresses an exception.
 
@@ -271,20 +271,19 @@ class _Router:
         """Empty every engine's cache."""
         replies = await self._pool.ask("POST", call.target, call.api_key)
         for engine, reply in replies.items():
-            if reply.is_success:
+            if reply.status_code == 200:
                 self._dispatcher.cleared(engine)
-        worst = max(replies.values(), key=lambda one: one.status)
-        return Response(worst.content, worst.status, media_type=worst.media_type)
+        return max(replies.values(), key=lambda one: one.status_code)
 
     async def info(self, _request: Request, call: ForwardedRequest) -> Response:
         """Answer what all engines can do, as one engine would, and the router's own state."""
-        replies = await self._pool.successes("GET", "/flashmoa/info", call.api_key)
+        infos = await self._pool.ask_objects("/flashmoa/info", call.api_key)
         engines = [
             {"url": one.url, "is_up": one.is_up, "unit": one.unit, "saturation": one.saturation}
             for one in self._engines.values()
         ]
         state = {"engines": engines, "waiting": self._dispatcher.waiting}
-        return json_answer({**merged_info([one.object() for one in replies]), "router": state})
+        return json_answer({**merged_info(infos), "router": state})
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self._dispatcher.engines else 503)

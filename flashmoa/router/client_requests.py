@@ -85,13 +85,6 @@ class Repeat(Enum):
     NEVER = "never"
 
 
-def repeat_rule(method: str, path: str) -> Repeat:
-    """Return when a request to ``path`` may be sent a second time."""
-    if method in _IDEMPOTENT or _NUMBERED.fullmatch(path):
-        return Repeat.ALWAYS
-    return Repeat.UNANSWERED if path in _COMPUTING else Repeat.NEVER
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
     """A client's request as the router passes it on.
@@ -110,7 +103,9 @@ class ForwardedRequest:
     @property
     def repeat(self) -> Repeat:
         """Return when it may be sent a second time."""
-        return repeat_rule(self.method, self.path)
+        if self.method in _IDEMPOTENT or _NUMBERED.fullmatch(self.path):
+            return Repeat.ALWAYS
+        return Repeat.UNANSWERED if self.path in _COMPUTING else Repeat.NEVER
 
     @property
     def api_key(self) -> dict[str, str]:
@@ -152,7 +147,7 @@ async def respond(request: Request, max_body_bytes: int, handler: Handler) -> Re
         async with while_connected(request):
             return await handler(request, ForwardedRequest.from_client(request, body))
     except AllEnginesRefused as error:
-        return Response(error.content, error.status, media_type=error.media_type)
+        return error.response
     except EngineLost as error:
         return refusal(error.status, f"the engine is gone: {error}")
     except RouterError as error:
@@ -171,10 +166,10 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes | memoryview) -> dict[str, Any]:
     """Return the JSON object in ``body``, or an empty one if it has none."""
     try:
-        return _parsed_object(body)
+        return _parsed_object(bytes(body))
     except RecursionError:
         return {}
 

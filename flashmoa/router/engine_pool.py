@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from starlette.responses import Response
 
 from flashmoa.router.client_requests import STREAMS, Repeat, json_object
 from flashmoa.router.connections import Connections
@@ -18,23 +18,6 @@ from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
 _MAX_REMEMBERED = 100_000
 _GONE = 410
 _SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReply:
-    """An engine's answer to a question of the router."""
-
-    status: int
-    content: bytes
-    media_type: str
-
-    @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
-
-    def object(self) -> dict[str, Any]:
-        """Return the answer's JSON object, or an empty one if it has none."""
-        return json_object(self.content)
 
 
 class EnginePool:
@@ -58,9 +41,9 @@ class EnginePool:
             raise NoEngine
         return up[next(self._turn) % len(up)]
 
-    def stream_opened(self, answer: bytes | memoryview, engine: str) -> None:
+    def stream_opened(self, answer: Response, engine: str) -> None:
         """Remember the prompt stream that an engine's answer says it has opened, if it does."""
-        stream = json_object(bytes(answer)).get("id")
+        stream = json_object(answer.body).get("id")
         if isinstance(stream, str):
             self._remember(stream, engine)
 
@@ -81,38 +64,34 @@ class EnginePool:
             return None
         replies = await self.ask("GET", f"{STREAMS}/{stream}", headers)
         for engine, reply in replies.items():
-            if reply.is_success or reply.status == _GONE:
+            if reply.status_code in (200, _GONE):
                 self._remember(stream, engine)
                 return engine
-        refused = [reply for reply in replies.values() if reply.status in (401, 403)]
+        refused = [reply for reply in replies.values() if reply.status_code in (401, 403)]
         if len(refused) == len(replies):
-            raise _refused(refused[0])
+            raise AllEnginesRefused(refused[0])
         return None
 
     async def open_streams(self, headers: Mapping[str, str]) -> int:
         """Count the prompt streams of all engines. Raises: NoEngine; AllEnginesRefused."""
-        told = [
-            reply.object().get("open") for reply in await self.successes("GET", STREAMS, headers)
-        ]
-        return sum(count for count in told if isinstance(count, int))
+        counts = [one.get("open") for one in await self.ask_objects(STREAMS, headers)]
+        return sum(count for count in counts if isinstance(count, int))
 
-    async def successes(
-        self, method: str, target: str, headers: Mapping[str, str]
-    ) -> list[EngineReply]:
-        """Ask all engines; return the successful replies. Raises: NoEngine; AllEnginesRefused."""
-        replies = list((await self.ask(method, target, headers)).values())
-        if not (successes := [reply for reply in replies if reply.is_success]):
-            raise _refused(replies[0])
-        return successes
+    async def ask_objects(self, target: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Get JSON objects from all engines that give one. Raises: NoEngine; AllEnginesRefused."""
+        replies = list((await self.ask("GET", target, headers)).values())
+        if not (given := [reply for reply in replies if reply.status_code == 200]):
+            raise AllEnginesRefused(replies[0])
+        return [json_object(reply.body) for reply in given]
 
     async def ask(
         self, method: str, target: str, headers: Mapping[str, str]
-    ) -> dict[str, EngineReply]:
+    ) -> dict[str, Response]:
         """Ask all engines that are up the same; return the replies by engine.
 
         Raises: NoEngine if none replies.
         """
-        replies: dict[str, EngineReply] = {}
+        replies: dict[str, Response] = {}
 
         async def ask_one(engine: str) -> None:
             try:
@@ -123,7 +102,7 @@ class EnginePool:
                     )
                     answer.close()
                     kind = answer.content_type
-                    replies[engine] = EngineReply(answer.status, content or b"", kind)
+                    replies[engine] = Response(content, answer.status, media_type=kind)
             except EngineLost:
                 return
 
@@ -138,10 +117,6 @@ class EnginePool:
         self._streams[stream] = engine
         while len(self._streams) > _MAX_REMEMBERED:
             self._streams.popitem(last=False)
-
-
-def _refused(reply: EngineReply) -> AllEnginesRefused:
-    return AllEnginesRefused(reply.status, reply.content, reply.media_type)
 
 
 def merged_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,9 @@
 
 from __future__ import annotations
 
-from flashmoa.errors import FlashMoAError
+from starlette.responses import Response
+
+from flashmoa.engine import FlashMoAError
 
 
 class RouterError(FlashMoAError):
@@ -85,11 +87,10 @@ class AllEnginesRefused(RouterError):
     """Raised when every engine refuses what the router asked all of them.
 
     Attributes:
-        content, media_type: one engine's answer, which the client gets as it is.
+        response: one engine's answer, which the client gets as it is.
     """
 
-    def __init__(self, status: int, content: bytes, media_type: str) -> None:
-        super().__init__(f"every engine refuses; one answered {status}")
-        self.status = status
-        self.content = content
-        self.media_type = media_type
+    def __init__(self, response: Response) -> None:
+        super().__init__(f"every engine refuses; one answered {response.status_code}")
+        self.status = response.status_code
+        self.response = response

@@ -13,38 +13,51 @@ from flashmoa.router.policies import Policy
 from flashmoa.router.prefix_aware import PrefixAware
 
 
-class RouterMetrics:
+class _Metrics:
+    """A registry of one router's metrics, whose names begin with ``prefix``."""
+
+    prefix = ""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"{self.prefix}_{name}", about, labels, registry=self._registry)
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(f"{self.prefix}_{name}", about, labels, registry=self._registry)
+
+
+class RouterMetrics(_Metrics):
     """What the router counts.
 
     Args:
         policy: its loads are shown if it is prefix-aware.
     """
 
+    prefix = "flashmoa_router"
+
     def __init__(
         self, dispatcher: Dispatcher, engines: Collection[RoutedEngine], policy: Policy
     ) -> None:
+        super().__init__()
         self._dispatcher = dispatcher
         self._engines = engines
         self._policy = policy if isinstance(policy, PrefixAware) else None
-        self._registry = CollectorRegistry()
-        self._answers = self._counter("requests", "Requests by engine and ending", "ending")
-        self._tokens = self._counter("prompt_tokens", "Prompt tokens sent")
-        self._cached = self._counter("cached_tokens", "Prompt tokens that engines had cached")
-        self._waiting = Gauge(
-            "flashmoa_router_waiting", "Requests without an engine", registry=self._registry
+        self._answers = self._counter(
+            "requests", "Requests by engine and ending", "engine", "ending"
         )
-        self._up = self._gauge("engine_up", "Whether requests are sent to it")
-        self._load = self._gauge("engine_load", "Outstanding prefill work, in its unit")
-        self._saturated = self._gauge("engine_saturated", "Whether its load is at the threshold")
-        self._blocks = self._gauge("engine_blocks", "Blocks believed to be in its cache")
-
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(
-            f"flashmoa_router_{name}", about, ("engine", *labels), registry=self._registry
+        self._tokens = self._counter("prompt_tokens", "Prompt tokens sent", "engine")
+        self._cached = self._counter(
+            "cached_tokens", "Prompt tokens that engines had cached", "engine"
         )
-
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(f"flashmoa_router_{name}", about, ("engine",), registry=self._registry)
+        self._waiting = self._gauge("waiting", "Requests without an engine")
+        self._up = self._gauge("engine_up", "Whether requests are sent to it", "engine")
+        self._load = self._gauge("engine_load", "Outstanding prefill work, in its unit", "engine")
+        self._saturated = self._gauge(
+            "engine_saturated", "Whether its load is at the threshold", "engine"
+        )
+        self._blocks = self._gauge("engine_blocks", "Blocks believed to be in its cache", "engine")
 
     def sent(self, engine: str, tokens: int) -> None:
         self._tokens.labels(engine).inc(tokens)
@@ -68,27 +81,21 @@ class RouterMetrics:
         return generate_latest(self._registry)
 
 
-class ShellMetrics:
+class ShellMetrics(_Metrics):
     """What the shell router counts."""
 
+    prefix = "flashmoa_shell"
+
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "flashmoa_shell_requests", "Requests by ending", ("ending",), registry=self._registry
+        super().__init__()
+        self._requests = self._counter("requests", "Requests by ending", "ending")
+        self._ahead = self._counter(
+            "ahead_tokens", "Prompt tokens that were cached when their last answer was complete"
         )
-        self._ahead = Counter(
-            "flashmoa_shell_ahead_tokens",
-            "Prompt tokens that were cached when their last answer was complete",
-            registry=self._registry,
+        self._late = self._counter(
+            "late_tokens", "Prompt tokens computed after that, before the request was sent"
         )
-        self._late = Counter(
-            "flashmoa_shell_late_tokens",
-            "Prompt tokens computed after that, before the request was sent",
-            registry=self._registry,
-        )
-        self._agents = Gauge(
-            "flashmoa_shell_agents", "Answers in the agent prompt cache", registry=self._registry
-        )
+        self._agents = self._gauge("agents", "Answers in the agent prompt cache")
 
     def ended(self, ending: str) -> None:
         """Count an ending: ``answered``, ``refused``, ``left`` or ``lost``."""

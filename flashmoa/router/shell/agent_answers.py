@@ -139,7 +139,9 @@ class AnswerRecorder(AnswerObserver):
         ending: how the response ended, see :class:`~flashmoa.router.forwarding.AnswerObserver`.
     """
 
-    def __init__(self, answer: GrowingAnswer | None, metrics: ShellMetrics, streams: bool) -> None:
+    def __init__(
+        self, answer: GrowingAnswer | None, metrics: ShellMetrics, streams: bool = False
+    ) -> None:
         self._answer = answer
         self._metrics = metrics
         self._streams = streams

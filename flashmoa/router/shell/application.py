@@ -114,14 +114,14 @@ class _Shell:
     async def _pass_on(self, call: ForwardedRequest) -> Response:
         prefills = any(call.path.startswith(path) for path in _PREFILL_ROUTES)
         target = self._options.prefill if prefills else self._options.pd_router
-        return await self._send(call, target, self._recorder(None))
+        return await self._send(call, target, AnswerRecorder(None, self._metrics))
 
     async def _answer(self, call: ForwardedRequest) -> Response:
         body = request_object(call.body)
         request = parse_request(call.path, body)
         if request.is_ordinary:
             async with self._stream_of(body, call):
-                return await self._send(call, self._options.pd_router, self._recorder(None))
+                return await self._pass_on(call)
         if (refused := await self._refused_key(call)) is not None:
             return refused
         client = call.api_key.get("authorization", "")
@@ -208,7 +208,7 @@ class _Shell:
         collects = own is not None and not streams and request.form != "chat"
         if collects:
             body["stream"] = True
-        recorder = self._recorder(own, streams or collects)
+        recorder = AnswerRecorder(own, self._metrics, streams or collects)
         sent = replace(call, body=json.dumps(body).encode())
         answer = await self._send(sent, self._options.pd_router, recorder)
         if collects and isinstance(answer, RelayedStream):
@@ -218,9 +218,6 @@ class _Shell:
             failed = "error" in recorder.last
             return json_answer(recorder.last, 502 if failed else answer.status_code)
         return answer
-
-    def _recorder(self, own: GrowingAnswer | None, streams: bool = False) -> AnswerRecorder:
-        return AnswerRecorder(own, self._metrics, streams)
 
     async def _send(
         self, call: ForwardedRequest, target: str, recorder: AnswerRecorder

@@ -24,10 +24,6 @@ _logged: set[tuple[str, type[BaseException]]] = set()
 class TextPrompt(Prompt):
     """A prompt in text form; its slots bear agents' names."""
 
-    def whole(self) -> str:
-        """Return all that is certain of the prompt."""
-        return self.stable()
-
     async def follow(self, answer: GrowingAnswer, changed: Callable[[], None]) -> None:
         """Take an answer in, from its first piece to its last. Raises: the error it failed with."""
         slots = [slot for slot in self.slots if slot.name == answer.name]
@@ -57,8 +53,8 @@ class TokenPrompt:
     def is_complete(self) -> bool:
         return not self._open
 
-    def whole(self) -> list[int]:
-        """Return all that is certain of the prompt."""
+    def stable(self) -> list[int]:
+        """Return all tokens that are certain."""
         ids: list[int] = []
         for part in self._parts:
             ids += self._answers[part] if isinstance(part, str) else part
@@ -68,7 +64,7 @@ class TokenPrompt:
 
     def take(self) -> list[int]:
         """Return what has become certain since the last call."""
-        new = self.whole()[self._taken :]
+        new = self.stable()[self._taken :]
         self._taken += len(new)
         return new
 
@@ -115,7 +111,7 @@ class EarlyPrefill:
                 for answer in self._answers.values():
                     group.start_soon(self._follow, prompt, feed, answer)
                 # The prompt may begin with an answer.
-                if not prompt.whole():
+                if not prompt.stable():
                     await self._begun.wait()
                 await feed.run()
         except* Exception as errors:
@@ -128,7 +124,7 @@ class EarlyPrefill:
         """
         if self._prompt is None or not self._prompt.is_complete:
             return None
-        whole = self._prompt.whole()
+        whole = self._prompt.stable()
         if not whole:
             return None
         try:
@@ -177,7 +173,7 @@ class EarlyPrefill:
     ) -> None:
         def changed() -> None:
             feed.changed()
-            if not self._begun.is_set() and prompt.whole():
+            if not self._begun.is_set() and prompt.stable():
                 self._begun.set()
 
         try:

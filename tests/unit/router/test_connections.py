@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from flashmoa.router.client_requests import Repeat, repeat_rule
+from flashmoa.router.client_requests import ForwardedRequest, Repeat
 from flashmoa.router.connections import Connections, connections
 from flashmoa.router.errors import EngineLost
 
@@ -182,4 +182,4 @@ async def test_engine_gone_at_the_second_attempt_counts_as_reached() -> None:
     ],
 )
 def test_repeat_rule_of_each_route(method: str, path: str, expected: Repeat) -> None:
-    assert repeat_rule(method, path) is expected
+    assert ForwardedRequest(method, path, path, {}, b"").repeat is expected

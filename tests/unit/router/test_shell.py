@@ -190,7 +190,7 @@ async def test_text_fills_its_slot_and_a_failure_is_raised() -> None:
     assert prompt.take() == "Plan: "
     answer.close()
     await prompt.follow(answer, lambda: None)
-    assert prompt.whole() == "Plan: walk!" and prompt.is_complete
+    assert prompt.stable() == "Plan: walk!" and prompt.is_complete
     with pytest.raises(AgentFailed, match="tokens are not known"):
         await TokenPrompt(["a"]).follow(answer, lambda: None)
     failing = GrowingAnswer("a")

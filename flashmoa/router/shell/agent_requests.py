@@ -134,9 +134,10 @@ def _text(part: Any, marks: dict[str, str]) -> str:
 def _tokens(part: Any, marks: dict[str, str]) -> str | tuple[int, ...]:
     ids = _get(part, "input_ids")
     if isinstance(ids, list):
-        if all(type(one) is int for one in cast("list[Any]", ids)):
-            return tuple(cast("list[int]", ids))
-        raise ValueError(f"input_ids of a part are the token ids of one text, not {ids!r}")
+        wrong = [one for one in cast("list[Any]", ids) if type(one) is not int]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is among the token ids of a part; give integers only")
+        return tuple(cast("list[int]", ids))
     _mark(part, marks)
     return part["agent"]
 

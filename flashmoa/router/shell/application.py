@@ -188,7 +188,7 @@ class _Shell:
         if waiting.cancelled_caught:
             late = ", ".join(agent for agent, one in answers.items() if not one.is_over)
             raise AgentFailed(
-                f"{late} did not write an answer within {self._options.agent_seconds:g} s"
+                f"{late} did not write an answer in time ({self._options.agent_seconds:g} s)"
             )
 
     async def _write(

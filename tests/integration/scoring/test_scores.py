@@ -82,7 +82,7 @@ async def test_messages_are_scored_as_the_chat_template_renders_them(
     assert found.candidates == list(labels)
     assert_exact(found, reference(ids, [tokenizer.encode("Y"), tokenizer.encode("N")]))
     assert found.usage.requests == 1
-    with pytest.raises(CandidateRefused, match=r"'Melbourne' is \d tokens .*, \['M"):
+    with pytest.raises(CandidateRefused, match=r"'Melbourne' has \d tokens .*, \['M"):
         await scorer.classify(CHAT, ["Melbourne", "N"])
 
 
@@ -102,7 +102,7 @@ async def test_choose_takes_one_prefill(
     assert in_chat.usage.requests == 1
     with pytest.raises(ValueError, match="1 to 26 options, not for 27"):
         await scorer.choose("What now?", [str(number) for number in range(27)])
-    with pytest.raises(ValueError, match="token ids are for score"):
+    with pytest.raises(ValueError, match="cannot follow token ids"):
         await scorer.choose([1, 2], options)
 
 
@@ -229,9 +229,9 @@ async def test_context_still_being_written_is_prefilled_meanwhile(
         ("One", [""], "has no tokens"),
         ("One", [], "at least one candidate"),
         ("", [" two"], "context is empty"),
-        ([], [" two"], "none is empty"),
+        ([], [" two"], "not empty"),
         ([5] * 20, ["two"], "give candidates as token ids"),
-        ([1, 2.5], [" two"], "list of messages or a list of token ids"),
+        ([1, 2.5], [" two"], "list of messages or of token ids"),
     ],
 )
 async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(

@@ -1,4 +1,4 @@
-// What is said of the call or the notes that the pointer or the focus is on.
+// The card that describes the call or the notes under the pointer or the focus.
 
 const PLACES = { prompt: 1, cached: 2, streamed: 3, late: 4, written: 5 };
 
@@ -8,7 +8,7 @@ class Card {
     this.run = run;
   }
 
-  // `at`: the rectangle, in the window, that the card is not to cover.
+  // `at`: the rectangle, in the window, that the card must not cover.
   show(rows, title, at) {
     const list = element("dl");
     for (const [name, value] of rows) {

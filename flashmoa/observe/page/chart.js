@@ -1,5 +1,5 @@
-// The timeline: draws what lies within the view, so that thousands of calls cost no more than
-// what fits on the screen.
+// The timeline. Only what lies within the view is drawn, so that thousands of calls cost no more
+// than what fits on the screen.
 
 const SIDE = 18;
 const MOST_FLOWS = 400;
@@ -123,7 +123,7 @@ class Chart {
     return [...lines, ...bars];
   }
 
-  // Calls of a few pixels are lines of one path per lane: thousands are drawn in no time.
+  // Calls of a few pixels are lines of one path per lane, which is fast for thousands of them.
   #thin(thin, call, row) {
     const marks = call.spans.map(([start]) => ["ahead", start, row.ahead, ROW.aheadHeight]);
     const kind = call.failed === null ? "decode" : "failed";
@@ -168,7 +168,7 @@ class Chart {
     };
   }
 
-  // A bar that would lie in the pixel of the one of its kind before it is left out.
+  // A bar in the same pixel as the previous one of its kind is left out.
   #bar(group, last, row, [start, end, y, height, kind, more = {}]) {
     const key = `${row} ${kind}`;
     const left = Math.max(this.x(start), -5);
@@ -202,7 +202,7 @@ class Chart {
       for (const [from, start, end] of call.from) {
         const kind = index === this.active || from === this.active ? "flow lit" : "flow";
         call.spans.forEach(([at], span) => {
-          // What a prefill computes has come since the one before it began.
+          // What a prefill computes has arrived since the previous one began.
           const before = span ? call.spans[span - 1][0] : at;
           if (at < start || end < before || at < this.view.from || at > this.view.to) return;
           paths.push(shape("path", { class: kind, d: this.#flow(this.run.calls[from], call, at) }));
@@ -245,7 +245,7 @@ class Chart {
   }
 }
 
-// What to write into a call's bar, the longest that has room.
+// The longest text that fits into a call's bar.
 function inside(call) {
   if (call.failed !== null) return ["✕ failed", "✕"];
   if (call.token === null) return [];

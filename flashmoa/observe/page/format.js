@@ -36,7 +36,7 @@ function moment(at, digits, long) {
   return `${Math.floor(at / 60)}:${rest}`;
 }
 
-// Texts are set as text, never as markup: names and answers are whatever somebody wrote.
+// Texts are set as text, never as markup: names and answers may contain anything.
 function element(name, text, attributes = {}) {
   return filled(document.createElement(name), text, attributes);
 }

@@ -1,4 +1,4 @@
-// Where lanes are, from top to bottom: per engine a heading, per agent its rows.
+// Positions of the lanes from top to bottom: a heading for each engine, rows for each agent.
 
 const HEADING = 28;
 const BADGES = 17;
@@ -13,7 +13,7 @@ function layout(run) {
   run.lanes.forEach((lane, index) => {
     if (lane.engine !== engine) {
       engine = lane.engine;
-      headings.push({ top, text: engine || "no engine told" });
+      headings.push({ top, text: engine || "engine unknown" });
       top += HEADING;
     }
     const badges = noted.has(index) ? BADGES : 0;
@@ -24,7 +24,7 @@ function layout(run) {
   return { headings, lanes, height: top + 6 };
 }
 
-// Of a call's row: the tops of what was prefilled ahead of it, and of the call itself.
+// The tops, in a call's row, of the prefills ahead of it and of the call itself.
 function rowOf(places, call) {
   const top = places.lanes[call.lane].first + call.row * ROW.height;
   return { top, ahead: top + ROW.ahead, call: top + ROW.call };

@@ -110,7 +110,7 @@ function start() {
   const [chart, axis, names, lanes] = ["chart", "axis", "names", "lanes"].map(node);
   const view = new View(new Chart(run, { chart, axis, names, lanes }), new Card(node("card"), run));
   const begin = new Date(run.begin * 1000).toLocaleString();
-  node("when").textContent = run.calls.length ? begin : "No call is in this trace.";
+  node("when").textContent = run.calls.length ? begin : "This trace has no calls.";
   summarise(run);
   compare(run);
   node("explanation").textContent = run.explanation;

@@ -1,4 +1,4 @@
-// Zooming, moving, pointing and going from call to call with the keyboard.
+// Zooming, panning, pointing, and moving from call to call with the keyboard.
 
 const CLOSEST = 1e-3;
 

@@ -1,4 +1,4 @@
-"""The Grafana board: what it asks, and of which metrics."""
+"""The queries of the Grafana board, and the metrics they use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BOARD = Path(__file__).parents[3] / "docs" / "grafana" / "flashmoa.json"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One line of a panel. ``promql`` as the board has it, with Grafana's variables."""
+    """One line of a panel; ``promql`` is the board's, with Grafana's variables."""
 
     panel: str
     legend: str
     promql: str
 
     def filled_in(self, interval: str) -> str:
-        """As Grafana sends it for all engines."""
+        """Return the query as Grafana sends it for all engines."""
         return self.promql.replace("$__rate_interval", interval).replace("$instance", ".+")
 
 
@@ -30,8 +30,10 @@ def queries() -> list[Query]:
 
 
 def metric_names() -> set[str]:
-    """Of all queries, and of the board's variables; as regular expressions, since a name is not
-    the same in each format of ``/metrics``: OpenMetrics has no colons in it."""
+    """Return the metrics of all queries and of the board's variables, as regular expressions.
+
+    A name differs between the formats of ``/metrics``: OpenMetrics allows no colon in it.
+    """
     return set(re.findall(r"\b(?:flashmoa|sglang)\[:_\]\w+", BOARD.read_text()))
 
 

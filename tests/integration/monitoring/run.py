@@ -1,4 +1,4 @@
-"""Every query of the Grafana board, asked of a real Prometheus that scrapes a real engine.
+"""Run every query of the Grafana board on a real Prometheus that scrapes a real engine.
 
     .venv/bin/python -m tests.integration.monitoring.run docs/results/cpu/grafana.json
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 GUIDE = ROOT / "examples" / "guides" / "nepal.md"
 POOL_TOKENS = 5000
 LOAD_SECONDS = 40.0
-# As long as Grafana makes it for scrapes of this interval: four of them.
+# Grafana's rate interval is four scrape intervals.
 SCRAPE, RATE = "1s", "4s"
 
 
@@ -70,7 +70,7 @@ async def _load(client: EngineClient) -> None:
 
 
 async def _chains(client: EngineClient, number: int, until: float) -> None:
-    """Writer and reviewers, again and again: the reviewers' prompts are streamed, and alike."""
+    """Run a writer and reviewers in a loop; the reviewers' prompts are streamed, and alike."""
     guide, more = GUIDE.read_text(), {"model": "tiny", "ignore_eos": True, "temperature": 0}
     turn = 0
     while time.monotonic() < until:
@@ -86,7 +86,7 @@ async def _chains(client: EngineClient, number: int, until: float) -> None:
 
 @asynccontextmanager
 async def _prometheus(engine: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """One that scrapes the engine; a client of its HTTP API."""
+    """Start one that scrapes the engine; yield a client of its HTTP API."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -127,7 +127,7 @@ async def _ready(http: httpx.AsyncClient) -> None:
 
 
 async def _ask(http: httpx.AsyncClient, query: Query, begin: float, end: float) -> dict[str, Any]:
-    """A query over the whole run: how many samples it has that are numbers, and the highest."""
+    """Run a query over the whole run; return its number of numeric samples, and the highest."""
     asked = {"query": query.filled_in(RATE), "start": begin, "end": end, "step": SCRAPE}
     answer = (await http.get("/api/v1/query_range", params=asked)).json()
     if answer["status"] != "success":

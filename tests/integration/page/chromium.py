@@ -37,11 +37,11 @@ _FONTS = """<?xml version="1.0"?>
 
 
 class NoChromium(Exception):
-    """None is installed, and none could be fetched."""
+    """Raised when no Chromium is installed and none could be fetched."""
 
 
 def chromium() -> tuple[Path, dict[str, str]]:
-    """Its executable, and the environment to run it in.
+    """Return its executable, and the environment to run it in.
 
     Raises: NoChromium.
     """

@@ -1,4 +1,4 @@
-"""Runs that no engine has to make: a long one, and one of somebody who wishes ill."""
+"""Made-up runs: a long one, and a hostile one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AGENTS = 14
 
 
 def hostile() -> list[Event]:
-    """Everything that is told in words, told by ``HOSTILE``."""
+    """Return events whose every text is ``HOSTILE``."""
     one = {"agent": HOSTILE, "engine": f"http://{HOSTILE}"}
     two = {"agent": "quiet", "engine": "http://b"}
     called = CallStarted(**one, at=0.0, call_id=HOSTILE, model=HOSTILE)
@@ -39,7 +39,7 @@ def hostile() -> list[Event]:
 
 
 def long_run(calls: int) -> list[Event]:
-    """Agents in turn, 1.2 seconds each, every call with six prefills ahead of it."""
+    """Return calls of agents in turn, 1.2 s each, with six prefills ahead of each."""
     return [event for number in range(calls) for event in _turn(number)]
 
 

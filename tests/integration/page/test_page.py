@@ -23,7 +23,7 @@ RUN = Path(__file__).parents[3] / "docs" / "images" / "run.jsonl"
 
 Show = Callable[..., Page]
 
-# A machine may be busy with other things.
+# The machine may be busy.
 expect.set_options(timeout=30_000)
 
 
@@ -43,7 +43,7 @@ def browser() -> Generator[Browser]:
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Generator[Show]:
-    """Opens the page of a run; at the end, nothing went wrong in it or was loaded by it."""
+    """Open the page of a run; check at the end that it had no errors and loaded nothing."""
     wrong: list[str] = []
 
     def open_page(events: Sequence[Event], **context: Any) -> Page:
@@ -69,7 +69,7 @@ def show(browser: Browser, tmp_path: Path) -> Generator[Show]:
     assert wrong == []
 
 
-def test_what_is_on_it(show: Show) -> None:
+def test_page_shows_lanes_flows_figures_and_calls(show: Show) -> None:
     shown = show(read(RUN))
     assert shown.locator("#names b").all_inner_texts() == [
         "planner",
@@ -84,14 +84,14 @@ def test_what_is_on_it(show: Show) -> None:
     assert shown.locator("path.flow").count() > 20
     expect(shown.locator("#summary")).to_contain_text("3 of 4")
     expect(shown.locator("#overlap")).to_contain_text("tokens) ahead")
-    expect(shown.locator("#explanation")).to_contain_text("no measured comparison")
+    expect(shown.locator("#explanation")).to_contain_text("not a measured comparison")
     rows = shown.locator("#calls tbody tr")
     assert rows.count() == 4
     assert rows.nth(3).locator("td").all_inner_texts()[1] == "summary"
     assert rows.nth(3).locator("td").last.inner_text() == "hit"
 
 
-def test_pointing_tells_of_a_call_and_of_a_prefill(show: Show) -> None:
+def test_hovering_shows_a_card_for_a_call_and_a_prefill(show: Show) -> None:
     events = read(RUN)
     usage = calls(events)[3].usage
     assert usage is not None
@@ -109,7 +109,7 @@ def test_pointing_tells_of_a_call_and_of_a_prefill(show: Show) -> None:
     expect(card).to_be_hidden()
 
 
-def test_the_keyboard_goes_from_call_to_call(show: Show) -> None:
+def test_arrow_keys_go_from_call_to_call(show: Show) -> None:
     shown = show(read(RUN))
     lanes, card = shown.locator("#lanes"), shown.locator("#card")
     while lanes.evaluate("node => node !== document.activeElement"):
@@ -129,7 +129,7 @@ def test_the_keyboard_goes_from_call_to_call(show: Show) -> None:
     expect(card).to_be_hidden()
 
 
-def test_it_zooms_and_moves(show: Show) -> None:
+def test_zooming_and_panning(show: Show) -> None:
     shown = show(read(RUN))
     axis = shown.locator("#axis text")
     whole = axis.all_text_contents()
@@ -153,16 +153,16 @@ def test_it_zooms_and_moves(show: Show) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_drawn_in_both_colour_schemes(show: Show, scheme: str, tmp_path: Path) -> None:
+def test_both_colour_schemes_are_drawn(show: Show, scheme: str, tmp_path: Path) -> None:
     shown = show(read(RUN), color_scheme=scheme)
     ground = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") is (scheme == "light")
-    # Where to keep what it looks like.
+    # A folder in which the screenshots are kept.
     folder = Path(os.environ.get("FLASHMOA_SCREENSHOTS", tmp_path))
     assert len(shown.screenshot(path=folder / f"timeline-{scheme}.png")) > 20_000
 
 
-def test_what_others_wrote_is_text(show: Show) -> None:
+def test_agents_names_and_texts_are_shown_as_text(show: Show) -> None:
     shown = show(hostile())
     assert shown.locator("#names b").all_inner_texts() == [HOSTILE, "quiet"]
     assert shown.locator("img, iframe, script:not(#run)").count() == 1
@@ -176,7 +176,7 @@ def test_what_others_wrote_is_text(show: Show) -> None:
     expect(shown.locator("#card")).to_contain_text("failed")
 
 
-def test_two_thousand_calls(show: Show) -> None:
+def test_two_thousand_calls_draw_only_what_is_visible(show: Show) -> None:
     shown = show(long_run(2000))
     assert len(shown.content()) < 5_000_000
     drawn = "document.querySelectorAll('#lanes *').length"
@@ -190,7 +190,7 @@ def test_two_thousand_calls(show: Show) -> None:
     assert shown.evaluate(drawn) < 3000
 
 
-def test_an_empty_trace_has_a_page(browser: Browser, tmp_path: Path) -> None:
+def test_page_of_an_empty_trace(browser: Browser, tmp_path: Path) -> None:
     trace, file = tmp_path / "run.jsonl", tmp_path / "run.html"
     trace.write_text("")
     assert command.main([str(trace), "--html", str(file)]) == 0
@@ -198,7 +198,7 @@ def test_an_empty_trace_has_a_page(browser: Browser, tmp_path: Path) -> None:
     errors: list[str] = []
     shown.on("pageerror", lambda error: errors.append(str(error)))
     shown.goto(file.as_uri())
-    expect(shown.locator("#when")).to_contain_text("No call is in this trace")
+    expect(shown.locator("#when")).to_contain_text("This trace has no calls")
     expect(shown.locator("#lanes .grid").first).to_be_attached()
     shown.close()
     assert errors == []

@@ -96,7 +96,7 @@ def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
 
 @contextmanager
 def _options(argv: list[str]) -> Generator[tuple[list[str], Options]]:
-    """The plugin's, and what is left of the arguments."""
+    """Split off the plugin's arguments; return them and the others."""
     with mock.patch.dict(os.environ):
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(None, parser)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def other_server() -> Iterator[str]:
-    """A web server that answers every path with a page."""
+    """Start a web server that answers every path with a page."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""An OpenAI server whose attempts go wrong as they are told to, over real sockets."""
+"""An OpenAI server whose answers fail in chosen ways, over real sockets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import anyio
 from anyio.abc import SocketAttribute, SocketStream
 
-# What becomes of one attempt: it is answered (word by word with pauses between, or otherwise), its
+# How one request ends: it is answered (word by word with pauses between, or otherwise), its
 # connection is lost half-way, its answer ends there, hangs or becomes an error, or it is refused.
 Fate = Literal["fine", "slow", "other", "cut", "ends", "hang", "error", 500, 429, 404, "html"]
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
@@ -27,10 +27,10 @@ _USAGE = {
 
 
 class FaultyEngine:
-    """Its requests' fates, in order; those after the last one are answered.
+    """A server with a fate for each request, in order; those after the last one are answered.
 
     Attributes:
-        bodies: of the requests there were.
+        bodies: those of the requests so far.
     """
 
     def __init__(self, url: str, fates: Sequence[Fate]) -> None:
@@ -79,7 +79,7 @@ def _head(status: int, kind: bytes, more: bytes) -> bytes:
 
 
 async def received(client: SocketStream) -> tuple[str, str, dict[str, Any]]:
-    """A request's method, path and JSON."""
+    """Receive a request; return its method, path and JSON."""
     head, _, body = (await client.receive()).partition(b"\r\n\r\n")
     first, *fields = head.decode().split("\r\n")
     lengths = [int(one[15:]) for one in fields if one.lower().startswith("content-length:")]
@@ -106,7 +106,7 @@ _BASE = {"id": "c1", "created": 1, "model": "m", "metadata": {"weight_version": 
 
 
 async def stream(client: SocketStream, fate: Fate) -> None:
-    """Answer with a chat completion's chunks."""
+    """Answer with the chunks of a chat completion."""
     await client.send(_head(200, b"text/event-stream", b"Transfer-Encoding: chunked\r\n"))
     words = OTHER if fate == "other" else WORDS
     await _event(client, _chunk({"role": "assistant", "content": ""}))
@@ -155,7 +155,7 @@ T = TypeVar("T", bound=Serving)
 
 @asynccontextmanager
 async def listening(make: Callable[[str], T]) -> AsyncGenerator[T]:
-    """What is made of its URL, serving there."""
+    """Serve what ``make`` makes of the URL, there."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as group:
         port = listener.extra(SocketAttribute.local_port)

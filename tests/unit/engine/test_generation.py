@@ -15,7 +15,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_separators_of_lines_within_a_text() -> None:
+async def test_only_line_feeds_end_the_lines_of_events() -> None:
     """U+2028 ends a line for Python, but not in an event."""
     async with (
         faulty_engine() as engine,

@@ -1,4 +1,4 @@
-"""Prompts told beforehand, over chat templates of the main families."""
+"""Predicted prompts, over chat templates of the main families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.chat_templates import ALTERNATING, TEMPLATES
 
 
 class Renderer:
-    """What an engine does with a template."""
+    """Renders a chat template as an engine does."""
 
     def __init__(self, template: str) -> None:
         environment = Environment()
@@ -49,7 +49,7 @@ def _refuse(reason: str) -> None:
 
 
 def reader(family: str, *, merge: bool, tools: bool) -> Any:
-    """An agent that has spoken once already."""
+    """Make an agent that has spoken once already."""
     client = FlashMoAChatCompletionClient(
         model="tiny", base_url="http://127.0.0.1:9", merge_user_messages=merge
     )
@@ -66,7 +66,7 @@ async def look(place: str) -> str:
 async def told_and_sent(
     family: str, texts: Sequence[str], *, merge: bool, tools: bool
 ) -> tuple[str, str, str]:
-    """What is certain of a prompt before and after its texts are written, and what is sent."""
+    """Return what is certain of a prompt before and after its texts are written, and the prompt."""
     agent = reader(family, merge=merge, tools=tools)
     context = agent._model_context
     await context.add_message(TextMessage(content="Hi", source="user").to_model_message())
@@ -88,14 +88,16 @@ async def told_and_sent(
 
 @pytest.mark.parametrize("family", TEMPLATES)
 @given(
-    # Of blank text, a template that trims leaves less than was certain; that only costs time.
+    # A template that trims blank text leaves less than was certain; that only costs time.
     texts=st.lists(
         st.text(alphabet="ab \n<>[]{}|/é漢", max_size=12).filter(str.strip), min_size=1, max_size=3
     ),
     tools=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_what_is_told_is_what_is_sent(family: str, texts: list[str], tools: bool) -> None:
+def test_predicted_prompt_equals_the_prompt_sent(
+    family: str, texts: list[str], tools: bool
+) -> None:
     merge = family in ALTERNATING
     before, told, sent = asyncio.run(told_and_sent(family, texts, merge=merge, tools=tools))
     assert told == sent
@@ -103,6 +105,6 @@ def test_what_is_told_is_what_is_sent(family: str, texts: list[str], tools: bool
 
 
 @pytest.mark.parametrize("family", sorted(ALTERNATING))
-def test_templates_that_refuse_consecutive_users_say_so(family: str) -> None:
+def test_template_that_refuses_consecutive_users_raises(family: str) -> None:
     with pytest.raises(MalformedRequest, match="alternate"):
         asyncio.run(told_and_sent(family, ["a", "b"], merge=False, tools=False))

@@ -58,7 +58,7 @@ LINKED: list[Event] = [
 
 
 class Telemetry:
-    """An OpenTelemetry set-up that keeps what it is told."""
+    """An OpenTelemetry set-up that records in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -71,7 +71,7 @@ class Telemetry:
         return OpenTelemetry(tracer_provider=self.tracers, meter_provider=self.meters, **more)
 
     def spans(self) -> dict[str, ReadableSpan]:
-        """By name; each name once."""
+        """Return the spans by name; each name occurs once."""
         found = self.exporter.get_finished_spans()
         assert len({span.name for span in found}) == len(found)
         return {span.name: span for span in found}
@@ -209,7 +209,7 @@ def test_call_that_failed_before_its_request_has_a_span(telemetry: Telemetry) ->
 
 
 def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
-    """And of an agent's own span where there is one, as in AutoGen."""
+    """They are also children of an agent's own span where there is one, as in AutoGen."""
     tracer = telemetry.tracers.get_tracer("a framework")
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
     with tracer.start_as_current_span("its agent", attributes=attributes) as own:

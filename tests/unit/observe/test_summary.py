@@ -1,4 +1,4 @@
-"""What ran ahead of a call, whose text went into it, and what is pointed out."""
+"""What was prefilled ahead of a call, handoffs, and notes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_prefill_counts_until_the_call_and_under_decode() -> None:
     # A decodes from 2 to 8, B goes out at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
     assert overlaps(found) == {"B": Overlap(5.5, 3.5, 0.5, 70, 10)}
-    # Spans of one stream that lie over each other count once.
+    # Overlapping spans of one stream count once.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((1, 4), (3, 5), (9, 9.5)))])
     assert overlaps(found)["B"] == Overlap(4.0, 3.0, 0.5, 70, 10)
 

@@ -1,0 +1,68 @@
+"""Messages that docs/troubleshooting.md quotes, as the code has them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# What stands for a value in a quoted message.
+_VALUE = re.compile(
+    r"\.\.\.|/flashmoa/info|\b(?:AGENT|CLASS|ERROR|HOST|METHOD|M|N|NAME|PORT|URL|X|on_failure)\b"
+)
+# SGLang's own messages.
+OTHERS = ("Requested token count exceeds", "The input (N tokens) is longer than")
+# Their first column quotes messages.
+SECTIONS = (
+    "### `LinkWaits.reason`",
+    "### `LinkDeclined.reason`",
+    "## Installing",
+    "## Starting an engine",
+    "## Calling an engine",
+)
+
+
+def quoted() -> Iterator[str]:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for section in SECTIONS:
+        part = text.partition(f"\n{section}")[2]
+        rows = re.split(r"\n##", part)[0].splitlines()
+        for row in rows:
+            if row.startswith("| `"):
+                yield from re.findall(r"`([^`]+)`", row.split(" | ")[0])
+
+
+def code() -> str:
+    """Return the strings of the code, one per line, with a space for each value in them."""
+    found = [(ROOT / "Makefile").read_text()]
+    for folder in ("flashmoa", "server_patches"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(_constant(part) for part in node.values))
+                else:
+                    found.append(_constant(node))
+    return "\n".join(found)
+
+
+def _constant(node: ast.AST) -> str:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str) else " "
+
+
+@pytest.fixture(scope="module")
+def strings() -> str:
+    return re.sub(r"[ \t]+", " ", code())
+
+
+@pytest.mark.parametrize("message", dict.fromkeys(quoted()))
+def test_quoted_messages_are_in_the_code(message: str, strings: str) -> None:
+    if message.startswith(OTHERS) or " " not in message:
+        return
+    for part in _VALUE.split(message):
+        words = part.strip(" '.:()[]/")
+        assert words in strings, words

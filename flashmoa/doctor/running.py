@@ -131,7 +131,7 @@ def _served(info: EngineInfo, asked: str | None) -> Finding:
     name = info.model.get("name", "?")
     if asked is None or asked == name:
         return ok("model", name)
-    text = f"{name} is served; SGLang answers with it although {asked!r} is asked for"
+    text = f"{name} is served; SGLang answers requests for {asked!r} with it, too"
     return note("model", text, f"model={name!r}, or start it with --served-model-name {asked}")
 
 

@@ -9,7 +9,7 @@ import httpx
 
 from flashmoa import errors
 
-# What an engine's ``code`` says is wrong; its other codes (``engine_failed``) have no class.
+# The exceptions for an engine's ``code``; other codes (``engine_failed``) have none of their own.
 _BY_CODE: dict[str, type[errors.RequestRefused]] = {
     "malformed": errors.MalformedRequest,
     "unknown_stream": errors.StreamUnknown,
@@ -53,7 +53,9 @@ class translated:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, httpx.TimeoutException):
-            raise errors.EngineTimeout(f"{self._url} did not answer in time") from error
+            raise errors.EngineTimeout(
+                f"{self._url} did not answer in time; see the engine's log, or allow more time"
+            ) from error
         if isinstance(error, httpx.TransportError):
             reason = str(error) or type(error).__name__
             raise errors.EngineUnreachable(
@@ -81,7 +83,7 @@ def refusal(response: httpx.Response, url: str) -> errors.EngineError:
         return errors.RequestRefused(
             f"{url} refuses this API key, or needs one; give it as api_key", status, "unauthorized"
         )
-    if status == 404:  # ``decodes_only``, or another server's code.
+    if code == "decodes_only" or status == 404:
         return errors.PluginMissing(f"{url} has no prompt streams: {message}")
     return _by_status(status)(message, status, code or "error")
 

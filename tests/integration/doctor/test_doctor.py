@@ -20,7 +20,7 @@ async def test_engine_that_links_has_nothing_to_fix(
     }
     assert not [one for one in found.values() if one.level == "fix"]
     assert found["link"].text.startswith("hit")
-    assert "asked for 'x'" in found["model"].text
+    assert "requests for 'x'" in found["model"].text
     assert found["chat template"].level == "ok"
     # No stream is left behind.
     await settled(client)

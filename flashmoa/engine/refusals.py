@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -37,31 +38,21 @@ def not_an_engine(url: str, path: str) -> str:
     )
 
 
-class translated:
-    """Turn httpx's exceptions into ours."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, httpx.TimeoutException):
-            raise errors.EngineTimeout(
-                f"{self._url} did not answer in time; see the engine's log, or allow more time"
-            ) from error
-        if isinstance(error, httpx.TransportError):
-            reason = str(error) or type(error).__name__
-            raise errors.EngineUnreachable(
-                f"{self._url} cannot be reached ({reason}). Is the engine running? "
-                "`flashmoa serve` starts one."
-            ) from error
+@contextmanager
+def translated(url: str) -> Generator[None]:
+    """Turn httpx's exceptions into ours. Raises: EngineTimeout, EngineUnreachable."""
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        raise errors.EngineTimeout(
+            f"{url} did not answer in time; see the engine's log, or allow more time"
+        ) from error
+    except httpx.TransportError as error:
+        reason = str(error) or type(error).__name__
+        raise errors.EngineUnreachable(
+            f"{url} cannot be reached ({reason}). Is the engine running? "
+            "`flashmoa serve` starts one."
+        ) from error
 
 
 def refusal(response: httpx.Response, url: str) -> errors.EngineError:

@@ -50,8 +50,8 @@ async def main() -> None:
         console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
         staircase = Debate([one, one, other], 3, last_number, staircase=Steps())
         with console.status("three rounds on a staircase"):
-            climbed = await staircase.answer(QUESTION)
-    for name, one_result in (("", result), (" on a staircase", climbed)):
+            stepwise = await staircase.answer(QUESTION)
+    for name, one_result in (("", result), (" on a staircase", stepwise)):
         assert one_result.vote is not None and one_result.time_to_first_token is not None
         ballots = ", ".join(ballot or "nothing" for ballot in one_result.vote.ballots)
         began = one_result.time_to_first_token

@@ -42,10 +42,10 @@ async def main() -> None:
         console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
         console.print(f"\n9-3-1: {result.text}", markup=False, highlight=False)
         steps = Staircase([one, one, one], other, prompt=PROMPT)
-        climbed = await steps.answer(QUESTION)
-    first, whole = climbed.time_to_first_token, climbed.seconds
+        staircase_result = await steps.answer(QUESTION)
+    first, whole = staircase_result.time_to_first_token, staircase_result.seconds
     console.print(f"\nA staircase, its first token after {first:.2f} s of {whole:.2f} s:")
-    console.print(climbed.text, markup=False, highlight=False)
+    console.print(staircase_result.text, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Benchmarks: they print a table and JSON, and compare within one run."""
+"""FlashMoA's benchmarks: each prints tables, writes JSON, and compares within one run."""

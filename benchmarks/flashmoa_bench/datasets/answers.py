@@ -1,4 +1,4 @@
-"""Where an answer says what it comes to."""
+"""Finding the result in an answer: boxes, statements and numbers."""
 
 from __future__ import annotations
 

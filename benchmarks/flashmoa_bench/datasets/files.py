@@ -14,7 +14,7 @@ _PARQUET = b"PAR1"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What to ask, and whether an answer is right.
+    """A question, and how its answers are scored.
 
     Attributes:
         id: the publisher's, or the number of its line.

@@ -26,7 +26,11 @@ class Reply:
 
 
 class FamilyModel:
-    """``folder``: a model of the family. Computes in bfloat16, as an engine does."""
+    """A model of the family, which computes in bfloat16, as an engine does.
+
+    Args:
+        folder: the model's.
+    """
 
     def __init__(self, folder: Path) -> None:
         from flashmoa_sglang.cpu import torchvision_ops

@@ -154,7 +154,7 @@ class Norm(nn.Module):
 
 
 class _RootMeanSquare(torch.autograd.Function):
-    """In few passes over memory, which is what a step of a small network waits for."""
+    """RMS norm in few passes over memory, which is what a step of a small network waits for."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:

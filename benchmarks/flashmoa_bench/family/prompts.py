@@ -1,4 +1,4 @@
-"""What the models of the family are asked, in the words they were trained on.
+"""The prompts of the family's models, in the words they were trained on.
 
 A proposer is asked the question, as it is. An aggregator is asked as ``flashmoa.moa`` does with
 the prompt of ``AGGREGATION`` for its layout.

@@ -38,7 +38,7 @@ _HELD_OUT = 16
 
 @dataclass(frozen=True, slots=True)
 class ProgramLine:
-    """What a line does to the value before it."""
+    """One line of a program: what it does to the value before it."""
 
     operator: Operator
     operand: int

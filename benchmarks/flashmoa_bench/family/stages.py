@@ -12,15 +12,20 @@ _WARM_UP = 30
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """How long, how fast and what a model learns, in steps. ``size``: one of ``SHAPES``.
+    """How long, how fast and what a model learns in one stage; lengths are in steps.
 
-    Easy questions alone for the first ``easy`` steps, then all. Operands of one digit up to step
-    ``narrow``, then larger ones little by little, all of them from step ``wide``: at once they
-    teach nothing for long. ``combining`` of the examples
-    are an aggregator's. The rate falls over the last ``decay`` steps. ``starts_from``: a stage
-    and a step of it; this one starts with what was learned until then. ``first_example``: stages
-    that build on each other have examples of their own. ``blind``: of the
-    aggregator's examples have answers only, and no lines, so that agreement is learned.
+    Attributes:
+        size: one of ``SHAPES``.
+        rate: of learning; it falls over the last ``decay`` steps.
+        easy: for so many steps, only easy questions; then all.
+        narrow, wide: operands have one digit up to step ``narrow``, then larger ones little by
+            little, all of them from step ``wide``: all at once they teach nothing for long.
+        combining: share of the examples that are an aggregator's.
+        starts_from: a stage and a step of it; this one starts with what was learned until then.
+        first_example: where its examples begin, so that stages which build on each other have
+            examples of their own.
+        blind: share of the aggregator's examples that have answers only, and no lines, so that
+            agreement is learned.
     """
 
     size: str

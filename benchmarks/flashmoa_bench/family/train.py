@@ -44,7 +44,7 @@ EncodedExample = tuple[list[int], list[int]]
 
 
 class Training:
-    """A stage of ``STAGES``: network, optimisers, how far it is and what that took.
+    """One stage of ``STAGES``: its network, optimisers and progress, and what that took.
 
     ``folder``: where checkpoints are, its own and that of the stage it has grown from.
     """

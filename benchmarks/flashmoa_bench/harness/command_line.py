@@ -1,4 +1,4 @@
-"""What every benchmark takes on the command line."""
+"""The command line that all benchmarks have in common."""
 
 from __future__ import annotations
 

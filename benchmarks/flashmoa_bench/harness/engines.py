@@ -59,7 +59,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Connected engines by the names of their roles, and what is to be said of them.
+    """Connected engines by the names of their roles, and how a report describes them.
 
     Attributes:
         started: those that were started here.

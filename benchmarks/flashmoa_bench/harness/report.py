@@ -1,4 +1,4 @@
-"""What a benchmark says of itself: on what it ran, its progress, its results as JSON."""
+"""The report of a benchmark: what it ran on, its progress, its results as JSON."""
 
 from __future__ import annotations
 

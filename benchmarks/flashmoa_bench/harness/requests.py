@@ -124,7 +124,7 @@ def _note(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None:
 
 
 class _Written:
-    """A prompt of token ids as its source writes it; never complete, its request says when."""
+    """A prompt of token ids as its source writes it; it is complete when its request comes."""
 
     is_complete = False
 
@@ -143,7 +143,7 @@ class _Written:
 
 
 class Feeder:
-    """Feeds a prompt stream of token ids what its source has, at the engine's pace.
+    """A prompt stream of token ids that is fed what its source has, at the engine's pace.
 
     Args:
         known: what the prompt begins with; sent when the feeder is entered.

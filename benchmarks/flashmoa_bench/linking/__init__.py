@@ -1,0 +1,1 @@
+"""Benchmarks of links between agents, on one engine or two."""

@@ -1,4 +1,4 @@
-"""What streaming and the intra-turn cache each contribute (FlashAgents §6.4, Table 1).
+"""The contributions of streaming and of the intra-turn cache (FlashAgents §6.4, Table 1).
 
 Pipelines as in bench handoff, at one pace: sequential on stock SGLang (the pipelines' requests
 one by one, and as one batch), linked on FlashMoA without its intra-turn cache, and linked on

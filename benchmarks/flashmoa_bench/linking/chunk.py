@@ -1,4 +1,4 @@
-"""What prefilling in pieces costs (FlashAgents §6.5, Figure 8).
+"""The cost of prefilling in pieces (FlashAgents §6.5, Figure 8).
 
 A fixed context is prefilled in chunks of several sizes, by prefill-only requests with ever
 longer prompts: in total against a single pass, and the last chunk against the first one.

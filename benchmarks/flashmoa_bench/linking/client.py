@@ -1,4 +1,4 @@
-"""What linking costs the client between one agent's last token and the next one's request.
+"""The cost of linking to the client, between one agent's last token and the next one's request.
 
 A team of two on one engine, with AutoGen's own client and linked with ours, in turns. Measured
 at the socket: from the last byte of an answer to the next request. All that happens between,

@@ -1,4 +1,4 @@
-"""What FlashMoA's plugin and its prompt streams cost other requests.
+"""The cost of FlashMoA's plugin and its prompt streams to other requests.
 
 *Throughput*: the same mix of requests on stock SGLang and on an engine with the plugin and no
 stream open. *Latency*: a request that decodes alone, and beside prompt streams that fill on the

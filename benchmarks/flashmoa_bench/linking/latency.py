@@ -29,7 +29,7 @@ _FED_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """How many fill, tokens known of each, and tokens per second that each gets on top."""
+    """Streams that fill: their number, tokens known of each, tokens per second that each gets."""
 
     count: int
     prefix: int

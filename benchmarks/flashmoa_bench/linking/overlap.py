@@ -1,4 +1,4 @@
-"""How much of a handoff was hidden, of what can be (FlashAgents Eq. 2-6); pure."""
+"""The part of a handoff that was hidden, of what can be hidden (FlashAgents Eq. 2-6); pure."""
 
 from __future__ import annotations
 

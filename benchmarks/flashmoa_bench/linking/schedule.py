@@ -51,7 +51,7 @@ PAPER = {
 
 @dataclass(frozen=True, slots=True)
 class AgentProfile:
-    """What is known of an agent from profiling: tokens of its fixed prefix, of its output."""
+    """An agent as profiling knows it: the tokens of its fixed prefix and of its output."""
 
     prefix: int
     output: int

@@ -38,7 +38,7 @@ from flashmoa_bench.harness.report import Report, progress, terminal
 from flashmoa_bench.harness.rounds import alternating
 from flashmoa_bench.moa.scores import Answered, summarise
 from flashmoa_bench.moa.tables import show
-from flashmoa_bench.moa.ways import WAYS, Competition, MixtureOutcome, MixtureWay
+from flashmoa_bench.moa.ways import WAYS, MixtureOutcome, MixtureSetup, MixtureWay
 
 # Without, SGLang does not say what of a prompt was cached.
 _TELLING = ("--enable-cache-report",)
@@ -149,15 +149,15 @@ async def _main(arguments: argparse.Namespace) -> None:
         report.head(console)
         reporting = {one["url"] for one in told.values() if one.get("enable_cache_report")}
         embedder = await _embedder(arguments, stack)
-        competition = _contest(engines, arguments, embedder, reporting)
-        ways: list[MixtureWay] = [way for way in competition.ways if way in arguments.ways]
+        setup = _setup(engines, arguments, embedder, reporting)
+        ways: list[MixtureWay] = [way for way in setup.ways if way in arguments.ways]
         items = _items(arguments)
         few = list(_some(items, arguments.timed))
-        timed = await _time(competition, ways, few, console)
+        timed = await _time(setup, ways, few, console)
         # What random weights say has no score.
         scored = None
         if not arguments.shapes:
-            scored = await _score(competition, ways, items, arguments.concurrency, console)
+            scored = await _score(setup, ways, items, arguments.concurrency, console)
     rows = summarise(timed, scored, _BASE, _BASE_FIRST)
     show(rows, console)
     report.save(console, {"questions": len(items), "rows": [asdict(row) for row in rows]})
@@ -170,16 +170,16 @@ async def _embedder(arguments: argparse.Namespace, stack: AsyncExitStack) -> Emb
     return EngineEmbedder(await stack.enter_async_context(engine))
 
 
-def _contest(
+def _setup(
     engines: Engines, arguments: argparse.Namespace, embedder: Embedder, reporting: set[str]
-) -> Competition:
+) -> MixtureSetup:
     stock = {size: f"stock_{size}" for size in SIZES}
     has_stock = all(name in engines for name in stock.values())
     length = {"max_tokens": arguments.tokens}
     if arguments.shapes:
         length["ignore_eos"] = True
     family = arguments.dataset == _FAMILY and not arguments.shapes
-    return Competition(
+    return MixtureSetup(
         engines={size: engines[size] for size in SIZES},
         stock={size: engines[name] for size, name in stock.items()} if has_stock else {},
         models={size: getattr(arguments, f"{size}_model") for size in SIZES},
@@ -221,24 +221,24 @@ def _some(items: Iterable[Item], count: int) -> Iterable[Item]:
 
 
 async def _time(
-    competition: Competition, ways: Sequence[MixtureWay], items: Sequence[Item], console: Console
+    setup: MixtureSetup, ways: Sequence[MixtureWay], items: Sequence[Item], console: Console
 ) -> dict[MixtureWay, list[Answered]]:
     """Ask one question at a time, on empty caches, in every way before the next one."""
     found: dict[MixtureWay, list[Answered]] = {way: [] for way in ways}
     for way in ways:  # A round that is not counted.
-        await _answer(competition, way, items[0])
+        await _answer(setup, way, items[0])
     with progress(console) as bars:
         bar = bars.add_task("one at a time", total=len(items) * len(ways))
         for turn, way in enumerate(alternating(len(items), ways)):
             item = items[turn // len(ways)]
-            await competition.flush()
-            found[way].append(_graded(item, await _answer(competition, way, item)))
+            await setup.flush()
+            found[way].append(_graded(item, await _answer(setup, way, item)))
             bars.advance(bar)
     return found
 
 
 async def _score(
-    competition: Competition,
+    setup: MixtureSetup,
     ways: Sequence[MixtureWay],
     items: Sequence[Item],
     concurrency: int,
@@ -254,7 +254,7 @@ async def _score(
             way: MixtureWay, item: Item, outcomes: dict[str, MixtureOutcome | None]
         ) -> None:
             async with places:
-                outcomes[item.id] = await _answer(competition, way, item)
+                outcomes[item.id] = await _answer(setup, way, item)
                 bars.advance(bar)
 
         for way in ways:
@@ -267,9 +267,9 @@ async def _score(
     return found
 
 
-async def _answer(competition: Competition, way: MixtureWay, item: Item) -> MixtureOutcome | None:
+async def _answer(setup: MixtureSetup, way: MixtureWay, item: Item) -> MixtureOutcome | None:
     try:
-        return await competition.ask(way, item.question)
+        return await setup.ask(way, item.question)
     except MixtureFailed:
         return None
 

@@ -1,4 +1,4 @@
-"""How the prompts of one question's agents were computed, in tokens."""
+"""Prompt tokens of one question's agents, by how they were computed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PromptTokens:
 
 
 class PromptListener:
-    """Listens to one question's calls.
+    """A listener to the calls of one question.
 
     Args:
         reporting: URLs of the engines that run with ``--enable-cache-report``.

@@ -1,4 +1,4 @@
-"""What answers to many questions come to, way by way; pure."""
+"""The figures of many answers, way by way; pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class WayFigures:
-    """One way; what is by group has the mean of all questions under ``all``.
+    """The figures of one way; what is by group has the mean of all questions under ``all``.
 
     Attributes:
         seconds, first_token: medians over the timed questions.

@@ -113,8 +113,8 @@ class MixtureOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Competition:
-    """What the ways have in common.
+class MixtureSetup:
+    """What all ways of answering have in common.
 
     Attributes:
         engines, stock: by size, with the plugin and without.

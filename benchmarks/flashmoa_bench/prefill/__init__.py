@@ -1,0 +1,1 @@
+"""Benchmarks of requests that only prefill."""

@@ -67,7 +67,7 @@ class ForwardRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What one engine has of a model, in bytes.
+    """The memory that one engine takes for a model, in bytes.
 
     Attributes:
         device_experts: on the device. host_experts: in host memory.

@@ -155,7 +155,7 @@ def _scaled(dataset: Dataset, lengths: float, longest: int) -> Dataset:
 
 
 class _Bench:
-    """Runs all ways, in turn."""
+    """The runs of all ways, in turn."""
 
     def __init__(
         self,

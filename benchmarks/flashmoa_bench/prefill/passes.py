@@ -31,7 +31,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """What came of a request.
+    """The answer to a request.
 
     Attributes:
         token: the likeliest first token. logprob: its natural logarithm, if it was told.
@@ -49,7 +49,7 @@ AskFunction = Callable[[PrefillRequest], Awaitable[PrefillAnswer]]
 
 
 class OneToken:
-    """As SGLang is asked without FlashMoA: one greedy token.
+    """A request as SGLang is asked without FlashMoA: one greedy token.
 
     Args:
         http: with the same limits as an :class:`~flashmoa.engine.EngineClient` has: where it keeps
@@ -80,7 +80,7 @@ class OneToken:
 
 
 class Scored:
-    """With :mod:`flashmoa.scoring`: the likelier of two candidates.
+    """A request to :mod:`flashmoa.scoring`: the likelier of two candidates.
 
     Args:
         likeliest: a prompt's likeliest first token, by its name; the first candidate.

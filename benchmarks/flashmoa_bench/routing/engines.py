@@ -21,7 +21,7 @@ from flashmoa_bench.prefill.mix import MixRequest
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an engine runs on.
+    """The hardware and the settings of a simulated engine.
 
     Attributes:
         measure: of its work.
@@ -87,7 +87,7 @@ class Step:
 
 
 class SimulatedEngine:
-    """Adds up what it did: ``cached`` and ``prompt`` tokens, ``work``, ``busy`` seconds."""
+    """An engine that adds up ``cached`` and ``prompt`` tokens, ``work`` and ``busy`` seconds."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

@@ -22,7 +22,7 @@ from flashmoa_bench.harness.engines import Engines, Role, connected
 from flashmoa_bench.harness.report import Report, progress, terminal
 from flashmoa_bench.harness.rounds import alternating
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
-from flashmoa_bench.workflows.played import (
+from flashmoa_bench.workflows.ways import (
     STOCK,
     WAYS,
     AgentWorkflow,

@@ -18,7 +18,7 @@ import anyio
 from flashmoa.engine import EngineError
 from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
 
-# Tokens that the KV pool of an engine holds; two of them and their models fit into 4 GiB.
+# Tokens that the KV pool of an engine holds.
 _POOL_TOKENS = 12_000
 
 
@@ -70,7 +70,7 @@ async def tiny_engines(
     models = [await anyio.to_thread.run_sync(tiny_model, shape, texts, cache) for shape in shapes]
     progress("importing SGLang, once for all engines")
     async with local_engines() as starter:
-        progress("starting an engine on each of " + f"{len(models)} cores")
+        progress(f"starting {len(models)} engines, one per core")
         arguments = ["--max-total-tokens", str(_POOL_TOKENS), "--enable-cache-report"]
         engines = [
             await starter.start(

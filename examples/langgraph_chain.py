@@ -15,7 +15,7 @@ from engines import GUIDE, one_engine, one_engine_arguments, run_program
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, StateGraph
 
-from flashmoa import EngineClient, Expected, Text, Workflow
+from flashmoa import EngineClient, PendingRequest, Text, Workflow
 
 TASK = "Plan three days in Nepal for two people who like walking and food."
 
@@ -59,7 +59,7 @@ class LinkedGraph:
         self._model = model
         self._flow = flow
         self._texts: dict[str, Text] = {}
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[str, PendingRequest[Any]] = {}
         graph = StateGraph(State)
         for name in PROMPTS:
             graph.add_node(name, self._node(name))
@@ -80,7 +80,7 @@ class LinkedGraph:
     def _node(self, name: str) -> Any:
         async def node(state: State) -> State:
             expected, text = self._expected.get(name), self._texts.get(name)
-            body = expected.take_over() if expected is not None else {}
+            body = expected.claim() if expected is not None else {}
             pieces: list[str] = []
             with text or nullcontext():
                 async for chunk in self._model.astream(PROMPTS[name](state), extra_body=body):

@@ -48,7 +48,7 @@ async def linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatC
         return await openai.chat.completions.create(
             model=model,
             messages=await review.messages(),  # type: ignore[arg-type]
-            extra_body=review.take_over(),
+            extra_body=review.claim(),
             **SETTINGS,
         )
 

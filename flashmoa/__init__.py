@@ -9,19 +9,20 @@ from flashmoa.engine import EngineClient
 from flashmoa.errors import FlashMoAError
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.link import Link
+from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.streamed_text import Text
-from flashmoa.workflow import Answer, Expected, Workflow
+from flashmoa.workflow import Answer, Workflow
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
     "EngineClient",
-    "Expected",
     "FailurePolicy",
     "FlashMoAError",
     "Link",
+    "PendingRequest",
     "Prompt",
     "Slot",
     "Text",

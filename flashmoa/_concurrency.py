@@ -53,10 +53,10 @@ class TaskHost:
         host.add_done_callback(self._hosts.discard)
 
     def finish(self, work: Work) -> None:
-        """As :meth:`start`, but where the host is being closed it is done before that ends."""
+        """Run ``work()`` as :meth:`start`; a host that is being closed waits for it."""
         if not self._closed:
             self.start(work)
-        elif self._hosts:  # Else it has been closed, and nobody would do it any more.
+        elif self._hosts:  # Else it has been closed, and nothing would run it any more.
             last = asyncio.create_task(_contained(lambda: in_haste(work)))
             self._last.add(last)
             last.add_done_callback(self._last.discard)
@@ -82,7 +82,7 @@ class TaskHost:
 
 
 class Repeated:
-    """Work of which one run at a time is enough."""
+    """Work that runs in one task at a time, and once more for all calls that come meanwhile."""
 
     def __init__(self, host: TaskHost, work: Work) -> None:
         self._host = host
@@ -91,7 +91,7 @@ class Repeated:
         self.is_running = False
 
     def want(self) -> None:
-        """Run it; where it runs already, once more after that."""
+        """Run it; if it runs already, run it once more after that."""
         self._wanted = True
         if not self.is_running:
             self.is_running = True
@@ -103,7 +103,7 @@ class Repeated:
             self.want()
 
     def withdraw(self) -> None:
-        """It is not wanted once more."""
+        """Take back what :meth:`want` asked for beyond the current run."""
         self._wanted = False
 
     async def _run(self) -> None:
@@ -119,7 +119,7 @@ async def _contained(work: Work) -> None:
     try:
         await work()
     except asyncio.CancelledError:
-        # Somebody cancelled what the work waited for, not the work: that concerns nobody else.
+        # What the work waited for was cancelled, not the work itself: that goes no further.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
@@ -128,14 +128,14 @@ async def _contained(work: Work) -> None:
 
 
 async def in_haste(work: Work) -> None:
-    """Do what a cancelled task has time for: to give back what it holds, if that is soon done."""
+    """Do what a cancelled task has time for: release what it holds, if that is quick."""
     with anyio.CancelScope() as scope:
         scope.cancel()
         await work()
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Their results, in order; where one fails, the others are cancelled and it is raised."""
+    """Return the results of calls, in order; if one fails, cancel the others and raise it."""
     results: dict[int, T] = {}
     problems: list[Exception] = []
 

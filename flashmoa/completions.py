@@ -1,16 +1,14 @@
-"""Watching OpenAI completions: text as it arrives, and the usage fields that others drop.
+"""Watch OpenAI completions: their text as it arrives, and usage fields that frameworks drop.
 
-An agent framework's client is kept as it is, so that it behaves as users know it. What it sends
-passes through here: a call that carries a :class:`WatchedBody` as ``extra_body`` is watched. That
-changes nothing about its retries, exceptions and timeouts. Needs ``openai``, which the extras for
-such frameworks install.
+An agent framework's client stays as it is, so that it behaves as users know it. A call that
+carries a :class:`WatchedBody` as ``extra_body`` is watched here, which changes nothing about its
+retries, exceptions and timeouts. Needs ``openai``, which the extras for such frameworks install.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 from openai import (
@@ -26,32 +24,29 @@ from flashmoa.engine import PromptUsage
 from flashmoa.openai_tap import first_text, heard, tap
 
 
-def _nobody(_text: str) -> None:
-    return None
+class WatchedBody(dict[str, Any]):
+    """An ``extra_body`` that has its call watched.
 
+    Args:
+        body: what the request is to carry.
+        on_text: gets the answer's text as it arrives, without any reasoning.
+        taps: whether it also gets the text of an answer that is asked for as a whole.
 
-@dataclass(slots=True)
-class Watch:
-    """One call. ``on_text`` gets the answer's text as it arrives, without any reasoning.
-
-    ``taps``: so does one that is asked for as a whole.
+    Attributes:
+        usage: what the engine says of the call's tokens, once it does.
     """
 
-    on_text: Callable[[str], None] = _nobody
-    taps: bool = False
-    usage: PromptUsage | None = field(default=None, init=False)
-
-
-class WatchedBody(dict[str, Any]):
-    """An ``extra_body`` that knows its call."""
-
-    def __init__(self, body: dict[str, Any], watch: Watch) -> None:
+    def __init__(
+        self, body: Mapping[str, Any], on_text: Callable[[str], None], *, taps: bool = False
+    ) -> None:
         super().__init__(body)
-        self.watch = watch
+        self.on_text = on_text
+        self.taps = taps
+        self.usage: PromptUsage | None = None
 
 
 def watch_completions(client: AsyncOpenAI) -> None:
-    """Make a client's chat completions report to the watch of their call."""
+    """Make a client's chat completions report to the :class:`WatchedBody` of their call."""
     completions = client.chat.completions
     tap(client._client)  # What all requests go through, each attempt of its own.
 
@@ -63,29 +58,29 @@ def watch_completions(client: AsyncOpenAI) -> None:
             raise
 
     async def watched(request: dict[str, Any]) -> Any:
-        # Looked up at each call, so that whoever patches the class is still obeyed.
+        # Looked up at each call, so that a patch of the class still takes effect.
         send = cast("Callable[..., Awaitable[Any]]", type(completions).create)
         body = request.get("extra_body")
         if not isinstance(body, WatchedBody):
             return await send(completions, **request)
         if request.get("stream"):
-            return _WatchedStream(await send(completions, **request), body.watch)
-        with heard(body.watch.on_text) if body.watch.taps else nullcontext():
+            return _WatchedStream(await send(completions, **request), body)
+        with heard(body.on_text) if body.taps else nullcontext():
             result = await send(completions, **request)
-        body.watch.usage = _usage(result)
+        body.usage = _usage(result)
         return result
 
     completions.create = create  # type: ignore[method-assign]
 
 
 def _explain(error: APIError, url: str) -> None:
-    """Say at the end of its traceback which engine it was, and what may be done."""
+    """Add a note to an error that names the engine and says what to do."""
     if isinstance(error, APITimeoutError):
         return
     if isinstance(error, APIConnectionError):
         advice = "cannot be reached. Is the engine running? `flashmoa serve` starts one."
     elif isinstance(error, AuthenticationError):
-        advice = "takes another API key, or needs one; give the client api_key=..."
+        advice = "refuses this API key, or needs one; give the client the right api_key=..."
     elif isinstance(error, NotFoundError):
         advice = f"is no engine, or not its URL; `flashmoa doctor --engine {url}` looks closer."
     else:
@@ -94,11 +89,11 @@ def _explain(error: APIError, url: str) -> None:
 
 
 class _WatchedStream:
-    """What OpenAI's own stream is: an iterator, and a context that closes it."""
+    """A watched stream, used as OpenAI's own: an iterator, and a context that closes it."""
 
-    def __init__(self, chunks: Any, watch: Watch) -> None:
+    def __init__(self, chunks: Any, body: WatchedBody) -> None:
         self._chunks = chunks
-        self._watched = _watched(chunks, watch)
+        self._watched = _watched(chunks, body)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self._watched
@@ -115,13 +110,13 @@ class _WatchedStream:
         await self._chunks.close()  # A generator that never began closes nothing.
 
 
-async def _watched(chunks: AsyncIterator[Any], watch: Watch) -> AsyncGenerator[Any]:
+async def _watched(chunks: AsyncIterator[Any], body: WatchedBody) -> AsyncGenerator[Any]:
     try:
         async for chunk in chunks:
             if chunk.usage is not None:
-                watch.usage = _usage(chunk)
+                body.usage = _usage(chunk)
             if text := first_text(chunk):
-                watch.on_text(text)
+                body.on_text(text)
             yield chunk
     finally:
         # AutoGen, for one, leaves the response open when it is cancelled.
@@ -136,5 +131,5 @@ def _usage(result: Any) -> PromptUsage | None:
         return None
     try:
         return PromptUsage.from_openai(cast("dict[str, Any]", usage.model_dump()))
-    except (ValueError, AttributeError):  # Another server's idea of usage.
+    except (ValueError, AttributeError):  # Another server may report usage otherwise.
         return None

@@ -1,9 +1,8 @@
-"""Hearing an answer that is asked for as a whole, while it is written.
+"""Hear an answer that is asked for as a whole while it is written.
 
 A tap sits below OpenAI's client, at the ``send`` of its HTTP client: it asks for the answer as a
-stream and returns the response that there would have been without it. Whatever breaks, breaks
-within OpenAI's own loop of retries, so that retries, exceptions and timeouts are those of a call
-that nobody hears.
+stream and returns the response that there would have been without it. Failures happen within
+OpenAI's own loop of retries, so retries, exceptions and timeouts are those of an untapped call.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _Send = Callable[..., Awaitable[_Response]]
 
 _tapped: WeakSet[Any] = WeakSet()
 _hearing: ContextVar[Retelling | None] = ContextVar("flashmoa_hearing", default=None)
-# What describes the bytes of a stream, and not those of the whole answer made from it.
+# Headers that describe the bytes of a stream, not those of the whole answer made from it.
 _OF_BODY = ("content-type", "content-length", "content-encoding", "transfer-encoding")
 
 
 class Retelling:
-    """Tells a text once, however often it is begun again.
+    """Passes a text on once, however often it is begun again.
 
-    Where a later attempt says something else than was told already, no more is told.
+    Where a later attempt differs from what was passed on already, nothing more is passed on.
     """
 
     def __init__(self, hear: Hear) -> None:
@@ -50,7 +49,7 @@ class Retelling:
         self._told = ""
 
     def attempt(self) -> Hear:
-        """What the text is to be given to, from its beginning."""
+        """Begin another attempt; returns what to give its text to, from the text's beginning."""
         written = ""
 
         def hear(piece: str) -> None:
@@ -65,7 +64,7 @@ class Retelling:
 
 @contextmanager
 def heard(hear: Hear) -> Generator[None]:
-    """What is asked meanwhile, through a client that is tapped, is told to ``hear``."""
+    """Pass the text of what is asked meanwhile, through a tapped client, to ``hear``."""
     before = _hearing.get()
     _hearing.set(Retelling(hear))
     try:
@@ -76,7 +75,7 @@ def heard(hear: Hear) -> Generator[None]:
 
 
 class _Unheard(Exception):
-    """An answer arrives, but not as chunks that make a completion."""
+    """Raised when an answer does not arrive as chunks that make a completion."""
 
 
 @contextmanager
@@ -88,9 +87,9 @@ def _unheard() -> Generator[None]:
 
 
 def tap(http: Any) -> None:
-    """Make an HTTP client, of httpx or httpx2, tell chat completions to who hears them.
+    """Tap the chat completions of an HTTP client of httpx or httpx2; harmless to repeat.
 
-    All else that it sends passes as it is; harmless to repeat.
+    Everything else that the client sends passes as it is.
     """
     if http in _tapped:
         return
@@ -99,7 +98,7 @@ def tap(http: Any) -> None:
     kind = cast("Any", type(http))
 
     async def send(request: _Request, **options: Any) -> _Response:
-        # Looked up at each call, so that whoever patches the class is still obeyed.
+        # Looked up at each call, so that a patch of the class still takes effect.
         plainly: _Send = own or partial(kind.send, http)
         retelling = _hearing.get()
         streamed = None if retelling is None or options.get("stream") else _streamed(request)
@@ -110,14 +109,14 @@ def tap(http: Any) -> None:
             asking = _Asking(request, errors, retelling.attempt())
             return await asking.whole(plainly, streamed, options)
         except _Unheard:
-            logger.exception("A streamed answer could not be put together; it is asked for anew")
+            logger.exception("A streamed answer could not be put together; it is asked for again")
             return await plainly(request, **options)
 
     http.send = send
 
 
 def _streamed(request: _Request) -> _Request | None:
-    """A request for a chat completion, asking for a stream; ``None`` where it is no such one."""
+    """Return a request for a chat completion as one for a stream; ``None`` for other requests."""
     if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
         return None
     try:
@@ -149,7 +148,7 @@ class _Asking:
 
     Args:
         errors: the module whose exceptions its HTTP client raises.
-        hear: is told the text.
+        hear: gets the text.
     """
 
     def __init__(self, request: _Request, errors: Any, hear: Hear) -> None:
@@ -160,12 +159,12 @@ class _Asking:
         self._sent = anyio.current_time()
 
     async def whole(self, send: _Send, streamed: _Request, options: Mapping[str, Any]) -> _Response:
-        """The response that there would have been without a stream.
+        """Return the response that there would have been without a stream.
 
         Raises: the HTTP client's exceptions; _Unheard.
         """
         extensions: Mapping[str, Mapping[str, float | None]] = self._request.extensions
-        patience = extensions.get("timeout", {}).get("read")
+        timeout = extensions.get("timeout", {}).get("read")
         streamed.extensions = {"trace": self._trace, **streamed.extensions}
         response = await send(streamed, **{**options, "stream": True})
         try:
@@ -175,7 +174,7 @@ class _Asking:
                 response.request = self._request
                 return response
             # Unstreamed, nothing comes before the answer is complete: that is the read's timeout.
-            deadline = float("inf") if patience is None else self._sent + patience
+            deadline = float("inf") if timeout is None else self._sent + timeout
             with anyio.CancelScope(deadline=deadline):
                 return await self._read(response)
             raise self._errors.ReadTimeout("", request=self._request)
@@ -187,7 +186,7 @@ class _Asking:
             self._sent = anyio.current_time()
 
     async def _read(self, response: _Response) -> _Response:
-        """The whole of a stream. Raises: RemoteProtocolError where it has no end; _Unheard."""
+        """Read a stream to its end. Raises: RemoteProtocolError where it breaks off; _Unheard."""
         async with aclosing(event_data(response)) as several:
             async for data in several:
                 if data == "[DONE]" and self._answer.is_begun:
@@ -225,7 +224,7 @@ class _Asking:
 
 
 class _Answer:
-    """What the chunks of an answer amount to. Every method raises _Unheard."""
+    """The answer that chunks add up to. Every method raises _Unheard."""
 
     def __init__(self, hear: Hear) -> None:
         self._hear = hear
@@ -251,12 +250,12 @@ class _Answer:
 
 
 def first_text(chunk: ChatCompletionChunk) -> str:
-    """What a chunk adds to the text of the first choice."""
+    """Return what a chunk adds to the text of the first choice."""
     return "".join(one.delta.content or "" for one in chunk.choices if one.index == 0)
 
 
 def _refusal(event: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """What an error in a stream would have been as an answer: its status and its body."""
+    """Return the status and the body that an error in a stream would have had as an answer."""
     error: Any = event["error"]
     said = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
     try:

@@ -8,6 +8,6 @@ except ImportError as error:
     ) from error
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
-from flashmoa.agent_framework._workflow import WorkflowLink, link
+from flashmoa.agent_framework._workflow_link import WorkflowLink, link
 
 __all__ = ["FlashMoAChatClient", "WorkflowLink", "link"]

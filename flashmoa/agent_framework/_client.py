@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakSet
@@ -19,13 +22,55 @@ from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
-from flashmoa.agent_framework._calls import Call, Watcher
-from flashmoa.agent_framework._requests import capture
 from flashmoa.completions import watch_completions
-from flashmoa.engine import EngineClient, self_hosted_url
+from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
+from flashmoa.linking.observed_call import CallRequest, CallResult, LinkedTeam, ObservedCall
 
 # What the framework's usage does not have; see ``PromptUsage``.
 _DETAILS = ("streamed_tokens", "late_tokens")
+
+_is_dry_run: ContextVar[bool] = ContextVar("flashmoa_dry_run", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat completion; ``body``: as the client would send it."""
+
+    client: FlashMoAChatClient
+    body: Mapping[str, Any]
+
+    async def render(self) -> str:
+        """Return the text of its prompt, by its engine's chat template. Raises: EngineError."""
+        extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
+        return await self.client.engine.render(
+            self.body["messages"],
+            tools=self.body.get("tools"),
+            template_args=extra_body.get("chat_template_kwargs"),
+        )
+
+    @property
+    def namespace(self) -> dict[str, str]:
+        """The namespace of its KV."""
+        extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
+        return kv_namespace({"model": self.body.get("model"), **extra_body})
+
+
+class Captured(Exception):
+    """Carries a request out of a dry run."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__("a dry run ends here")
+        self.request = request
+
+
+@contextmanager
+def capturing() -> Generator[None]:
+    """Have every client that is asked meanwhile raise :class:`Captured` instead."""
+    token = _is_dry_run.set(True)
+    try:
+        yield
+    finally:
+        _is_dry_run.reset(token)
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
@@ -41,8 +86,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             environment, else where SGLang listens by default.
         api_key: what the server was started with, if anything.
         default_headers: sent with every request.
-        stream_ttl_seconds: after what time the engine gives back what links have prefilled should
-            this process vanish.
+        stream_ttl_seconds: after what time the engine releases what links have prefilled if this
+            process vanishes.
         **kwargs: as the stock client's.
 
     Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
@@ -52,7 +97,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
     DEFAULT_EXCLUDE: ClassVar[set[str]] = {
         *OpenAIChatCompletionClient.DEFAULT_EXCLUDE,
         "engine",
-        "watchers",
+        "linked",
     }
 
     def __init__(
@@ -81,12 +126,12 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             stream_ttl_seconds=stream_ttl_seconds,
         )
         # A linked workflow keeps its link; a client must not keep the workflow.
-        self.watchers: WeakSet[Watcher] = WeakSet()
+        self.linked: WeakSet[LinkedTeam] = WeakSet()
 
     async def close(self) -> None:
         """Close every link of this client's workflows, then its connections."""
         try:
-            await all_of([watcher.close for watcher in list(self.watchers)])
+            await all_of([workflow.close for workflow in list(self.linked)])
             await self.engine.close()
         finally:
             await self.client.close()
@@ -103,8 +148,10 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         await self.close()
 
     def get_response(self, messages: Sequence[Message], **kwargs: Any) -> Any:  # type: ignore[override]
-        """As the stock client's."""
-        capture(self, messages, kwargs.get("options") or {})
+        """Ask as the stock client does; a dry run ends here."""
+        if _is_dry_run.get():
+            options: Mapping[str, Any] = kwargs.get("options") or {}
+            raise Captured(ChatRequest(self, self._prepare_options(messages, options)))
         return super().get_response(messages, **kwargs)
 
     def _inner_get_response(
@@ -120,7 +167,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         def send(with_options: Mapping[str, Any]) -> Any:
             return inner(messages=messages, options=with_options, stream=stream, **kwargs)
 
-        if not self.watchers:
+        if not self.linked:
             return send(options)
         if stream:
             updates = self._watched_updates(send, options)
@@ -138,9 +185,9 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         if call is None:
             return await send(options)
         with call:
-            response = await send(call.options(options))
-            contents = (one for message in response.messages for one in message.contents)
-            call.finish(contents, response.finish_reason)
+            response = await send(_observed(options, call))
+            contents = [one for message in response.messages for one in message.contents]
+            _finish(call, contents, response.finish_reason)
             return response
 
     async def _watched_updates(
@@ -156,19 +203,22 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         contents: list[Content] = []
         reason: str | None = None
         with call:
-            async for update in send(call.options(options)):
+            async for update in send(_observed(options, call)):
                 contents += update.contents
                 reason = update.finish_reason or reason
                 yield update
-            call.finish(contents, reason)
+            _finish(call, contents, reason)
 
-    def _begin(self, options: Mapping[str, Any]) -> Call | None:
-        model = options.get("model") or self.model
-        for watcher in list(self.watchers):
-            call = watcher.begin(self.engine.url, {**options, "model": model})
-            if call is not None:
-                return call
-        return None
+    def _begin(self, options: Mapping[str, Any]) -> ObservedCall | None:
+        """Begin a request that goes out; ``None`` where it is of no linked workflow."""
+        held = "it calls tools" if options.get("tools") else None
+        request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
+        observers = [
+            observer
+            for workflow in list(self.linked)
+            if (observer := workflow.observe(request)) is not None
+        ]
+        return ObservedCall(observers, held) if observers else None
 
     def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:
         details = super()._parse_usage_from_openai(usage)
@@ -178,3 +228,15 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             if isinstance(more.get(name), int):
                 cast("dict[str, Any]", details)[f"prompt/{name}"] = more[name]
         return details
+
+
+def _observed(options: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:
+    """Return a request's options, with what observes it in their body."""
+    return {**options, "extra_body": call.body(options.get("extra_body") or {})}
+
+
+def _finish(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
+    """Tell a request's observers what the framework made of its answer."""
+    text = "".join(one.text or "" for one in contents if one.type == "text")
+    calls_tools = any(one.type == "function_call" for one in contents)
+    call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))

@@ -11,12 +11,12 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from flashmoa.autogen._calls import EngineUsage
 from flashmoa.autogen._classifier import ClassifierAgent, classify_tool
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel
-from flashmoa.autogen._selector import SELECTOR_PROMPT
-from flashmoa.autogen._team import TeamLink, link, watch
+from flashmoa.autogen._model_call import EngineUsage
+from flashmoa.autogen._team_link import TeamLink, link, watch
+from flashmoa.autogen._turn_order import SELECTOR_PROMPT
 
 __all__ = [
     "SELECTOR_PROMPT",

@@ -66,7 +66,7 @@ class ClassifierAgent(BaseChatAgent):
     async def on_messages(
         self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
     ) -> Response:
-        """Raises: EngineError, CandidateRefused, and what cancelling raises."""
+        """Answer with a label. Raises: EngineError, CandidateRefused, what cancelling raises."""
         self._talk += [
             UserMessage(content=one.to_model_text(), source=one.source) for one in messages
         ]
@@ -106,7 +106,7 @@ def classify_tool(
     description: str | None = None,
     instruction: str = _INSTRUCTION,
 ) -> FunctionTool:
-    """A tool with which an agent asks how well each label fits a text; decodes nothing.
+    """Return a tool with which an agent asks how well each label fits a text; decodes nothing.
 
     Raises: ValueError for labels that cannot be lettered.
     """

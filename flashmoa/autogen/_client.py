@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, LLMMessage
@@ -15,30 +15,29 @@ from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigMode
 from pydantic import SecretStr
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen._calls import (
-    CallObserver,
-    JsonOutput,
-    Reporting,
-    heard_by,
-    held_back,
-    is_structured,
-    watched_args,
+from flashmoa.autogen._call_observers import CallObservers, caller_name, calling_agent
+from flashmoa.autogen._config import (
+    FlashMoAClientConfigurationConfigModel,
+    SynchronousEngine,
+    merge_users,
+    model_info,
 )
-from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel, model_info
-from flashmoa.autogen._llm_events import current, each
-from flashmoa.autogen._merging import merge_users
-from flashmoa.autogen._promises import PromisedCall, Promises
-from flashmoa.autogen._rendering import render
-from flashmoa.autogen._scoring import score
-from flashmoa.autogen._synchronous import SynchronousEngine
-from flashmoa.autogen._watchers import Watchers, caller_name, calling_agent
-from flashmoa.completions import Watch, watch_completions
+from flashmoa.autogen._model_call import (
+    JsonOutput,
+    each_logged_as,
+    finished,
+    held_back,
+    logged_as,
+)
+from flashmoa.autogen._promises import Pending, PromisedCall, Promises
+from flashmoa.autogen._scoring import HELD, score
+from flashmoa.completions import watch_completions
 from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
-from flashmoa.linking.pending_request import Reading
+from flashmoa.linking.observed_call import ObservedCall
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, contained, ignore
-from flashmoa.scoring import Candidate, Scores
+from flashmoa.scoring import Candidate, Scorer, Scores
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
 
@@ -57,17 +56,21 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         merge_user_messages: send user messages that follow each other as one, for chat templates
             that refuse them (Mistral, Gemma); in AutoGen's teams most messages are of users.
         auto_link: link the teams of its agents by themselves, at their first call.
-        on_failure: what becomes of links to its prompts when a text in them fails.
-        stream_ttl_seconds: after what time the engine gives back what links have prefilled should
-            this process vanish.
-        listener: is told of its calls, and of links to their prompts; but not of calls of teams
-            that ``link`` was called with, which tell a listener of their own. It stays with this
-            object: neither ``dump_component`` nor a pickle has it.
+        on_failure: what happens to links to its prompts when a text in them fails.
+        stream_ttl_seconds: after what time the engine releases what links have prefilled if this
+            process vanishes.
+        listener: receives events of its calls, and of links to their prompts; but not of calls of
+            teams that ``link`` was called with, which have a listener of their own. It stays with
+            this object: neither ``dump_component`` nor a pickle has it.
         **kwargs: as the stock client's.
     """
 
     component_config_schema = FlashMoAClientConfigurationConfigModel
     component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
+
+    # Links the team on whose behalf a client is being called; set where teams are linked, which
+    # needs this class.
+    link_caller: ClassVar[Callable[[Listener], None] | None] = None
 
     def __init__(
         self,
@@ -105,12 +108,17 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             stream_ttl_seconds=self._stream_ttl_seconds,
             namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
         )
-        self.watchers = Watchers(self.engine.url, model, self._listener, auto_link=self._auto_link)
+        self.observers = CallObservers(
+            self.engine.url,
+            model,
+            self._listener,
+            auto_link=type(self).link_caller if self._auto_link else None,
+        )
         self._promises = Promises(self.engine, self.on_failure, self._listener)
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections and links belong to the process that made them.
-        own = dict.fromkeys(("engine", "watchers", "_promises"))
+        own = dict.fromkeys(("engine", "observers", "_promises"))
         return {**super().__getstate__(), **own, "_listener": ignore}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -145,10 +153,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        messages, reading = await self._read(messages, tools, cancellation_token)
+        messages, pending = await self._resolve(messages, tools, cancellation_token)
         return await self._ask_model(
             messages,
-            reading,
+            pending,
             tools=tools,
             tool_choice=tool_choice,
             json_output=json_output,
@@ -164,19 +172,19 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        """As :meth:`create`, but returns at once: the content stands for the text to come.
+        """Ask as :meth:`create`, but return at once: the content is a mark for the text to come.
 
-        For agents written by hand. Hand the content on as it is, in messages, results and
-        f-strings; the ``create`` or ``promise`` of any such client that finds it in its
+        This is for agents written by hand. Pass the content on as it is, in messages, results
+        and f-strings. The ``create`` or ``promise`` of any such client that finds it in its
         messages has its prompt prefilled while the text is written, and sends the text. Do
-        not look into it, cut it or show it: ``await result(content)`` is the text.
+        not parse, cut or display it: ``await result(content)`` is the text.
         """
 
         async def write(text: Text) -> CreateResult:
-            resolved, reading = await self._read(messages, (), cancellation_token)
+            resolved, pending = await self._resolve(messages, (), cancellation_token)
             return await self._ask_model(
                 resolved,
-                reading,
+                pending,
                 text,
                 tools=(),
                 tool_choice="auto",
@@ -189,7 +197,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         return self._promises.make(agent.type if agent is not None else "promise", write)
 
     async def result(self, content: str) -> str:
-        """A string with promised texts in it, once they are complete.
+        """Return a string with the promised texts in it, once they are complete.
 
         Raises: what a text failed with.
         """
@@ -203,18 +211,27 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         length_normalised: bool = False,
         cancellation_token: CancellationToken | None = None,
     ) -> Scores:
-        """How likely each candidate is as the answer's beginning; nothing is decoded.
+        """Return how likely each candidate is as the answer's beginning; nothing is decoded.
 
         As :meth:`flashmoa.scoring.Scorer.score`, with the messages and the template arguments
         (``chat_template_kwargs`` of ``extra_body``) of :meth:`create`. In a linked team the
         call's prompt is prefilled while agents before it write.
         """
-        return await score(self, messages, candidates, length_normalised, cancellation_token)
+        prompt = self._process_create_args(messages, (), "auto", None, {}).messages
+        extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
+        return await score(
+            self._begin(HELD),
+            Scorer(self.engine, template_args=extra_body.get("chat_template_kwargs")),
+            [dict(message) for message in prompt],
+            candidates,
+            length_normalised,
+            cancellation_token,
+        )
 
     async def _ask_model(
         self,
         messages: Sequence[LLMMessage],
-        reading: Reading | None,
+        pending: Pending | None,
         text: Text | None = None,
         *,
         json_output: JsonOutput,
@@ -223,25 +240,24 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         **rest: Any,
     ) -> CreateResult:
         held = held_back(tools, json_output, self.model_info)
-        observers = self._begin(held, reading, text)
-        watch = Watch(heard_by(observers, held), taps=bool(observers) and held is None)
-        args = watched_args(self._create_args, extra_create_args, observers, watch)
-        with Reporting(observers, watch, not is_structured(json_output)) as report, current(watch):
+        with self._begin(held, pending, text) as call, logged_as(call):
             result = await super().create(
                 messages,
                 tools=tools,
                 json_output=json_output,
-                extra_create_args=args,
+                extra_create_args=self._observed(extra_create_args, call),
                 **rest,
             )
-            return report(result)
+            return finished(call, result, json_output)
 
-    async def _read(
+    async def _resolve(
         self,
         messages: Sequence[LLMMessage],
         tools: Sequence[Tool | ToolSchema],
         cancellation_token: CancellationToken | None,
-    ) -> tuple[Sequence[LLMMessage], Reading | None]:
+    ) -> tuple[Sequence[LLMMessage], Pending | None]:
+        """Wait for promised texts in a call's messages; see :meth:`Promises.resolve`."""
+
         async def rendered(shown: Sequence[LLMMessage]) -> str:
             return await render(self, shown, tools)
 
@@ -249,18 +265,26 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         try:
             return await self._promises.resolve(messages, rendered, agent, cancellation_token)
         except BaseException as error:
-            self.watchers.reporter(agent).failed(error)
+            self.observers.reporter(agent).failed(error)
             raise
 
     def _begin(
-        self, held: str | None, reading: Reading | None, text: Text | None = None
-    ) -> list[CallObserver]:
-        """A request goes out: who is told of it."""
-        if reading is None and text is None:
-            return self.watchers.begin(held)
-        promised = PromisedCall(self._promises, reading, text)
-        late = reading is not None and reading.is_late
-        return [*self.watchers.begin(held, promised.prompt_stream_id, late=late), promised]
+        self, held: str | None, pending: Pending | None = None, text: Text | None = None
+    ) -> ObservedCall:
+        """Begin a call that goes out; the stream of a pending request goes before a link's."""
+        if pending is None and text is None:
+            return ObservedCall(self.observers.begin(held), held)
+        promised = PromisedCall(self._promises, pending, text, held)
+        late = pending is not None and pending.is_late
+        told = self.observers.begin(held, promised.prompt_stream_id, late=late)
+        return ObservedCall([*told, promised], held)
+
+    def _observed(self, extra: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:
+        """Return a call's extra arguments, with what observes it in their body."""
+        bodies: list[dict[str, Any]] = [
+            one.get("extra_body") or {} for one in (self._create_args, extra)
+        ]
+        return {**extra, "extra_body": call.body(bodies[0] | bodies[1])}
 
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
@@ -274,14 +298,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        messages, reading = await self._read(messages, tools, cancellation_token)
-        held = held_back(tools, json_output, self.model_info)
-        observers = self._begin(held, reading)
-        watch = Watch(heard_by(observers, held))
-        args = watched_args(self._create_args, extra_create_args, observers, watch)
-        if include_usage is None and "stream_options" not in {**self._create_args, **args}:
-            include_usage = True
-        with Reporting(observers, watch, not is_structured(json_output)) as report:
+        messages, pending = await self._resolve(messages, tools, cancellation_token)
+        with self._begin(held_back(tools, json_output, self.model_info), pending) as call:
+            args = self._observed(extra_create_args, call)
+            if include_usage is None and "stream_options" not in {**self._create_args, **args}:
+                include_usage = True
             stream = super().create_stream(
                 messages,
                 tools=tools,
@@ -291,9 +312,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 cancellation_token=cancellation_token,
                 include_usage=include_usage,
             )
-            async with aclosing(each(stream, watch)) as items:
+            async with aclosing(each_logged_as(call, stream)) as items:
                 async for item in items:
-                    yield report(item) if isinstance(item, CreateResult) else item
+                    is_last = isinstance(item, CreateResult)
+                    yield finished(call, item, json_output) if is_last else item
 
     def _process_create_args(
         self,
@@ -314,7 +336,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         """Close every link of this client's teams, then its connections."""
         try:
             # At once: each may wait for an engine that does not answer.
-            await all_of([self.watchers.close, self._promises.close])
+            await all_of([self.observers.close, self._promises.close])
             await self.engine.close()
         finally:
             await super().close()
@@ -325,7 +347,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         *,
         tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
-        """Tokens of the prompt as the engine would build it.
+        """Return the number of tokens of the prompt as the engine would build it.
 
         AutoGen's interface is synchronous, so this waits for the engine.
 
@@ -341,5 +363,20 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         *,
         tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
-        """The served model's context length less :meth:`count_tokens`."""
+        """Return the served model's context length less :meth:`count_tokens`."""
         return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
+
+
+async def render(
+    client: FlashMoAChatCompletionClient,
+    messages: Sequence[LLMMessage],
+    tools: Sequence[Tool | ToolSchema],
+) -> str:
+    """Return the text of a call's prompt, by its engine's chat template. Raises: EngineError."""
+    params = client._process_create_args(messages, tools, "auto", None, {})
+    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
+    return await client.engine.render(
+        [dict(message) for message in params.messages],
+        tools=[dict(tool) for tool in params.tools],
+        template_args=extra_body.get("chat_template_kwargs"),
+    )

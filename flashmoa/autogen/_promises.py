@@ -1,9 +1,9 @@
 """Promised answers: marks that stand for text while it is being written.
 
-For agents written by hand on autogen-core, whose next prompt nobody can tell: what they hand
-on is a mark, which travels through messages and f-strings as the text would; the client that
-is asked to answer messages with marks in them links its prompt to the texts, and sends it
-when they are complete.
+For agents written by hand on autogen-core, whose next prompt cannot be told: what they pass on
+is a mark, which travels through messages and f-strings as the text would. The client that is
+asked to answer messages with marks in them links its prompt to the texts, and sends it when they
+are complete.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from autogen_core.models import (
 )
 
 from flashmoa._concurrency import TaskHost
-from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
-from flashmoa.linking.pending_request import Reading
+from flashmoa.linking.observed_call import CallObserver
+from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.streamed_text import Text, marks, mentioned, replaced
 from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
 
-# Finished texts are kept for whoever may still read them; the oldest go first.
+# Finished texts are kept for later readers; the oldest are dropped first.
 _KEPT = 4096
 # Marks of all clients of this process: one model's answer may be another one's prompt.
 _texts: dict[str, Text] = {}
@@ -42,31 +43,38 @@ _numbers = itertools.count(1)
 Render = Callable[[Sequence[LLMMessage]], Awaitable[str]]
 
 
-class PromisedCall:
-    """A call for or from a promise (a ``CallObserver``)."""
+Pending = PendingRequest[Sequence[LLMMessage]]
+
+
+class PromisedCall(CallObserver):
+    """A call that reads promised texts, or writes one.
+
+    Args:
+        pending: what it reads, if anything; its prompt stream is claimed.
+        text: what it writes, if others read it.
+        held: why its text is not given to others as it arrives, if so.
+    """
 
     def __init__(
-        self, promises: Promises, reading: Reading | None, text: Text | None = None
+        self, promises: Promises, pending: Pending | None, text: Text | None, held: str | None
     ) -> None:
-        self.prompt_stream_id = reading.take_over() if reading is not None else None
+        claimed = pending.claim() if pending is not None else {}
+        self.prompt_stream_id = claimed.get("prompt_stream_id")
         self._promises = promises
-        self._reading = reading
-        self._text = text
+        self._pending = pending
+        self._text = text if held is None else None
 
     def on_text(self, text: str) -> None:
         if self._text is not None:
             self._text.write(text)
 
-    def on_finish(self, result: CreateResult, usage: PromptUsage | None, raw: bool) -> None:
-        """Whoever promised it has the result as well."""
-
     def on_failure(self, error: BaseException) -> None:
-        """The request may not have reached the engine, which then still keeps its stream."""
-        self.give_back()
+        # The request may not have reached the engine, which then still keeps its stream.
+        self.release_stream()
 
-    def give_back(self) -> None:
-        if self._reading is not None:
-            self._promises.give_back(self._reading)
+    def release_stream(self) -> None:
+        if self._pending is not None:
+            self._promises.release(self._pending)
 
 
 class Promises:
@@ -74,8 +82,8 @@ class Promises:
 
     Args:
         engine: where the client's requests go.
-        policy: what becomes of its prompts when a text in them fails.
-        listener: is told what happens to the links.
+        policy: what happens to its prompts when a text in them fails.
+        listener: receives the links' events.
     """
 
     def __init__(self, engine: EngineClient, policy: FailurePolicy, listener: Listener) -> None:
@@ -86,12 +94,12 @@ class Promises:
         self._writing: set[Text] = set()
 
     def make(self, name: str, write: Callable[[Text], Awaitable[CreateResult]]) -> CreateResult:
-        """An answer that ``write`` is about to write: its content is a mark.
+        """Return an answer that ``write`` is about to write: its content is a mark.
 
         Raises: RuntimeError where the client has been closed.
         """
         if self._host.is_closed:
-            raise RuntimeError("this client is closed; it writes nothing more")
+            raise RuntimeError("this client is closed and cannot promise an answer; make a new one")
         text = Text(f"{name}-{next(_numbers)}")
         _texts[text.mark] = text
         self._writing.add(text)
@@ -117,29 +125,29 @@ class Promises:
         render: Render | None,
         agent: str,
         cancellation_token: CancellationToken | None = None,
-    ) -> tuple[Sequence[LLMMessage], Reading | None]:
-        """Messages with texts for marks, once these are complete, and what was fed with them
-        meanwhile, to be taken over by the call of ``agent``.
+    ) -> tuple[Sequence[LLMMessage], Pending | None]:
+        """Return messages with texts for marks, once these are complete, and the pending request
+        whose prompt was prefilled meanwhile; the call of ``agent`` claims its stream.
 
         Raises: what a text failed with.
         """
         texts = _known(_contents(messages))
         if not texts:
             return messages, None
-        # Cancelled with whoever waits for it, or by the token.
+        # Cancelled with the task that waits for it, or by the token.
         waiting = asyncio.ensure_future(self._read(texts, messages, render, agent))
         if cancellation_token is not None:
             cancellation_token.link_future(waiting)
         return await waiting
 
     async def result(self, content: str) -> str:
-        """A string with texts for marks. Raises: what a text failed with."""
-        texts = _known(content)
-        return replaced(content, await Reading(texts, self._policy, "result").whole())
+        """Return a string with texts for marks. Raises: what a text failed with."""
+        reading = PendingRequest(content, _known(content), replaced, self._policy, "result")
+        return await reading.messages()
 
-    def give_back(self, reading: Reading) -> None:
-        """A request that reads failed, or will not be sent; nobody waits for this."""
-        self._host.finish(reading.give_back)
+    def release(self, pending: Pending) -> None:
+        """Release the stream of a request that failed or will not be sent, in the background."""
+        self._host.finish(pending.abandon)
 
     async def close(self) -> None:
         """End what is being written and linked."""
@@ -161,23 +169,21 @@ class Promises:
         messages: Sequence[LLMMessage],
         render: Render | None,
         agent: str,
-    ) -> tuple[Sequence[LLMMessage], Reading]:
-        reading = Reading(texts, self._policy, agent, self._listener)
-        if reading.is_waiting and render is not None:
-
-            async def rendered(by: Mapping[str, str]) -> str:
-                return await render(_replaced(messages, by))
-
-            self._host.start(reading.link(self._engine, rendered))
+    ) -> tuple[Sequence[LLMMessage], Pending]:
+        pending: Pending = PendingRequest(
+            messages, texts, _filled, self._policy, agent, self._listener
+        )
+        if pending.is_waiting and render is not None:
+            self._host.start(pending.link(self._engine, render))
         try:
-            return _replaced(messages, await reading.whole()), reading
+            return await pending.messages(), pending
         except BaseException:
-            self.give_back(reading)
+            self.release(pending)
             raise
 
 
 def _known(value: Any) -> list[Text]:
-    """The texts a value mentions; it is said where one is not known any more."""
+    """Return the texts that a value mentions; log those that are not known any more."""
     if lost := [mark for mark in marks(value) if mark not in _texts]:
         logger.warning(
             "%s stays as it is: the promised text is not known in this process any more. "
@@ -188,7 +194,7 @@ def _known(value: Any) -> list[Text]:
 
 
 def _contents(messages: Sequence[LLMMessage]) -> list[Any]:
-    """The strings of messages in which marks may stand."""
+    """Return the strings of messages in which marks may stand."""
     return [_plain(message.content) for message in messages]
 
 
@@ -198,7 +204,7 @@ def _plain(content: Any) -> Any:
     return content.content if isinstance(content, FunctionExecutionResult) else content
 
 
-def _replaced(messages: Sequence[LLMMessage], by: Mapping[str, str]) -> list[LLMMessage]:
+def _filled(messages: Sequence[LLMMessage], by: Mapping[str, str]) -> Sequence[LLMMessage]:
     return [
         message.model_copy(update={"content": _with_texts(message.content, by)})
         for message in messages

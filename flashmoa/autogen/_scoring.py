@@ -1,49 +1,37 @@
-"""A scoring call of a model client, told of and linked as its other calls are."""
+"""A scoring call of a model client, reported and linked as its other calls are."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autogen_core import CancellationToken
-from autogen_core.models import CreateResult, LLMMessage, RequestUsage
 
-from flashmoa.autogen._calls import Reporting
-from flashmoa.completions import Watch
 from flashmoa.engine import PromptUsage
+from flashmoa.linking.observed_call import CallResult, ObservedCall
 from flashmoa.scoring import Candidate, Scorer, Scores
 
-if TYPE_CHECKING:
-    from flashmoa.autogen._client import FlashMoAChatCompletionClient
-
 # Why agents after this one are not sent its answer as it is written.
-_HELD = "its answer is scored, not written"
+HELD = "its answer is scored, not written"
 
 
 async def score(
-    client: FlashMoAChatCompletionClient,
-    messages: Sequence[LLMMessage],
+    call: ObservedCall,
+    scorer: Scorer,
+    messages: Sequence[Mapping[str, Any]],
     candidates: Sequence[Candidate],
     length_normalised: bool,
     cancellation_token: CancellationToken | None,
 ) -> Scores:
-    """As :meth:`FlashMoAChatCompletionClient.score`."""
-    prompt = client._process_create_args(messages, (), "auto", None, {}).messages
-    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
-    scorer = Scorer(client.engine, template_args=extra_body.get("chat_template_kwargs"))
-    observers = client._begin(_HELD, None)
-    watch = Watch()
-    with Reporting(observers, watch, raw=False) as report:
-        offering = [one for one in observers if one.prompt_stream_id is not None]
-        for other in offering[:-1]:
-            other.give_back()
+    """Score candidates within a call; see :meth:`FlashMoAChatCompletionClient.score`."""
+    with call:
         asking = asyncio.ensure_future(
             scorer.score(
-                [dict(message) for message in prompt],
+                messages,
                 candidates,
                 length_normalised=length_normalised,
-                prompt_stream_id=offering[-1].prompt_stream_id if offering else None,
+                prompt_stream_id=call.prompt_stream_id,
             )
         )
         if cancellation_token is not None:
@@ -52,8 +40,7 @@ async def score(
             scores = await asking
         finally:
             asking.cancel()
-        watch.usage = _usage(scores)
-        report(_result(scores))
+        call.finish(CallResult(scores.best, _usage(scores), "stop", is_forwarded=False))
         return scores
 
 
@@ -67,8 +54,3 @@ def _usage(scores: Scores) -> PromptUsage:
         late_tokens=usage.computed_tokens,
         prompt_stream=usage.prompt_stream,
     )
-
-
-def _result(scores: Scores) -> CreateResult:
-    usage = RequestUsage(prompt_tokens=scores.usage.prompt_tokens, completion_tokens=0)
-    return CreateResult(content=scores.best, usage=usage, finish_reason="stop", cached=False)

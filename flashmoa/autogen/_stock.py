@@ -1,4 +1,4 @@
-"""Whether what a dry run calls is AutoGen's own code: linking runs nobody else's unasked."""
+"""Checks that what a dry run calls is AutoGen's own code: linking runs no other code unasked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pydantic import BaseModel
 
 from flashmoa.autogen._classifier import ClassifierAgent
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import NotForecastable
+from flashmoa.linking.placeholders import NotForecastable
 
 AGENTS = (AssistantAgent, MessageFilterAgent, SocietyOfMindAgent, ClassifierAgent)
 CONTEXTS = (
@@ -75,9 +75,9 @@ _CALLED: dict[type, tuple[str, ...]] = {
 
 
 def own_code(one: object, *kinds: type) -> str | None:
-    """What of an object is not AutoGen's own, of what a dry run would call.
+    """Return what of an object is not AutoGen's own, among what a dry run would call.
 
-    That is whatever a subclass, or the object itself, has in place of what one of AutoGen's
+    That is anything that a subclass, or the object itself, has in place of what one of AutoGen's
     classes calls; what a subclass adds besides does not matter.
 
     Args:
@@ -98,13 +98,13 @@ def own_code(one: object, *kinds: type) -> str | None:
 
 
 def require_stock(one: object, *kinds: type) -> None:
-    """Raises: NotForecastable, where a dry run would run code that is not AutoGen's own."""
+    """Check an object. Raises: NotForecastable where a dry run would run code not AutoGen's own."""
     if own := own_code(one, *kinds):
         raise NotForecastable(f"telling its prompt would run {own}, which is not AutoGen's own")
 
 
 def require_stock_message(message: BaseChatMessage) -> None:
-    """Raises: NotForecastable, as :func:`require_stock`."""
+    """Check a message and its content. Raises: NotForecastable, as :func:`require_stock`."""
     require_stock(message, *_MESSAGES)
     if isinstance(message, StructuredMessage):
         content: BaseModel = cast("Any", message).content
@@ -117,10 +117,34 @@ def require_stock_message(message: BaseChatMessage) -> None:
             )
 
 
+def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
+    """Return the FlashMoA client that an agent calls itself, if it has one."""
+    if isinstance(agent, MessageFilterAgent):
+        return client_of(agent._wrapped_agent)
+    client = getattr(agent, "_model_client", None)
+    return client if isinstance(client, FlashMoAChatCompletionClient) else None
+
+
+def rewrites(agent: Any, included: bool) -> str | None:
+    """Return why the message others get is not the text its model answers with, if so.
+
+    Args:
+        included: whether the user vouches for an agent that is no stock one.
+    """
+    if included:
+        return None
+    if not own_code(agent, MessageFilterAgent):
+        return rewrites(agent._wrapped_agent, included)
+    if own_code(agent, AssistantAgent, SocietyOfMindAgent):
+        return f"a {type(agent).__name__} may send others something else than its model's text"
+    structured = getattr(agent, "_output_content_type", None) is not None
+    return "its answer is structured" if structured else None
+
+
 @cache
 def _reached(kind: type) -> frozenset[str]:
-    """Names of a class's attributes that what is called of it uses, however indirectly; rather
-    too many than too few."""
+    """Return names of a class's attributes that what is called of it uses, however indirectly;
+    rather too many than too few."""
     found: set[str] = set()
     waiting = set(_CALLED[kind])
     while waiting:
@@ -138,7 +162,7 @@ def _is_attribute(kind: type, name: str) -> bool:
 
 
 def _codes(kind: type, name: str) -> Iterator[CodeType]:
-    """Of what stands behind a name of a class, and of what ``super()`` reaches from there."""
+    """Yield the code behind a name of a class, and what ``super()`` reaches from there."""
     for owner in kind.__mro__:
         value: Any = vars(owner).get(name)
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)

@@ -6,8 +6,7 @@ from typing import Any
 
 from flashmoa.doctor.findings import Finding, fix, note, ok
 from flashmoa.engine import EngineClient, EngineError, RequestRefused, StreamUse
-from flashmoa.linking.placeholders import StandIns
-from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.workflow import Workflow
 
@@ -49,11 +48,11 @@ async def _unstable(engine: EngineClient) -> str | None:
     def messages(text: str) -> list[dict[str, str]]:
         return [_user(f"Shorten this:\n{text}\nBriefly.")]
 
-    stand_ins = StandIns(["writer"])
+    placeholders = Placeholders(["writer"])
     try:
-        rendered = await engine.render(messages(stand_ins.padded("writer")))
-        prompt = Prompt(stand_ins.segments(rendered))
-    except ValueError as error:
+        rendered = await engine.render(messages(placeholders.padded("writer")))
+        prompt = placeholders.build_prompt(rendered)
+    except NotForecastable as error:
         return str(error).removeprefix("the chat template ")
     if not prompt.slots:
         return "leaves texts out"

@@ -1,4 +1,4 @@
-"""When an upstream text fails: how that can be, and what becomes of the prompts it is for."""
+"""How an upstream text can fail, and what then happens to the prompts it is written into."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class UpstreamCancelled(FlashMoAError):
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """What becomes of a prompt when a text in it fails (FlashAgents §4.3).
+    """What happens to a prompt when a text in it fails (FlashAgents §4.3).
 
-    ``abort`` gives the link up and its KV back at once; what went wrong is raised where the
-    text is awaited. ``finalize`` has the text end with what has arrived, and the prompt goes
-    on with that.
+    ``abort`` ends the link and releases its KV at once; the failure is raised where the text is
+    awaited. ``finalize`` ends the text with what has arrived, and the prompt goes on with that.
 
     Attributes:
-        error: its writer failed.
-        cancel: its writer was cancelled.
-        timeout: its writer waited for its engine longer than its client allows.
-        stall: nothing has come for ``stall_seconds`` after some of it had. Nothing has failed
-            yet, so ``abort`` raises nothing: the text is awaited on, and its reader is then
-            computed without a link.
+        error: the action when its writer failed.
+        cancel: the action when its writer was cancelled.
+        timeout: the action when its writer waited for its engine longer than its client allows.
+        stall: the action when nothing has come for ``stall_seconds`` after some of the text had.
+            Nothing has failed yet, so ``abort`` raises nothing: the reader keeps waiting for the
+            text, and its prompt is then computed without a link.
+        stall_seconds: how long a text that has begun may pause.
 
     Raises:
-        ValueError: an action there is not, or a time that is not positive.
+        ValueError: an unknown action, or a time that is not positive.
     """
 
     error: Action = "abort"
@@ -52,7 +52,9 @@ class FailurePolicy:
 
     @classmethod
     def of(cls, given: OnFailure) -> FailurePolicy:
-        """``given`` in full: one action is for all but a stall, which may still end well.
+        """Return the policy that ``given`` stands for.
+
+        One action is meant for every failure but a stall, after which the text may still complete.
 
         Raises: ValueError.
         """
@@ -61,7 +63,7 @@ class FailurePolicy:
         return cls(error=given, cancel=given, timeout=given)
 
     def action(self, failure: Failure) -> Action:
-        """What is to be done."""
+        """Return what to do about a failure."""
         actions: dict[Failure, Action] = {
             "error": self.error,
             "cancel": self.cancel,
@@ -75,7 +77,7 @@ OnFailure = FailurePolicy | Action
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Which failure an exception is, of ours or of an OpenAI-style client."""
+    """Return the kind of failure that an exception of ours, or of an OpenAI client, stands for."""
     if isinstance(error, UpstreamCancelled) or not isinstance(error, Exception):
         return "cancel"
     cause: BaseException | None = error
@@ -89,5 +91,5 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _is_clients_timeout(error: BaseException) -> bool:
-    """Whether it is a timeout of httpx, or of httpx2, which OpenAI's client 3 has below it."""
+    """Return whether it is a timeout of httpx, or of httpx2, which OpenAI's client 3 uses."""
     return any(kind.__name__ == "TimeoutException" for kind in type(error).__mro__)

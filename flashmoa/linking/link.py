@@ -2,8 +2,8 @@
 
 While upstream agents write into a prompt's slots, its link sends whatever the stable
 frontier passes to the downstream engine, which prefills it (FlashAgents §3.1). A link never
-raises into the agents it serves: whatever goes wrong ends the link, says so as an event, and
-the downstream request is computed as it would have been without it.
+raises into the agents it serves: a failure ends the link and is reported as an event, and the
+downstream request is computed as it would have been without the link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Ahead = Literal["nothing", "known", "text"]
 
 _LATE = "too late"
 _plain_engines: set[str] = set()
-# What went wrong at which engine: once is enough to say so.
+# Which kinds of failure of which engine have been logged; each is logged once as a warning.
 _said: set[tuple[str, type[Exception]]] = set()
 
 
@@ -44,16 +44,16 @@ class Link:
     """One downstream prompt and the prompt stream it is sent to.
 
     Args:
-        engine: where the downstream agent will run.
-        prompt: its future prompt; feed it through :meth:`feed` and :meth:`close_slot`.
+        engine: the downstream agent's engine.
+        prompt: the agent's future prompt; feed it through :meth:`feed` and :meth:`close_slot`.
         agent: the downstream agent's name, for events.
-        on_failure: what becomes of it when an upstream agent fails.
+        on_failure: what happens to the link when an upstream agent fails.
         unused_seconds: how long to wait for the downstream request once the prompt is
-            complete; then the engine's KV is given back.
-        stream_ttl_seconds: after what time the engine gives it back should this process vanish;
+            complete; then the KV is released.
+        stream_ttl_seconds: after what time the engine releases the KV if this process vanishes;
             by default the engine client's.
-        namespace: of the downstream request's KV; by default the engine client's.
-        listener: is told what happens.
+        namespace: the namespace of the downstream request's KV; by default the engine client's.
+        listener: receives the link's events.
 
     Run :meth:`run` in a task group; cancelling it closes the stream.
     """
@@ -80,7 +80,7 @@ class Link:
             engine, prompt, self._advance, ttl_seconds=stream_ttl_seconds, namespace=namespace
         )
         self._over: str | None = None
-        # When a slot's writer was last heard of, by the event loop's clock.
+        # When each slot last received text, by the event loop's clock.
         self._heard: dict[str, float] = {}
 
     @property
@@ -98,24 +98,24 @@ class Link:
         return self._feed.stream_id
 
     def waits_for(self, name: str) -> bool:
-        """Whether a slot of that name is still open."""
+        """Return whether a slot of that name is still open."""
         return any(slot.name == name and slot.is_open for slot in self.prompt.slots)
 
     def feed(self, name: str, text: str) -> None:
-        """Add text to the open slot ``name``; without one, nothing happens."""
+        """Add text to the open slot ``name``, if there is one."""
         for slot in self._open_slots(name):
             slot.append(text)
         self._heard[name] = anyio.current_time()
         self._feed.changed()
 
     def close_slot(self, name: str) -> None:
-        """Slot ``name`` is complete."""
+        """Close the slot ``name``: its text is complete."""
         for slot in self._open_slots(name):
             slot.close()
         self._feed.changed()
 
     def fail_slot(self, name: str, failure: Failure = "error") -> None:
-        """The agent writing slot ``name`` failed: act by the link's policy."""
+        """Act by the link's policy: the agent that writes slot ``name`` failed."""
         if self.is_over or not self.waits_for(name):
             return
         action = self._policy.action(failure)
@@ -134,7 +134,7 @@ class Link:
             self.end("abort")
 
     def become(self, prompt: Prompt) -> bool:
-        """Go on with a prompt in which more is certain; whether that was possible."""
+        """Go on with a prompt in which more is certain; returns whether that was possible."""
         if self.is_over or self.prompt.is_complete:
             return False
         try:
@@ -144,8 +144,8 @@ class Link:
         self._feed.changed()
         return True
 
-    def take_over(self) -> str | None:
-        """The downstream request is here: the stream's id for it, if there is one.
+    def claim(self) -> str | None:
+        """Return the stream's id for the downstream request, which goes out now, if there is one.
 
         The link sends nothing more; the request carries the whole prompt.
         """
@@ -156,13 +156,13 @@ class Link:
         return self.stream_id
 
     def end(self, reason: str) -> None:
-        """Give the link up."""
+        """End the link."""
         if not self.is_over:
             self._over = reason
             self._feed.stop()
 
     async def run(self) -> None:
-        """Open the stream, follow the frontier, and close it again, whatever happens."""
+        """Open the stream, follow the frontier, and close the stream on every path."""
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch_stalls)
@@ -172,7 +172,7 @@ class Link:
             self._over = self._over if self.is_over else "closed"
             raise
         finally:
-            await self._give_back()
+            await self._release()
 
     async def _send(self) -> None:
         try:
@@ -183,7 +183,7 @@ class Link:
             self._over = "plain engine"
             report_plain_engine(self.engine.url, error)
         except Exception as error:
-            # An append that its own request overtook finds the stream used; that is no failure.
+            # An append that arrives after the request finds the stream used; that is no failure.
             if not self.is_over:
                 self._over = f"{type(error).__name__}: {error}"
                 known = (self.engine.url, type(error)) in _said
@@ -192,19 +192,19 @@ class Link:
                 logger.log(level, "Link to %s ends: %s", self.agent, error)
 
     async def _watch_stalls(self) -> None:
-        patience = self._policy.stall_seconds
+        allowed = self._policy.stall_seconds
         while True:
             now = anyio.current_time()
             heard = {n: at for n, at in self._heard.items() if self.waits_for(n)}
             for name, at in heard.items():
-                if now - at >= patience:
+                if now - at >= allowed:
                     self.fail_slot(name, "stall")
-            waiting = [at for at in heard.values() if now - at < patience]
-            # What is heard of first from now on cannot stall any sooner.
-            await anyio.sleep(min(waiting, default=now) + patience - now)
+            waiting = [at for at in heard.values() if now - at < allowed]
+            # A slot that gets its first text from now on cannot stall before this sleep ends.
+            await anyio.sleep(min(waiting, default=now) + allowed - now)
 
     def _advance(self, state: StreamState) -> None:
-        """An answer of the engine, the first one when the stream is open."""
+        """Report an answer of the engine; the first one says that the stream is open."""
         if state.next_seq == 0:
             upstream = tuple(slot.name for slot in self.prompt.slots)
             opened = LinkOpened(
@@ -226,7 +226,7 @@ class Link:
             await self._feed.hold()
         self.end("unused")
 
-    async def _give_back(self) -> None:
+    async def _release(self) -> None:
         reason = self._over or "closed"
         try:
             # A used stream is closed by its request.
@@ -238,7 +238,7 @@ class Link:
             self._listener(closed)
 
     async def delete_stream(self) -> None:
-        """Give the stream's KV back now, even when cancelled; harmless to repeat."""
+        """Delete the stream and release its KV, even when cancelled; harmless to repeat."""
         try:
             await self._feed.delete()
         except Exception as error:  # Even one of a client that has been closed.
@@ -249,7 +249,7 @@ class Link:
 
 
 def report_plain_engine(url: str, problem: PluginMissing) -> None:
-    """An engine without the plugin is used as it is; once is enough to say so."""
+    """Log, once for each engine, that an engine without the plugin is used unlinked."""
     if url not in _plain_engines:
         _plain_engines.add(url)
         logger.warning("%s. Its agents run unlinked.", problem)

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 
+from flashmoa._concurrency import in_haste
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.link import Link, report_plain_engine
-from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, UpstreamFailed, ignore
 
 logger = logging.getLogger(__name__)
 
-# Given a text for each mark: the prompt as its engine will render it.
-Render = Callable[[Mapping[str, str]], Awaitable[str]]
+Messages = TypeVar("Messages")
 
 # What is to be run while a request waits.
 Run = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Reading:
-    """What one request reads.
+class PendingRequest(Generic[Messages]):
+    """A request that will be sent, whose prompt is prefilled as the texts in it are written.
 
     Args:
-        texts: all that its messages mention; no two of a name.
-        policy: what becomes of it when one fails.
+        given: the request's messages, with marks for the texts.
+        texts: all that the messages mention; no two of a name.
+        fill: returns messages with a string in place of each mark.
+        policy: what becomes of the request when a text fails.
         agent: who will send the request.
         listener: is told what happens to its link.
         streams: whether the texts go into its prompt as they are written, or only what stands
@@ -38,9 +40,11 @@ class Reading:
         stream_ttl_seconds: see :class:`Link`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two places make it
         self,
+        given: Messages,
         texts: Sequence[Text],
+        fill: Callable[[Messages, Mapping[str, str]], Messages],
         policy: FailurePolicy,
         agent: str,
         listener: Listener = ignore,
@@ -48,6 +52,8 @@ class Reading:
         streams: bool = True,
         stream_ttl_seconds: float | None = None,
     ) -> None:
+        self._given = given
+        self._fill = fill
         self._streams = streams
         self._stream_ttl_seconds = stream_ttl_seconds
         self._texts = texts
@@ -67,15 +73,66 @@ class Reading:
         """Whether any of its texts is still being written."""
         return not all(text.is_complete for text in self._texts)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it was claimed before its prompt stream was open."""
+        return self._is_late or (self._link is not None and self._link.is_late)
+
+    async def messages(self) -> Messages:
+        """Return the messages to send, once every text in them is there.
+
+        Raises: what a text failed with.
+        """
+        for text in self._texts:
+            self._found[text.mark] = await text.read(self._policy)
+            if text.failure is not None:
+                self._go_on_without(text, text.failure)
+        return self._fill(self._given, self._found)
+
+    def claim(self) -> dict[str, Any]:
+        """Return what to add to the request's body (``extra_body`` of OpenAI's client).
+
+        Call it when the request goes out: the link sends nothing more then.
+        """
+        self._is_late = self._stop_rendering()
+        stream_id = self._link.claim() if self._link is not None else None
+        return {"prompt_stream_id": stream_id} if stream_id is not None else {}
+
+    async def release(self) -> None:
+        """Release the prompt stream of a request that failed or will not be sent.
+
+        An engine that does not answer within 0.3 s lets the stream expire.
+        """
+        await in_haste(self.abandon)
+
+    async def abandon(self) -> None:
+        """Release as :meth:`release`, but wait for the engine."""
+        self._stop_rendering()
+        if self._link is not None:
+            self._link.end("abort")
+            await self._link.delete_stream()
+
+    async def delete_claimed_stream(self) -> None:
+        """Delete a stream that was claimed for a request that will not come any more.
+
+        A link that is not over deletes its own as it ends.
+        """
+        if self._link is not None and self._link.is_over:
+            await self._link.delete_stream()
+
     def link(
-        self, engine: EngineClient, render: Render, namespace: Mapping[str, str] | None = None
+        self,
+        engine: EngineClient,
+        render: Callable[[Messages], Awaitable[str]],
+        namespace: Mapping[str, str] | None = None,
     ) -> Run:
         """Link its prompt to the texts; returns what to run meanwhile.
 
         Nothing waits for that: a request that comes before its prompt is rendered goes out
-        unlinked. Where there can be no link, why is logged.
+        unlinked. Where there can be no link, the reason is logged.
 
         Args:
+            render: the prompt of messages as their engine will render it.
             namespace: of the request's KV; by default the engine client's.
         """
         self._engine = engine.url
@@ -96,13 +153,16 @@ class Reading:
         return run
 
     async def _rendered(
-        self, engine: EngineClient, render: Render, waiting: Sequence[Text]
+        self,
+        engine: EngineClient,
+        render: Callable[[Messages], Awaitable[str]],
+        waiting: Sequence[Text],
     ) -> Prompt | None:
-        stand_ins = StandIns(text.name for text in waiting)
+        placeholders = Placeholders(text.name for text in waiting)
         shown = {text.mark: f"{text}" for text in self._texts}
-        shown |= {text.mark: stand_ins.padded(text.name) for text in waiting}
+        shown |= {text.mark: placeholders.padded(text.name) for text in waiting}
         try:
-            return Prompt(stand_ins.segments(await render(shown)))
+            return placeholders.build_prompt(await render(self._fill(self._given, shown)))
         except PluginMissing as problem:
             report_plain_engine(engine.url, problem)
         except Exception as error:  # Linking must not cost the request.
@@ -133,41 +193,8 @@ class Reading:
                 text.follow(link)
         return link
 
-    async def whole(self) -> dict[str, str]:
-        """Every text by its mark, once it is there. Raises: what a text failed with."""
-        for text in self._texts:
-            self._found[text.mark] = await text.read(self._policy)
-            if text.failure is not None:
-                self._go_on_without(text, text.failure)
-        return self._found
-
-    def take_over(self) -> str | None:
-        """The request goes out: the prompt stream it is to use, if there is one."""
-        self._is_late = self._stop_rendering()
-        return self._link.take_over() if self._link is not None else None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the request came before its stream was open."""
-        return self._is_late or (self._link is not None and self._link.is_late)
-
-    async def give_back(self) -> None:
-        """The request failed or will not be sent: its stream is not to wait for it."""
-        self._stop_rendering()
-        if self._link is not None:
-            self._link.end("abort")
-            await self._link.delete_stream()
-
-    async def release(self) -> None:
-        """No request will come any more: a stream that was taken over for one is nobody's.
-
-        A link that is not over gives its own back as it ends.
-        """
-        if self._link is not None and self._link.is_over:
-            await self._link.delete_stream()
-
     def _stop_rendering(self) -> bool:
-        """Whether there was anything to stop."""
+        """Stop rendering the prompt; returns whether it was being rendered."""
         if self._rendering is None:
             return False
         self._rendering.cancel()
@@ -175,7 +202,7 @@ class Reading:
         return True
 
     def _go_on_without(self, text: Text, failure: Failure) -> None:
-        """What there is of a text is all of it for this reader."""
+        """Take what has arrived of a text for all of it."""
         if self._link is not None:
             self._link.fail_slot(text.name, failure)  # Unless it has noticed by itself.
             return

@@ -1,37 +1,60 @@
-"""Stand-ins for texts still being written: how a chat template's prompt is cut at them."""
+"""Placeholders for texts still being written, and the prompt that is rendered around them."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterable
 
-from flashmoa.linking.prompt import Slot
+from flashmoa.engine import FlashMoAError
+from flashmoa.linking.prompt import Prompt, Slot
 
-# White space around a stand-in shows what the chat template strips.
+# The name of a slot that never gets any text: what follows there is not certain yet.
+UNCERTAIN = "(not certain yet)"
+
+# White space around a placeholder shows what the chat template strips.
 _MARGIN = "  "
 
 
-class StandIns:
-    """One for each writer.
+class NotForecastable(FlashMoAError):
+    """Raised when the prompt of a future request cannot be known; the message says why."""
 
-    Put :meth:`padded` where the writer's text will be, have the engine render the prompt, and
-    :meth:`segments` tells what is certain of it and where the texts go.
+
+class Placeholders:
+    """One placeholder for each writer.
+
+    Put :meth:`padded` where the writer's text will be, have the engine render the messages, and
+    :meth:`build_prompt` cuts what it rendered at the placeholders.
     """
 
     def __init__(self, writers: Iterable[str]) -> None:
         self._cores = {name: f"[{secrets.token_hex(8)}]" for name in writers}
 
     def padded(self, writer: str) -> str:
-        """The text to render instead of what ``writer`` is writing."""
+        """Return the text to render in place of what ``writer`` is writing."""
         return f"{_MARGIN}{self._cores[writer]}{_MARGIN}"
 
-    def segments(self, rendered: str, certain: int | None = None) -> list[str | Slot]:
-        """The first ``certain`` characters of a rendered prompt (default: all), cut at the
-        stand-ins; those that are not there, because something left them out, are no slots.
+    def build_prompt(self, *rendered: str) -> Prompt:
+        """Build the prompt that an engine has rendered, with a slot at each placeholder.
 
-        Raises: ValueError where a stand-in is there more than once.
+        A placeholder that was left out of the messages becomes no slot.
+
+        Args:
+            rendered: the prompt as the engine's chat template renders it. Where it depends on
+                something that cannot be known, every possibility: only their common beginning
+                is certain, and the prompt ends there in an :data:`UNCERTAIN` slot.
+
+        Raises:
+            NotForecastable: the chat template shows a text more than once.
         """
-        certain = len(rendered) if certain is None else certain
+        first = rendered[0]
+        if len(rendered) == 1:
+            return Prompt(self._segments(first, len(first)))
+        certain = len(os.path.commonprefix(rendered))  # noqa: RUF071
+        return Prompt([*self._segments(first, certain), Slot(UNCERTAIN)])
+
+    def _segments(self, rendered: str, certain: int) -> list[str | Slot]:
+        """Cut the first ``certain`` characters of a rendered prompt at the placeholders."""
         places = sorted(
             (rendered.index(core), name, core)
             for name, core in self._cores.items()
@@ -53,5 +76,5 @@ class StandIns:
 
 def _occurs_once(rendered: str, core: str, name: str) -> bool:
     if rendered.count(core) > 1:
-        raise ValueError(f"the chat template shows {name}'s text more than once")
+        raise NotForecastable(f"the chat template shows {name}'s text more than once")
     return core in rendered

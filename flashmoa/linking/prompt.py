@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Text that somebody is still writing.
+    """Text that an upstream agent is still writing.
 
     Attributes:
-        name: who writes it; for events and errors only.
+        name: its writer's name.
         strip_start, strip_end: whether the chat template strips white space there. Trailing
             white space is then withheld until more text shows that it was not trailing.
     """
@@ -40,11 +40,11 @@ class Slot:
         self._text += text
 
     def close(self) -> None:
-        """No more text will come; harmless to repeat."""
+        """Close the slot: no more text will come; harmless to repeat."""
         self._open = False
 
     def stable(self) -> str:
-        """The text written so far whose place in the prompt is certain."""
+        """Return the text written so far whose place in the prompt is certain."""
         text = self._text.lstrip() if self.strip_start else self._text
         return text.rstrip() if self.strip_end else text
 
@@ -69,7 +69,7 @@ class Prompt:
         return not any(slot.is_open for slot in self.slots)
 
     def stable(self) -> str:
-        """The text up to the stable frontier."""
+        """Return the text up to the stable frontier."""
         parts: list[str] = []
         for segment in self.segments:
             if isinstance(segment, str):
@@ -81,15 +81,19 @@ class Prompt:
         return "".join(parts)
 
     def become(self, other: Prompt) -> None:
-        """Go on as ``other``, in which more is certain. Raises: ValueError if it begins with
-        another text than what was taken already; the prompt is then as it was."""
+        """Go on as ``other``, in which more is certain.
+
+        Raises:
+            ValueError: ``other`` does not begin with what was taken already; the prompt is then
+                unchanged.
+        """
         taken = self.stable()[: self._taken]
         if not other.stable().startswith(taken):
-            raise ValueError("the prompt has become another one than what was sent of it")
+            raise ValueError("the prompt does not begin with what was already sent of it")
         self.segments, self.slots = other.segments, other.slots
 
     def take(self) -> str:
-        """What the stable frontier has passed since the last call; empty if it stood still."""
+        """Return what the stable frontier has passed since the last call; may be empty."""
         text = self.stable()
         new = text[self._taken :]
         self._taken = len(text)

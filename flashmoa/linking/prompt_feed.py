@@ -1,4 +1,4 @@
-"""Feeding a prompt stream what a growing prompt gains, at the pace its engine asks for."""
+"""Sends a growing prompt to its prompt stream, at the pace that the engine asks for."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 0.01
 _OPEN_SECONDS = 10.0
 _DELETE_SECONDS = 5.0
-# What either has left, and both together, once it is cancelled: whoever leaves waits for it. An
-# engine that has not answered by then lets the stream expire.
+# How long opening and deleting may take, together, once their task is cancelled, as the canceller
+# waits for them. An engine that has not answered by then lets the stream expire.
 _LEAVING_SECONDS = 0.3
-# In this part of a stream's lifetime its engine is told something.
+# In each such part of a stream's time to live its engine hears from the client.
 _SIGN_OF_LIFE = 1 / 3
 
 
 class Growing(Protocol):
-    """A prompt that only grows: :class:`flashmoa.linking.prompt.Prompt`, or token ids likewise."""
+    """A prompt that only grows: :class:`flashmoa.linking.prompt.Prompt`, or one of token ids."""
 
     @property
     def is_complete(self) -> bool:
@@ -41,7 +41,7 @@ class Growing(Protocol):
         ...
 
     def take(self) -> str | Sequence[int]:
-        """What has come since the last call; empty if nothing has."""
+        """Return what has come since the last call; empty if nothing has."""
         ...
 
 
@@ -61,8 +61,8 @@ class PromptFeed:
     :meth:`changed` when the prompt has grown.
 
     Attributes:
-        stream_id: once the stream is open; the request that uses it names it. Whoever runs
-            the feed gives the stream back with :meth:`delete` unless such a request was sent.
+        stream_id: set once the stream is open; the request that uses it names it. Unless such a
+            request was sent, :meth:`delete` must be called after :meth:`run`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PromptFeed:
         self._ttl = engine.stream_ttl_seconds if ttl_seconds is None else ttl_seconds
         # When the engine has to be told something, by the event loop's clock.
         self._due = float("inf")
-        # Until when whoever leaves waits.
+        # Until when a cancelled caller waits.
         self._leave_by = float("inf")
         self._prompt = prompt
         self._told = told
@@ -91,11 +91,11 @@ class PromptFeed:
         self._stopping = anyio.Event()
 
     def changed(self) -> None:
-        """The prompt has grown, or is complete."""
+        """Note that the prompt has grown, or is complete."""
         self._changed.set()
 
     def stop(self) -> None:
-        """Send nothing more: the request is here, or nobody wants the stream any longer."""
+        """Send nothing more: the request is here, or the stream is not wanted any longer."""
         self._stopped = True
         self._stopping.set()
         self._changed.set()
@@ -127,7 +127,7 @@ class PromptFeed:
         await self._alive_until(self._stopping.wait)
 
     async def delete(self) -> None:
-        """Give the stream's KV back now, even when cancelled; harmless to repeat.
+        """Delete the stream and release its KV, even when cancelled; harmless to repeat.
 
         Raises:
             EngineError: the engine cannot be asked; it will let the stream expire.
@@ -136,7 +136,8 @@ class PromptFeed:
             await self._see_through(lambda: self._engine.delete_stream(stream_id), _DELETE_SECONDS)
 
     async def _open(self, first: str | Sequence[int]) -> StreamState:
-        """Even when cancelled: a stream the engine has must have its id known here."""
+        """Open the stream, even when cancelled: a stream that the engine has opened must be known
+        here by its id, or it could not be deleted."""
         opened: list[StreamState] = []
 
         async def ask() -> None:
@@ -218,11 +219,11 @@ class PromptFeed:
         self._changed = anyio.Event()
 
     def _is_heard(self) -> None:
-        """The engine has just been told something."""
+        """Note that the engine has just received something."""
         self._due = anyio.current_time() + self._ttl * _SIGN_OF_LIFE
 
     async def _alive_until(self, happens: Callable[[], Awaitable[object]]) -> None:
-        """Wait for something, and tell the engine meanwhile that somebody is there."""
+        """Wait for something, and keep the stream alive meanwhile."""
         while True:
             with anyio.CancelScope(deadline=self._due):
                 await happens()
@@ -230,7 +231,7 @@ class PromptFeed:
             await self._keep_alive()
 
     async def _keep_alive(self) -> None:
-        """An engine that cannot be asked may be there again before the stream expires.
+        """Keep the stream alive. An engine that cannot be asked may be back before it expires.
 
         Raises: StreamGone, StreamUnknown.
         """

@@ -1,4 +1,4 @@
-"""Texts that somebody is writing, the marks that stand for them, and who waits for them."""
+"""Texts that are being written, the marks that stand for them, and the links that read them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
 
 
 class Text:
-    """A text that somebody is writing.
+    """A text that is being written.
 
-    In a string it is its text once it is complete, and a mark before: hand it on as it is, in
-    messages given to the same workflow, and do not look into the string.
+    In a string it shows its text once that is complete, and a mark before. Pass such a string
+    on as it is, in messages for the same workflow; do not parse, cut or display it.
 
-    A context manager for whoever writes it: leaving it closes the text, or fails it with what was
-    raised.
+    As a context manager it is for its writer: leaving it closes the text, or fails it with the
+    exception that was raised.
 
     Attributes:
-        mark: what stands for it meanwhile.
+        mark: stands for the text in strings until it is complete.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,7 +59,10 @@ class Text:
             self.fail(error)
 
     async def __aiter__(self) -> AsyncGenerator[str]:
-        """Its pieces from the first one on, as they are written. Raises: what it failed with."""
+        """Yield its pieces from the first one on, as they are written.
+
+        Raises: what the text failed with.
+        """
         given = 0
         while given < len(self._parts) or not self._done:
             if given < len(self._parts):
@@ -71,20 +74,20 @@ class Text:
 
     @property
     def written(self) -> str:
-        """What there is of it."""
+        """What has been written so far."""
         return "".join(self._parts)
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong with it; for whoever goes on with what arrived, a text that is not
-        over has stalled."""
+        """How it failed; ``None`` where it is complete. A text that is not over counts as stalled,
+        for a reader that goes on with what has arrived."""
         if not self._done:
             return "stall"
         return None if self._error is None else failure_of(self._error)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come, be it complete or not."""
+        """Whether nothing more will be written: it is complete, or failed."""
         return self._done
 
     @property
@@ -92,18 +95,20 @@ class Text:
         return self._done and self._error is None
 
     async def complete(self) -> str:
-        """The whole text. Raises: whatever it was failed with."""
+        """Return the whole text, once it is complete. Raises: what it failed with."""
         while not self._done:
             await self._changed.wait()
         self._raise_if_failed()
         return self.written
 
     async def read(self, policy: FailurePolicy) -> str:
-        """The text as a reader with that policy gets it. Raises: whatever it was failed with,
-        unless the policy goes on with what arrived."""
-        patience = policy.stall_seconds if policy.stall == "finalize" else None
+        """Return the text as a reader with that policy gets it.
+
+        Raises: what it failed with, unless the policy goes on with what has arrived.
+        """
+        allowed = policy.stall_seconds if policy.stall == "finalize" else None
         while not self._done:
-            with anyio.move_on_after(patience if self._parts else None) as waiting:
+            with anyio.move_on_after(allowed if self._parts else None) as waiting:
                 await self._changed.wait()
             if waiting.cancelled_caught:
                 return self.written
@@ -112,7 +117,7 @@ class Text:
         return self.written
 
     def write(self, piece: str) -> None:
-        """The next piece; of a text that is over already it goes nowhere."""
+        """Add the next piece; does nothing once the text is over."""
         if self._done:
             return
         self._parts.append(piece)
@@ -121,15 +126,15 @@ class Text:
         self._tell()
 
     def close(self) -> None:
-        """That was all of it; harmless to repeat."""
+        """Complete the text with what has been written; harmless to repeat."""
         for link in self._links:
             link.close_slot(self.name)
         self._end()
 
     def finish(self, whole: str) -> None:
-        """This is all of it: add what has not been written yet, and close it.
+        """Complete the text as ``whole``: write what is missing, and close it.
 
-        Where it is not what was written so far, links to it end.
+        If ``whole`` does not begin with what was written so far, links to it end.
         """
         if whole.startswith(self.written):
             if whole != self.written:
@@ -141,7 +146,7 @@ class Text:
         self.close()
 
     def fail(self, error: BaseException) -> None:
-        """It will not be completed; links that wait for it act by their policy."""
+        """Fail the text for good; links that wait for it act by their policy."""
         if self._done:
             return
         self._error = error
@@ -150,8 +155,12 @@ class Text:
         self._end()
 
     def follow(self, link: Link) -> None:
-        """Have a link told of it, from its beginning."""
-        self._links.append(link)
+        """Feed a link from the text's beginning on, and with what is written later.
+
+        May be repeated after the link's prompt became another one, whose slots are empty.
+        """
+        if link not in self._links:
+            self._links.append(link)
         if self._parts:
             link.feed(self.name, self.written)
         if self.is_complete:
@@ -160,7 +169,7 @@ class Text:
             link.fail_slot(self.name, failure_of(self._error))
 
     def _raise_if_failed(self) -> None:
-        """Every reader gets the same error; without the frames of those before, which it keeps."""
+        """Raise what the text failed with, without the frames that earlier readers have added."""
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -175,7 +184,7 @@ class Text:
 
 
 def marks(value: Any) -> list[str]:
-    """The marks in the strings of a value, in their order.
+    """Return the marks in the strings of a value, in their order.
 
     Args:
         value: a string, or lists, tuples and mappings of values.
@@ -184,12 +193,12 @@ def marks(value: Any) -> list[str]:
 
 
 def mentioned(value: Any, texts: Mapping[str, Text]) -> list[Text]:
-    """Those of ``texts``, by their marks, whose :func:`marks` stand in a value."""
+    """Return those of ``texts``, by their marks, that a value mentions; see :func:`marks`."""
     return [texts[mark] for mark in marks(value) if mark in texts]
 
 
 def replaced(value: Any, by: Mapping[str, str]) -> Any:
-    """A value (see :func:`marks`) with something else for the marks in its strings."""
+    """Return a value (see :func:`marks`) with the marks in its strings replaced."""
     if isinstance(value, str):
         return _MARK.sub(lambda found: by.get(found.group(), found.group()), value)
     if isinstance(value, Mapping):

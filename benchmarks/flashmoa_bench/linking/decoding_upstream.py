@@ -189,7 +189,7 @@ class PairBench:
                 streamed, lambda text, _ids: link.feed("A", text)
             )
             link.close_slot("A")
-            done, late = await self._first_token(prefix + text + _SUFFIX, link.take_over())
+            done, late = await self._first_token(prefix + text + _SUFFIX, link.claim())
         return Pair(last - first, done - first, late)
 
 

@@ -12,7 +12,7 @@ from agent_framework import (
     handler,
 )
 
-from flashmoa.agent_framework._deliveries import Delivery, deliveries
+from flashmoa.agent_framework._link_planner import Delivery, deliveries
 
 
 class Node(Executor):

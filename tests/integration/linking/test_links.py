@@ -40,7 +40,7 @@ async def test_sixteen_links_at_once(
                 while link.stream_id is None:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
             prompt = f"{heads[index]}{''.join(parts)} go"
-            got, usage = await generate(downstream_client, prompt, 6, link.take_over())
+            got, usage = await generate(downstream_client, prompt, 6, link.claim())
         assert got == (await generate(client, prompt, 6))[0]
         assert usage.prompt_stream is not None
         statuses.append(usage.prompt_stream.status)
@@ -67,11 +67,11 @@ async def test_a_failing_upstream_ends_or_finishes_its_link(
                 await anyio.sleep(0.01)
         link.fail_slot("A")
         if policy == "finalize":
-            answer, usage = await generate(client, f"{head} some of it go", 3, link.take_over())
+            answer, usage = await generate(client, f"{head} some of it go", 3, link.claim())
             assert answer
             assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
         else:
-            assert link.take_over() is None
+            assert link.claim() is None
     await settled(client)
 
 
@@ -96,7 +96,7 @@ async def test_a_link_to_a_plain_or_dead_engine_ends_quietly(
                 other, Prompt([words(20, 83), Slot("A")]), agent="B", listener=events.append
             )
             await link.run()
-        assert link.take_over() is None
+        assert link.claim() is None
         assert [type(event) for event in events] == [LinkClosed]
 
 
@@ -113,7 +113,7 @@ async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words)
             link.close_slot("A")
             await anyio.sleep(3.5)
             text = f"{head} some of it go"
-            _, usage = await generate(client, text, 3, link.take_over())
+            _, usage = await generate(client, text, 3, link.claim())
         assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
         assert [event.reason for event in events if isinstance(event, LinkClosed)] == ["used"]
         await settled(client)

@@ -101,7 +101,7 @@ async def test_two_calls_of_an_openai_client(
         sent = await review.messages()
         answer = await reading.chat.completions.create(
             messages=sent,  # type: ignore[arg-type]
-            extra_body=review.take_over(),
+            extra_body=review.claim(),
             **settings,
         )
     assert await draft in sent[1]["content"]
@@ -197,7 +197,7 @@ async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) ->
                     await anyio.sleep(0.01)
             draft.finish("a plan")
             await expected.messages()
-            assert expected.take_over()
+            assert expected.claim()
             scope.cancel()
             await anyio.sleep_forever()
     assert (await settled(reader)).pinned_streams == 0
@@ -213,4 +213,4 @@ async def test_a_link_that_cannot_be_costs_nothing(client: EngineClient, guide: 
         draft.finish("a plan")
         assert await flow.ask(asks("Go on."), **PARAMETERS)
         assert "a plan" in (await expected.messages())[1]["content"]
-        assert expected.take_over() == {}
+        assert expected.claim() == {}

@@ -14,8 +14,8 @@ from autogen_core.model_context import (
 from autogen_core.tools import FunctionTool, StaticStreamWorkbench, StaticWorkbench
 from pydantic import BaseModel, field_serializer
 
-from flashmoa.autogen._forecast import NotForecastable
 from flashmoa.autogen._stock import CONTEXTS, own_code, require_stock_message
+from flashmoa.linking.placeholders import NotForecastable
 
 
 def tool(name: str = "look") -> FunctionTool:

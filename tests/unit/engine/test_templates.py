@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import forecast
-from flashmoa.autogen._rendering import render
-from flashmoa.autogen._shadows import agent_dry_runs
+from flashmoa.autogen._client import render
+from flashmoa.autogen._dry_run import agent_dry_runs, possible_calls
 from flashmoa.engine import MalformedRequest
-from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.placeholders import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES
 
 
@@ -72,10 +71,12 @@ async def told_and_sent(
     await context.add_message(TextMessage(content="Hi", source="user").to_model_message())
     await context.add_message(AssistantMessage(content="<think>well</think>Hello", source="reader"))
     writers = [f"writer{number}" for number in range(len(texts))]
-    stand_ins = StandIns(writers)
+    placeholders = Placeholders(writers)
     (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
-    future = [TextMessage(content=stand_ins.padded(name), source=name) for name in writers]
-    prompt = await forecast(agent._model_client, [dry_run], [future], stand_ins)
+    future = [TextMessage(content=placeholders.padded(name), source=name) for name in writers]
+    (call,) = await possible_calls([dry_run], [future])
+    rendered = await render(agent._model_client, call.messages, call.tools)
+    prompt = placeholders.build_prompt(rendered)
     before = prompt.stable()
     for slot in prompt.slots:
         slot.append(texts[writers.index(slot.name)])

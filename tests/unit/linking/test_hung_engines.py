@@ -92,7 +92,7 @@ async def test_expecting_waits_for_nothing() -> None:
             await engine.until("render")
             draft.finish("a plan")
             assert "a plan" in (await expected.messages())[0]["content"]
-            assert expected.take_over() == {}
+            assert expected.claim() == {}
         assert expected.is_late
 
 
@@ -127,9 +127,9 @@ async def test_leaving_a_workflow_waits_for_no_engine(
                 await reached(engine, draft, 3)
                 if hangs == ("delete",):
                     # Of one that was taken over, the workflow itself gives the stream back.
-                    assert several[0].take_over()
+                    assert several[0].claim()
                     with soon():
-                        await several[0].give_back()
+                        await several[0].release()
                 before = anyio.current_time()
                 if is_error:
                     raise ZeroDivisionError

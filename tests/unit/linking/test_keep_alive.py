@@ -74,7 +74,7 @@ async def test_a_complete_prompt_is_kept_until_it_is_used() -> None:
             link.close_slot(name)
         await engine.until("append")
         await engine.until("keep_alive", 3)
-        assert link.take_over() == "s0"
+        assert link.claim() == "s0"
         asked = len(engine.routes())
         await anyio.sleep(TTL)
         assert len(engine.routes()) == asked

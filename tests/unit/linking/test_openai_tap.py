@@ -13,12 +13,12 @@ from autogen_core.models import CreateResult, ModelFamily, ModelInfo, UserMessag
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import APIStatusError, AsyncOpenAI
 
-from flashmoa import EngineClient, Link, Prompt, Slot, Text
+from flashmoa import EngineClient, Link, Prompt, Slot
 from flashmoa.agent_framework import FlashMoAChatClient
-from flashmoa.agent_framework._calls import Call
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._promises import _texts
-from flashmoa.completions import Watch, WatchedBody, watch_completions
+from flashmoa.completions import WatchedBody, watch_completions
+from flashmoa.linking.observed_call import CallRequest, LinkedTeam, ReportedCall
 from flashmoa.observe import ignore
 from flashmoa.observe.calls import CallReporter
 from tests.unit.engine.faulty_engine import OTHER, TEXT, WORDS, Fate, FaultyEngine, faulty_engine
@@ -135,11 +135,10 @@ def openai_of(engine: FaultyEngine, **more: Any) -> AsyncOpenAI:
 
 
 async def asked(client: AsyncOpenAI, heard: list[str]) -> Any:
-    watch = Watch(heard.append, taps=True)
     return await client.chat.completions.create(
         model="m",
         messages=[{"role": "user", "content": "Go."}],
-        extra_body=WatchedBody({"prompt_stream_id": "s"}, watch),
+        extra_body=WatchedBody({"prompt_stream_id": "s"}, heard.append, taps=True),
     )
 
 
@@ -188,7 +187,7 @@ async def test_a_promise_that_is_written_anew_reads_right() -> None:
         link = Link(nowhere, Prompt([Slot(_texts[mark].name)]), agent="reader")
         _texts[mark].follow(link)
         assert await client.result(f"Read: {mark}") == f"Read: {''.join(OTHER)}"
-    assert link.is_over and link.take_over() is None
+    assert link.is_over and link.claim() is None
 
 
 async def test_a_shared_http_client_is_tapped_once_and_elsewhere_as_ever() -> None:
@@ -226,11 +225,11 @@ async def test_hearing_that_fails_costs_no_answer(caplog: pytest.LogCaptureFixtu
 
     async with faulty_engine() as engine, openai_of(engine) as client:
         watch_completions(client)
-        body = WatchedBody({}, Watch(hear, taps=True))
+        body = WatchedBody({}, hear, taps=True)
         answer = await client.chat.completions.create(model="m", messages=[], extra_body=body)
     assert answer.choices[0].message.content == TEXT
     assert [body.get("stream") for body in engine.bodies] == [True, None]
-    assert "it is asked for anew" in caplog.text
+    assert "it is asked for again" in caplog.text
 
 
 @pytest.mark.parametrize("retries", [0, 2])
@@ -244,7 +243,7 @@ async def test_agent_framework_fares_the_same(fate: Fate, retries: int) -> None:
             openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
             workflow = Hearing()
             if is_heard:
-                client.watchers.add(workflow)
+                client.linked.add(workflow)
             try:
                 outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
             except Exception as error:
@@ -255,14 +254,10 @@ async def test_agent_framework_fares_the_same(fate: Fate, retries: int) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-class Hearing:
-    """A linked workflow (a ``Watcher``) to which every request belongs."""
+class Hearing(LinkedTeam):
+    """A linked workflow to which every request belongs."""
 
-    def begin(self, url: str, options: Any) -> Call:
-        return Call(
-            CallReporter(ignore, agent="a", engine=url, model="m"),
-            text=Text("a"), held=False, own=None, late=False,
-            give_back=lambda _: None, called_tools=lambda: None,
-        )  # fmt: skip
+    def observe(self, request: CallRequest) -> ReportedCall:
+        return ReportedCall(CallReporter(ignore, agent="a", engine=request.engine, model="m"))
 
     async def close(self) -> None: ...

@@ -1,10 +1,20 @@
-"""Dry runs of AutoGen's stock agents and managers on copies that change nothing."""
+"""Dry runs: what an agent or a manager will ask its model next, told by AutoGen's own code.
+
+A shallow copy of the agent, with a cloned model context and a client that only listens, is given
+the messages the agent already has and placeholders for those still being written. The copy builds
+its prompt as the agent will; nothing of the team is changed.
+
+Where it is not certain what will be there (agents that write at the same time finish in any
+order, memory adds what it finds), several dry runs are made, and what their prompts have in
+common is certain.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
@@ -21,15 +31,48 @@ from autogen_core.models import CreateResult, LLMMessage, SystemMessage
 from autogen_core.tools import BaseTool, StaticWorkbench
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import Call, DryRun, NotForecastable
 from flashmoa.autogen._stock import (
     AGENTS,
     CONTEXTS,
+    client_of,
     own_code,
     require_stock,
     require_stock_message,
 )
+from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.scoring import Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a model client was asked."""
+
+    messages: list[LLMMessage]
+    tools: list[Any]
+
+
+# Given what an agent will have received by then, returns the call it will make.
+DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[Call]]
+
+
+async def possible_calls(
+    dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
+) -> list[Call]:
+    """Return the different calls that an agent may make.
+
+    Args:
+        dry_runs: of that agent; several where its prompt depends on what cannot be known.
+        futures: what it may have received by then, each possibility in its order.
+
+    Raises: NotForecastable.
+    """
+    calls: list[Call] = []
+    for dry_run in dry_runs:
+        for future in futures:
+            call = await dry_run(future)
+            if call not in calls:
+                calls.append(call)
+    return calls
 
 
 class _Captured(Exception):
@@ -62,7 +105,7 @@ class _ListeningClient:
 
 
 class _Found:
-    """A memory that found something; what, nobody knows."""
+    """A memory that found something unknown."""
 
     async def update_context(self, model_context: ChatCompletionContext) -> UpdateContextResult:
         await model_context.add_message(SystemMessage(content="?"))
@@ -81,41 +124,17 @@ class _Spoken:
         yield TaskResult(messages=self._messages)
 
 
-def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
-    """The FlashMoA client an agent calls itself, if it has one."""
-    if isinstance(agent, MessageFilterAgent):
-        return client_of(agent._wrapped_agent)
-    client = getattr(agent, "_model_client", None)
-    return client if isinstance(client, FlashMoAChatCompletionClient) else None
-
-
-def rewrites(agent: Any, included: bool) -> str | None:
-    """Why the message others get is not the text its model answers with, if so.
-
-    Args:
-        included: whether the user vouches for an agent that is no stock one.
-    """
-    if included:
-        return None
-    if not own_code(agent, MessageFilterAgent):
-        return rewrites(agent._wrapped_agent, included)
-    if own_code(agent, AssistantAgent, SocietyOfMindAgent):
-        return f"a {type(agent).__name__} may send others something else than its model's text"
-    structured = getattr(agent, "_output_content_type", None) is not None
-    return "its answer is structured" if structured else None
-
-
 def agent_dry_runs(
     agent: Any, received: Sequence[BaseChatMessage], included: bool = False
 ) -> list[DryRun]:
-    """Dry runs of an agent's next turn; two where its memory may find something or not.
+    """Return dry runs of an agent's next turn; two where its memory may find something or not.
 
     Args:
         received: messages it has received since its last turn.
         included: whether the user vouches for an agent that is no stock one.
 
     Raises:
-        NotForecastable: a dry run could have effects, or would not tell.
+        NotForecastable: a dry run could have effects, or would not reach the model.
     """
     listening = _listening(agent, included)
     if not included:
@@ -134,7 +153,7 @@ def agent_dry_runs(
 
 
 def manager_dry_runs(manager: Any) -> list[DryRun]:
-    """Dry runs of a manager's own next call. Raises: NotForecastable."""
+    """Return dry runs of a manager's own next call. Raises: NotForecastable."""
     listening = _listening(manager, included=False)
     if not own_code(manager, SelectorGroupChatManager):
         return [lambda future: _selection(manager, listening, future)]
@@ -146,7 +165,7 @@ def manager_dry_runs(manager: Any) -> list[DryRun]:
 def summary_dry_run(
     agent: SocietyOfMindAgent, said: Sequence[BaseChatMessage], included: bool = False
 ) -> DryRun:
-    """Of the call that reads what the agent's team has said, and will have.
+    """Return a dry run of the call that reads what the agent's team has said by then.
 
     Args:
         included: as of :func:`agent_dry_runs`.
@@ -180,7 +199,10 @@ def _listening(caller: Any, included: bool) -> _ListeningClient:
 
 
 def _require_stock_agent(agent: Any) -> None:
-    """Raises: NotForecastable, where a dry run would run code that is not AutoGen's own."""
+    """Check an agent and what it holds.
+
+    Raises: NotForecastable where a dry run would run code that is not AutoGen's own.
+    """
     if not isinstance(agent, AGENTS):
         raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
     require_stock(agent, *AGENTS)
@@ -223,7 +245,7 @@ def _shadow(agent: Any, listening: _ListeningClient, memory: Any) -> Any:
 
 
 def _custom_shadow(shadow: Any, listening: _ListeningClient) -> Any:
-    """What it keeps itself is copied; what that holds is shared."""
+    """Copy what a copy of an agent of an own class keeps itself; what that holds is shared."""
     for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
         if isinstance(value, ChatCompletionContext):
             setattr(shadow, name, _clone(value))
@@ -253,7 +275,7 @@ async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> Call:
 
 
 async def _first_call(run: Awaitable[object]) -> Call:
-    """What a run with a listening client asks first."""
+    """Return what a run with a listening client asks first."""
     try:
         await run
     except _Captured as captured:

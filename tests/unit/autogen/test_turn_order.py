@@ -19,7 +19,8 @@ from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.autogen._speakers import MANAGER, Step, Turn, starting, upcoming
+from flashmoa.autogen._turn_order import MANAGER, starting, upcoming
+from flashmoa.linking.planned_links import Step, Turn
 
 Edges = set[tuple[int, int]]
 

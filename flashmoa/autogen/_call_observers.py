@@ -1,54 +1,63 @@
-"""Who is told of one client's calls: linked teams, or else its listener."""
+"""Who hears of one client's calls: linked teams, or else its listener."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from weakref import WeakSet
 
 from autogen_core import AgentId
 from autogen_core._message_handler_context import MessageHandlerContext
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen._calls import CallObserver, CallWatcher, ReportedCall, Request
+from flashmoa.linking.observed_call import CallObserver, CallRequest, LinkedTeam, ReportedCall
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.calls import CallReporter
 
 logger = logging.getLogger(__name__)
 
 
-class Watchers:
-    """Of one client.
+class CallObservers:
+    """Finds the observers of each call of one client.
 
     Args:
-        engine: its engine's URL. model: as its requests name it.
-        listener: is told of calls that no linked team tells of, and of teams linked by themselves.
-        auto_link: whether teams are linked at their agents' first call.
+        engine: its engine's URL.
+        model: as its requests name it.
+        listener: receives events of calls that no linked team reports, and of teams that are
+            linked by ``auto_link``.
+        auto_link: links the team on whose behalf the client is being called, if given.
     """
 
-    def __init__(self, engine: str, model: str, listener: Listener, *, auto_link: bool) -> None:
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        listener: Listener,
+        auto_link: Callable[[Listener], None] | None,
+    ) -> None:
         self._engine = engine
         self._model = model
         self._listener = listener
         self._auto_link = auto_link
         # A linked team keeps its link; a client must not keep the team.
-        self._watchers: WeakSet[CallWatcher] = WeakSet()
+        self._teams: WeakSet[LinkedTeam] = WeakSet()
 
-    def add(self, watcher: CallWatcher) -> None:
-        self._watchers.add(watcher)
+    def add(self, team: LinkedTeam) -> None:
+        self._teams.add(team)
 
-    def remove(self, watcher: CallWatcher) -> None:
-        self._watchers.discard(watcher)
+    def remove(self, team: LinkedTeam) -> None:
+        self._teams.discard(team)
 
     def begin(
         self, held: str | None, stream_id: str | None = None, *, late: bool = False
     ) -> list[CallObserver]:
-        """A call goes out: who is told of it, and tells of it once.
+        """Return the observers of a call that goes out; one of them reports it.
 
         Args:
-            held: see :class:`Request`.
+            held: see :class:`CallRequest`.
             stream_id, late: of a call with a prompt stream of its own; see ``CallStarted``.
         """
-        observers = self._teams(held)
+        observers = self._of_teams(CallRequest(self._engine, self._model, held))
         if not observers and self._listener is not ignore:
             report = self.reporter(caller_name())
             report.started(stream_id, late=late)
@@ -56,36 +65,34 @@ class Watchers:
         return observers
 
     def reporter(self, agent: str) -> CallReporter:
-        """Tells the listener of one call."""
+        """Return what reports one call to the listener."""
         return CallReporter(self._listener, agent=agent, engine=self._engine, model=self._model)
 
     async def close(self) -> None:
-        await all_of([watcher.close for watcher in list(self._watchers)])
+        """End the links of every team."""
+        await all_of([team.close for team in list(self._teams)])
 
-    def _teams(self, held: str | None) -> list[CallObserver]:
+    def _of_teams(self, request: CallRequest) -> list[CallObserver]:
         agent = calling_agent()
         if agent is None:
             return []
-        request = Request(self._engine, self._model, held)
-        observers = self._told(agent, request)
-        if not observers and self._auto_link:
-            from flashmoa.autogen._team import link_caller  # It imports the client.
-
+        observers = self._observe(request)
+        if not observers and self._auto_link is not None:
             try:
-                link_caller(self._listener)
+                self._auto_link(self._listener)
             except Exception:
                 # Whatever is wrong with a link, the agent's call goes out.
                 logger.exception("The team of %s runs unlinked", agent.type)
-            observers = self._told(agent, request)
+            observers = self._observe(request)
         return observers
 
-    def _told(self, agent: AgentId, request: Request) -> list[CallObserver]:
-        begun = (watcher.begin(agent.type, agent.key, request) for watcher in list(self._watchers))
+    def _observe(self, request: CallRequest) -> list[CallObserver]:
+        begun = (team.observe(request) for team in list(self._teams))
         return [observer for observer in begun if observer is not None]
 
 
 def calling_agent() -> AgentId | None:
-    """Who is calling, if it is an agent."""
+    """Return the id of the agent that is calling, if it is one."""
     try:
         return MessageHandlerContext.agent_id()
     except RuntimeError:
@@ -93,6 +100,6 @@ def calling_agent() -> AgentId | None:
 
 
 def caller_name() -> str:
-    """Who is calling, for events: an agent of a team without the team's id."""
+    """Return the caller's name for events: an agent of a team without the team's id."""
     agent = calling_agent()
     return agent.type.removesuffix(f"_{agent.key}") if agent is not None else "client"

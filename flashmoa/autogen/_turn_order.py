@@ -1,6 +1,6 @@
-"""Who may speak next, and who will have written by then; told by the team's own manager.
+"""Who may speak next, and who will have written by then, read from the team's own manager.
 
-Nothing is asked that could change anything: no selector function, no termination condition.
+Nothing is called that could have effects: no selector function, no termination condition.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,39 +22,31 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 
 from flashmoa.autogen._stock import own_code
+from flashmoa.linking.planned_links import Step, Turn
 
 # The manager's own calls (Selector, MagenticOne); no participant can be called so.
 MANAGER = "(manager)"
 # The call of a SocietyOfMindAgent that reads what its team has said.
 SUMMARY = "(summary)"
-# Agents that write at the same time, and so finish in any order.
-Step = frozenset[str]
 
+# AutoGen's own selector prompt names the participants, who change each turn, before the
+# conversation, so that nothing of the conversation is found in the cache the next time. The
+# beginning of this one stays the same from turn to turn.
+SELECTOR_PROMPT = """You decide who speaks next in a conversation. Who takes part:
+{roles}
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A call that may come.
+The conversation so far:
 
-    Attributes:
-        agent: a participant's name, :data:`MANAGER` or :data:`SUMMARY`.
-        after: who writes before it, in order, beginning with those who are writing now.
-        sure: whether it comes for certain, unless the team ends before.
-    """
+{history}
 
-    agent: str
-    after: tuple[Step, ...] = ()
-    sure: bool = True
-
-    @property
-    def writers(self) -> tuple[str, ...]:
-        return tuple(name for step in self.after for name in sorted(step))
+Which one of {participants} should speak next? Answer with that name and nothing else."""
 
 
 def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
-    """The turns that may follow, the likeliest first, while ``speaker`` writes.
+    """Return the turns that may follow, the likeliest first, while ``speaker`` writes.
 
     An agent's own next turn is not among them: its text becomes an assistant message there,
-    which nobody can tell before it is complete.
+    which cannot be known before it is complete.
     """
     for kind, rule in _RULES.items():
         if own_code(manager, kind) is None:
@@ -64,9 +55,9 @@ def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
 
 
 def starting(manager: BaseGroupChatManager) -> list[Turn]:
-    """The first turns of a team's next run, once this one has ended; none where its task decides.
+    """Return the first turns of a team's next run, once this one has ended.
 
-    None of them is sure, as nobody knows what the task will be.
+    There are none where the task decides; none of them is sure, as the task is not known yet.
     """
     for kind, rule in _FIRST.items():
         if own_code(manager, kind) is None:
@@ -75,7 +66,7 @@ def starting(manager: BaseGroupChatManager) -> list[Turn]:
 
 
 def summary(turns: Sequence[Turn], speaker: str) -> Turn:
-    """The reader's turn, if the team ends with those who are writing now.
+    """Return the reader's turn, if the team ends with those who are writing now.
 
     Args:
         turns: :func:`upcoming`.
@@ -96,7 +87,7 @@ def _round_robin(manager: Any, speaker: str) -> list[Turn]:
 
 
 def _graph(manager: Any, speaker: str) -> list[Turn]:
-    """Steps of the graph: the next one begins when every agent of this one has finished."""
+    """Follow the graph: the next step begins when every agent of this one has finished."""
     run = _GraphRun(manager)
     active = list(manager._active_speakers)
     if speaker not in active:
@@ -132,7 +123,7 @@ class _GraphRun:
         self._ready: deque[str] = deque(manager._ready)
 
     def finish(self, names: Sequence[str]) -> bool:
-        """These have spoken, and every condition on what they said holds.
+        """Go on as if these had spoken and every condition on what they said held.
 
         Returns: whether there was no condition.
         """
@@ -154,7 +145,7 @@ class _GraphRun:
         self._triggered.setdefault(target, set()).add(group)
 
     def drain(self) -> list[str]:
-        """Who speaks next; each is waited for anew from here on."""
+        """Return who speaks next, and reset the counters of those agents."""
         names = list(dict.fromkeys(self._ready))
         self._ready.clear()
         for name in names:
@@ -184,7 +175,7 @@ def _selector(manager: Any, speaker: str) -> list[Turn]:
 
 
 def _asks_model(manager: Any) -> bool:
-    """Else a function may choose instead; asking it could have effects."""
+    """Return whether the model selects: calling a function that selects could have effects."""
     return manager._selector_func is None and manager._candidate_func is None
 
 
@@ -193,7 +184,7 @@ def _is_last_turn(manager: Any) -> bool:
 
 
 def _by_habit(manager: Any, speaker: str | None) -> list[str]:
-    """Participants, first those who followed ``speaker`` most often so far."""
+    """Return the participants, first those who followed ``speaker`` most often so far."""
     names = list(manager._participant_names)
     spoke = [m.source for m in manager._message_thread if m.source in names]
     followed = [after for before, after in pairwise(spoke) if before == speaker]
@@ -201,8 +192,8 @@ def _by_habit(manager: Any, speaker: str | None) -> list[str]:
 
 
 def _swarm(manager: Any, speaker: str) -> list[Turn]:
-    """Whoever it may hand off to. What comes before the handoff's message, a thought of the
-    speaker's or results of its other tools, nobody knows."""
+    """Return those it may hand off to. What comes before the handoff's message, a thought of the
+    speaker's or results of its other tools, cannot be known."""
     if _is_last_turn(manager):
         return []
     names = [name for name in _by_habit(manager, speaker) if name != speaker]
@@ -210,8 +201,8 @@ def _swarm(manager: Any, speaker: str) -> list[Turn]:
 
 
 def _magentic(manager: Any, speaker: str) -> list[Turn]:
-    """The orchestrator after each agent; its instruction comes out of JSON, so it is a writer
-    whose text is never seen."""
+    """Return the orchestrator's turn after each agent; its instruction is cut out of JSON, so it
+    is a writer whose text is never seen."""
     if speaker == MANAGER:
         return [
             Turn(name, (frozenset([MANAGER]),), sure=False)

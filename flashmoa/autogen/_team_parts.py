@@ -1,4 +1,9 @@
-"""The parts of a team that links need, of a given team or of the one a call comes from."""
+"""The parts of a team that links need: of a given team, or of the one that a call comes from.
+
+The latter is found on the stack. AutoGen's ``MessageHandlerContext`` names the id of the agent that
+handles a message, but neither its runtime nor the object, and within one handler an agent may run
+others as tools; nothing else in AutoGen tells which of them is calling.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +20,11 @@ from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentC
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Of one team.
+class TeamParts:
+    """The parts of one team.
 
     Attributes:
-        owner: what the link is kept on, to live as long.
+        owner: the object that the link is kept on, to live as long.
         participants: agents and teams.
         manager_type: of the AutoGen agent that decides who speaks.
         reader: the ``SocietyOfMindAgent`` whose team it is, if so.
@@ -34,7 +39,7 @@ class Parts:
     reader: SocietyOfMindAgent | None = None
 
     @classmethod
-    def of(cls, team: BaseGroupChat, reader: SocietyOfMindAgent | None = None) -> Parts:
+    def of(cls, team: BaseGroupChat, reader: SocietyOfMindAgent | None = None) -> TeamParts:
         return cls(
             owner=team,
             team_id=team._team_id,
@@ -46,9 +51,11 @@ class Parts:
         )
 
     @classmethod
-    def of_caller(cls) -> Parts | None:
-        """Of the team on whose behalf this code runs: found on the stack, where its agent
-        awaits its model. ``None`` outside a team, or where its parts cannot be seen."""
+    def of_caller(cls) -> TeamParts | None:
+        """Return the parts of the team on whose behalf this code runs.
+
+        ``None`` outside a team, or where its runtime does not hold its agents in this process.
+        """
         found = _on_stack(sys._getframe(1))
         runtime: Any = getattr(found, "_runtime", None)
         if found is None or not hasattr(runtime, "_instantiated_agents"):
@@ -78,7 +85,7 @@ def _on_stack(frame: FrameType | None) -> Any:
 
 
 def agent_on_stack() -> BaseChatAgent | None:
-    """The agent whose code is asking its model, as far as the stack tells."""
+    """Return the agent whose code is asking its model, as far as the stack tells."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         holder = frame.f_locals.get("self")

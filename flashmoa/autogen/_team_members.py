@@ -1,9 +1,8 @@
-"""A team's running parts, and what each of them will have received by a turn."""
+"""The members of a team that runs, and what each of them will have received by a turn."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent
@@ -14,48 +13,30 @@ from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChat
 from autogen_core import AgentId
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._forecast import DryRun, NotForecastable
-from flashmoa.autogen._parts import Parts, agent_on_stack
-from flashmoa.autogen._shadows import (
+from flashmoa.autogen._dry_run import (
+    DryRun,
     agent_dry_runs,
-    client_of,
     manager_dry_runs,
-    rewrites,
     summary_dry_run,
 )
-from flashmoa.autogen._speakers import MANAGER, SUMMARY, Turn, starting, summary, upcoming
-from flashmoa.autogen._stock import own_code
-from flashmoa.linking.placeholders import StandIns
+from flashmoa.autogen._stock import client_of, own_code, rewrites
+from flashmoa.autogen._team_parts import TeamParts, agent_on_stack
+from flashmoa.autogen._turn_order import MANAGER, SUMMARY, starting, summary, upcoming
+from flashmoa.linking.placeholders import NotForecastable, Placeholders
+from flashmoa.linking.planned_links import Turn
 
-# Some message of somebody; what matters is that there is one.
+# Any message of anyone; all that matters is that there is one.
 _ANOTHER = TextMessage(content="?", source="x")
 
 
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """What an agent's prompt was told from.
-
-    Attributes:
-        received: by the agent, until then.
-        coming: how many more it was to receive until its turn, as far as that was known.
-        said, last: how many messages the team's thread had, and the last of them, if any.
-    """
-
-    turn: Turn
-    received: list[BaseChatMessage]
-    coming: int
-    said: int
-    last: list[Any]
-
-
-class Roster:
+class TeamMembers:
     """The manager and the containers of a team. They exist once it has begun to run.
 
     Args:
-        include: names of agents that are no stock ones and linked all the same.
+        include: names of agents of the user's own classes that are to be linked.
     """
 
-    def __init__(self, parts: Parts, include: Collection[str]) -> None:
+    def __init__(self, parts: TeamParts, include: Collection[str]) -> None:
         self._parts = parts
         self._include = include
         self._instances: dict[str, Any] = {}
@@ -64,19 +45,19 @@ class Roster:
     def is_running(self) -> bool:
         return self._parts.is_running()
 
-    def name_of(self, agent_type: str, agent_key: str) -> str | None:
-        """Who an AutoGen agent id stands for, if it is one of this team."""
+    def name_of(self, agent: AgentId) -> str | None:
+        """Return the member that an AutoGen agent id stands for, if it is one of this team."""
         team_id = self._parts.team_id
-        if agent_key != team_id:
+        if agent.key != team_id:
             return None
-        if agent_type == self._parts.manager_type:
+        if agent.type == self._parts.manager_type:
             return MANAGER
-        name = agent_type.removesuffix(f"_{team_id}")
-        return name if name != agent_type else None
+        name = agent.type.removesuffix(f"_{team_id}")
+        return name if name != agent.type else None
 
     def calls_itself(self, name: str) -> bool:
-        """Whether the call that is being made is that member's own, and not one of an agent
-        that it uses, as a tool for instance."""
+        """Return whether the call that is being made is that member's own, not one of an agent that
+        it uses, as a tool for instance."""
         caller = agent_on_stack()
         if caller is None or name == MANAGER:
             return True
@@ -86,7 +67,7 @@ class Roster:
         return caller is member
 
     def rewrites(self, agent: str) -> str | None:
-        """Why the message others get is not the text its model answers with, if so."""
+        """Return why the message others get is not the text its model answers with, if so."""
         if agent == MANAGER:
             return "it decides who speaks"
         found = [one for one in self._parts.participants if one.name == agent]
@@ -95,7 +76,11 @@ class Roster:
         )
 
     async def upcoming(self, speaker: str) -> list[Turn]:
-        """The turns that may follow; what is read of the team after it is as of the same moment."""
+        """Return the turns that may follow.
+
+        Finds every member they need first, so that what is read of the team right after this call
+        is of the same moment.
+        """
         manager = await self._find(MANAGER)
         await self._find(speaker)
         for turn in upcoming(manager, speaker):
@@ -111,11 +96,11 @@ class Roster:
         return turns
 
     async def starting(self) -> list[Turn]:
-        """The first turns of the next run of a team whose run has ended, of those who have been
-        told something since they last called their model.
+        """Return the first turns of the next run of a team whose run has ended, for agents that
+        have received messages since they last called their model.
 
-        None of a ``SocietyOfMindAgent``'s team, which forgets all after each run, and none after
-        a run that failed or was cancelled: its manager still waits for somebody.
+        There are none for a ``SocietyOfMindAgent``'s team, which is reset after each run, and none
+        after a run that failed or was cancelled: its manager still waits for an agent.
         """
         manager = await self._find(MANAGER)
         if self._parts.reader is not None or self.speaking():
@@ -126,12 +111,12 @@ class Roster:
         return [turn for turn in turns if self.received(turn.agent)]
 
     def speaking(self) -> set[str]:
-        """Whom the manager has asked to speak, and waits for."""
+        """Return the names of those whom the manager has asked to speak, and waits for."""
         return set(self._instances[MANAGER]._active_speakers)
 
     def received(self, agent: str) -> list[BaseChatMessage]:
-        """What a participant has been sent since its last turn; what the manager, or the reader,
-        has in all."""
+        """Return what a participant has been sent since its last turn; for the manager and the
+        reader of a team, everything they have."""
         if agent == SUMMARY:
             return self._said()
         if agent == MANAGER:
@@ -139,31 +124,34 @@ class Roster:
             return [message for message in thread if isinstance(message, BaseChatMessage)]
         return list(self._container(agent)._message_buffer)
 
-    def basis(self, turn: Turn, coming: int) -> Basis:
-        """What a prompt of this turn would be made from now; ``coming`` as in :class:`Basis`."""
-        thread: list[Any] = self._instances[MANAGER]._message_thread
-        return Basis(turn, self.received(turn.agent), coming, len(thread), thread[-1:])
+    def received_since(self, agent: str) -> Callable[[], int | None]:
+        """Return what counts the messages that an agent is sent from now on.
 
-    def since(self, basis: Basis) -> int | None:
-        """How many messages an agent was sent since; ``None`` where that, or its team, was reset,
-        or it has had a turn."""
+        It returns ``None`` once the agent, or its team, was reset, or it has had a turn.
+        """
         thread: list[Any] = self._instances[MANAGER]._message_thread
-        before = [*basis.received, *basis.last]
-        received = self.received(basis.turn.agent)
-        now = received[: len(basis.received)] + thread[: basis.said][-1:]
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-            return None
-        return len(received) - len(basis.received)
+        before, said = self.received(agent), len(thread)
+        known = [*before, *thread[-1:]]
+
+        def count() -> int | None:
+            thread: list[Any] = self._instances[MANAGER]._message_thread
+            received = self.received(agent)
+            now = received[: len(before)] + thread[:said][-1:]
+            if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+                return None
+            return len(received) - len(before)
+
+        return count
 
     def client(self, agent: str) -> FlashMoAChatCompletionClient:
-        """Raises: NotForecastable."""
+        """Return the client that an agent calls. Raises: NotForecastable where it is not ours."""
         client = client_of(self._caller(agent))
         if client is None:
             raise NotForecastable("it has no FlashMoAChatCompletionClient")
         return client
 
     def dry_runs(self, agent: str) -> list[DryRun]:
-        """Raises: NotForecastable."""
+        """Return dry runs of an agent's next call. Raises: NotForecastable."""
         if agent == MANAGER:
             return manager_dry_runs(self._caller(agent))
         reader = self._parts.reader
@@ -172,24 +160,25 @@ class Roster:
         included = agent in self._include
         return agent_dry_runs(self._caller(agent), self.received(agent), included)
 
-    def futures(self, turn: Turn, stand_ins: StandIns) -> list[Sequence[BaseChatMessage]]:
-        """What an agent may be sent until its turn, each possibility in its order.
+    def futures(self, turn: Turn, placeholders: Placeholders) -> list[Sequence[BaseChatMessage]]:
+        """Return what an agent may be sent until its turn, each possibility in its order.
 
         Raises: NotForecastable.
         """
         widest = max((len(step) for step in turn.after), default=1)
         futures: list[Sequence[BaseChatMessage]] = []
         for first in range(widest):
-            messages, is_known = self._in_order(turn, stand_ins, first)
+            messages, is_known = self._in_order(turn, placeholders, first)
             futures.append(messages)
             if not turn.sure or not is_known:
                 futures.append([*messages, _ANOTHER])
         return futures
 
     def _in_order(
-        self, turn: Turn, stand_ins: StandIns, first: int
+        self, turn: Turn, placeholders: Placeholders, first: int
     ) -> tuple[list[BaseChatMessage], bool]:
-        """The writers' messages, each step beginning with another writer; whether all."""
+        """Return the writers' messages, each step from its ``first``-th writer on, and whether that
+        is all of them."""
         messages: list[BaseChatMessage] = []
         for step in turn.after:
             names = sorted(step)
@@ -198,18 +187,18 @@ class Roster:
                 if not self._sends_one_message(name):
                     return messages, False
                 source = self._instances[MANAGER]._name if name == MANAGER else name
-                messages.append(TextMessage(content=stand_ins.padded(name), source=source))
+                messages.append(TextMessage(content=placeholders.padded(name), source=source))
         return messages, True
 
     def _said(self) -> list[BaseChatMessage]:
-        """What the team's members have said in this run, without the task they were given."""
+        """Return what the team's members have said in this run, without the task."""
         manager = self._instances[MANAGER]
         names = {manager._name, *manager._participant_names}
         thread: list[Any] = manager._message_thread
         return [m for m in thread if isinstance(m, BaseChatMessage) and m.source in names]
 
     def _handoff_targets(self, giver: str) -> set[str] | None:
-        """Whom an agent can hand off to; ``None`` where only its own code knows."""
+        """Return whom an agent can hand off to; ``None`` where only its own code knows."""
         agent = self._assistant(giver)
         return None if agent is None else {one.target for one in agent._handoffs.values()}
 
@@ -220,7 +209,10 @@ class Roster:
         return agent if not own_code(agent, AssistantAgent) else None
 
     def _sends_one_message(self, name: str) -> bool:
-        """A team sends who knows how many, a handoff what came of the tools beside it."""
+        """Return whether a member's turn gives others exactly one message.
+
+        A team sends any number, and a handoff comes with the results of other tools.
+        """
         if name != MANAGER and isinstance(self._caller(name), Team):
             return False
         return not self._handoff_targets(name)

@@ -1,6 +1,6 @@
-"""What an executor will ask its model, told by its own code.
+"""Dry runs: what an executor will ask its model, told by its own code.
 
-A dry run gives a copy of the executor the messages it will receive, with stand-ins for the texts
+A dry run gives a copy of the executor the messages it will receive, with placeholders for the texts
 that are still being written, and ends where it asks a model. Nothing of the workflow is changed,
 nothing is sent, and neither middleware nor telemetry sees it.
 """
@@ -29,41 +29,41 @@ from agent_framework import (
     WorkflowContext,
 )
 
-from flashmoa.agent_framework._client import FlashMoAChatClient
-from flashmoa.agent_framework._requests import Captured, Request, listening
-from flashmoa.errors import FlashMoAError
+from flashmoa.agent_framework._client import (
+    Captured,
+    ChatRequest,
+    FlashMoAChatClient,
+    capturing,
+)
+from flashmoa.linking.placeholders import NotForecastable
 
 # A stock agent's run past the layers that trace it.
 _run_untraced: Any = cast("Any", RawAgent).run
 _STOCK_RUNS: Any = (cast("Any", Agent).run, _run_untraced)
 
 
-class NotForecastable(FlashMoAError):
-    """Raised when an executor's next prompt cannot be known; says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What came of one; ``heard``: the conversation an agent had before it."""
+    """What a dry run found; ``heard``: the conversation that the agent was given before."""
 
-    request: Request
+    request: ChatRequest
     heard: list[Message]
 
 
 def client_of(executor: Executor) -> FlashMoAChatClient | None:
-    """The FlashMoA client of an executor's agent, if it has one."""
+    """Return the FlashMoA client of an executor's agent, if it has one."""
     agent = executor.agent if isinstance(executor, AgentExecutor) else None
     client = getattr(agent, "client", None)
     return client if isinstance(client, FlashMoAChatClient) else None
 
 
 def heard_by(executor: Executor) -> list[Message]:
-    """The conversation that an agent is given, while it is being run."""
+    """Return the conversation that an agent is given, while it is being run."""
     return list(executor._cache) if isinstance(executor, AgentExecutor) else []
 
 
 def response(executor: Executor, heard: Sequence[Message], text: str) -> AgentExecutorResponse:
-    """What an agent sends on when it has answered with ``text``.
+    """Return what an agent sends on when it has answered with ``text``.
 
     Args:
         heard: the conversation before.
@@ -80,7 +80,7 @@ def response(executor: Executor, heard: Sequence[Message], text: str) -> AgentEx
 
 
 def rewrites(executor: Executor) -> str | None:
-    """Why what others get of an executor is not the text its model answers with, if so."""
+    """Return why what others get of an executor is not its model's text, if so."""
     if type(executor) is not AgentExecutor:
         return f"{executor.id} is no AgentExecutor but a {type(executor).__name__}"
     return _odd(executor.agent)
@@ -92,11 +92,11 @@ async def dry_run(
     """Run an executor on ``message``, up to the call of its model.
 
     Args:
-        sources: whom the message is from.
+        sources: the executors that the message is from.
         included: whether the user vouches for code of their own.
 
     Raises:
-        NotForecastable: a dry run could have effects, or would not tell.
+        NotForecastable: a dry run could have effects, or would not reach the model.
     """
     if not included:
         if type(executor) is not AgentExecutor:
@@ -111,7 +111,7 @@ async def dry_run(
     shadow = _shadow(executor, included)
     handle = _handler(shadow, message)
     try:
-        with listening():
+        with capturing():
             await handle(message, _context(workflow, shadow, sources))
     except Captured as captured:
         return DryRun(captured.request, heard_by(shadow))
@@ -121,8 +121,8 @@ async def dry_run(
 
 
 def _odd(agent: Any) -> str | None:
-    """Why an agent's prompt or message may be something else than its instructions, history and
-    its model's text; asking what it has more could cost or change something."""
+    """Return why an agent's prompt or message may be something else than its instructions, history
+    and its model's text, if so; asking what else it holds could cost or change something."""
     if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS:
         return f"it is no stock Agent but a {type(agent).__name__}"
     if agent.middleware:
@@ -135,7 +135,10 @@ def _odd(agent: Any) -> str | None:
 
 
 def _shadow(executor: Executor, included: bool) -> Executor:
-    """A copy that changes nothing but itself; what it holds is shared, but for lists and such."""
+    """Copy an executor, so that running the copy changes nothing else.
+
+    Containers are copied; what they hold is shared.
+    """
     shadow = copy.copy(executor)
     for name, value in list(vars(shadow).items()):
         if isinstance(value, list | dict | set):
@@ -172,11 +175,11 @@ def _handler(shadow: Executor, message: Any) -> Callable[[Any, Any], Any]:
 
 
 def _context(workflow: Workflow, shadow: Executor, sources: Sequence[str]) -> Any:
-    """What a handler is given: the run's state as a copy, and nobody who hears."""
+    """Return the context for a handler: a copy of the run's state, and no receivers."""
     state = copy.copy(workflow._runner.state)
     for name, value in list(vars(state).items()):
         if isinstance(value, dict):
             setattr(state, name, dict(cast("dict[Any, Any]", value)))
-    nobody = InProcRunnerContext()
-    nobody.set_runtime_tools(workflow._runner.context.get_runtime_tools())
-    return WorkflowContext(shadow, list(sources), state, nobody)
+    unheard = InProcRunnerContext()
+    unheard.set_runtime_tools(workflow._runner.context.get_runtime_tools())
+    return WorkflowContext(shadow, list(sources), state, unheard)

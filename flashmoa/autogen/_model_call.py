@@ -1,0 +1,113 @@
+"""One call of a model: whether its text may be streamed, and its usage in results and log events.
+
+The stock client logs an ``LLMCallEvent`` or an ``LLMStreamEndEvent`` from within its methods,
+with the tokens of the prompt and of the answer. A filter of its logger adds ``cached_tokens``,
+``streamed_tokens`` and ``late_tokens`` to that event; events of other clients pass as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from autogen_core import EVENT_LOGGER_NAME
+from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent
+from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
+from autogen_core.tools import Tool, ToolSchema
+from pydantic import BaseModel
+
+from flashmoa.linking.observed_call import CallResult, ObservedCall
+
+_current: ContextVar[ObservedCall | None] = ContextVar("flashmoa_call", default=None)
+
+JsonOutput = bool | type[BaseModel] | None
+
+
+@dataclass
+class EngineUsage(RequestUsage):
+    """AutoGen's usage with what the engine says of the prompt, in tokens.
+
+    ``prompt_tokens = cached_tokens + late_tokens``; of the cached, ``streamed_tokens`` were
+    computed by the call's link before the call. ``None`` where the engine does not say.
+    """
+
+    cached_tokens: int | None = None
+    streamed_tokens: int | None = None
+    late_tokens: int | None = None
+
+
+def held_back(
+    tools: Sequence[Tool | ToolSchema], json_output: JsonOutput, model_info: ModelInfo
+) -> str | None:
+    """Return why an answer's text does not reach other agents as it arrives, if so."""
+    if tools:
+        return "it has tools, so its answer may be a call"
+    if isinstance(json_output, type):
+        return "its answer is structured, and rewritten"
+    if model_info["family"] == ModelFamily.R1:
+        return "its reasoning is taken out of its text"
+    return None
+
+
+def finished(call: ObservedCall, result: CreateResult, json_output: JsonOutput) -> CreateResult:
+    """Tell a call's observers its result, and give the result the engine's usage."""
+    usage = call.usage
+    if usage is not None and usage.cached_tokens is not None:
+        result.usage = EngineUsage(
+            prompt_tokens=result.usage.prompt_tokens,
+            completion_tokens=result.usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            streamed_tokens=usage.streamed_tokens,
+            late_tokens=usage.late_tokens,
+        )
+    text = result.content if isinstance(result.content, str) else None
+    # Of a structured answer AutoGen makes something else than its text.
+    is_forwarded = text is not None and not isinstance(json_output, type)
+    call.finish(CallResult(text or "", usage, result.finish_reason, is_forwarded))
+    return result
+
+
+@contextmanager
+def logged_as(call: ObservedCall) -> Generator[None]:
+    """Have what AutoGen logs of a call meanwhile taken for an event of this one."""
+    before = _current.get()
+    _current.set(call)
+    try:
+        yield
+    finally:
+        # Not by token: a coroutine that is thrown away is closed in another context.
+        _current.set(before)
+
+
+async def each_logged_as(
+    call: ObservedCall, stream: AsyncGenerator[str | CreateResult, None]
+) -> AsyncGenerator[str | CreateResult, None]:
+    """Yield the items of a stream, each made within :func:`logged_as`.
+
+    Between two items their reader may make other calls, so one context around all will not do.
+    """
+    async with aclosing(stream):
+        while True:
+            with logged_as(call):
+                item = await anext(stream, None)
+            if item is None:
+                return
+            yield item
+
+
+class _PromptTokens(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        call, event = _current.get(), record.msg
+        if call is None or call.usage is None:
+            return True
+        if isinstance(event, LLMCallEvent | LLMStreamEndEvent):
+            event.kwargs["cached_tokens"] = call.usage.cached_tokens
+            event.kwargs["streamed_tokens"] = call.usage.streamed_tokens
+            event.kwargs["late_tokens"] = call.usage.late_tokens
+        return True
+
+
+logging.getLogger(EVENT_LOGGER_NAME).addFilter(_PromptTokens())

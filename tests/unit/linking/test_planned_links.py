@@ -1,0 +1,89 @@
+"""The links that a planner holds, and when they are no longer the right ones; without engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from flashmoa import EngineClient, Prompt, Slot
+from flashmoa.linking.link import Link
+from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
+from flashmoa.linking.planned_links import Forecast, PlannedLinks, Turn
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def engine() -> AsyncGenerator[EngineClient]:
+    async with EngineClient("http://127.0.0.1:9") as client:
+        yield client
+
+
+def forecast(
+    engine: EngineClient, turn: Turn, received: int | None = 0, coming: int = 0
+) -> Forecast:
+    placeholders = Placeholders(())
+    return Forecast(turn, engine, placeholders, [], coming=coming, received_since=lambda: received)
+
+
+def held(
+    engine: EngineClient, prompt: Prompt, received: int | None, coming: int = 1
+) -> PlannedLinks:
+    """Hold one link, to ``b``, that has received that many messages since the link was made."""
+    links = PlannedLinks(streams=True)
+    made_from = forecast(engine, Turn("b", (frozenset("a"),)), received, coming)
+    links.add(Link(engine, prompt, agent="b"), made_from)
+    return links
+
+
+@pytest.mark.parametrize(
+    ("received", "is_used"), [(1, True), (2, False), (0, False), (None, False)], ids=str
+)
+async def test_a_complete_link_is_used_if_what_it_was_made_for_has_come(
+    engine: EngineClient, received: int | None, is_used: bool
+) -> None:
+    links = held(engine, Prompt(["known"]), received)
+    (link,) = links.all()
+    assert (links.take("b") is link) is is_used
+    assert link.is_over is not is_used
+    assert links.take("b") is None
+
+
+@pytest.mark.parametrize(("received", "is_used"), [(5, True), (0, True), (None, False)], ids=str)
+async def test_a_link_that_knows_only_a_beginning_is_used_unless_that_is_gone(
+    engine: EngineClient, received: int | None, is_used: bool
+) -> None:
+    links = held(engine, Prompt(["known", Slot(UNCERTAIN)]), received, coming=0)
+    assert (links.take("b") is not None) is is_used
+
+
+async def test_a_link_that_still_waits_fits_only_without_messages_of_another_run(
+    engine: EngineClient,
+) -> None:
+    later = Turn("b", (frozenset("x"), frozenset("a")))
+    assert held(engine, Prompt(["known", Slot("a")]), received=0).fits(later) is False
+    turn = Turn("b", (frozenset("a"),), sure=False)
+    assert held(engine, Prompt(["known", Slot("a")]), received=0).fits(turn) is True
+    assert held(engine, Prompt(["known", Slot("a")]), received=1).fits(turn) is False
+
+
+async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(
+    engine: EngineClient,
+) -> None:
+    links = held(engine, Prompt(["known"]), received=0)
+    (link,) = links.all()
+    for possible in (set[str](), {"b"}, set[str]()):
+        links.end_idle(possible)
+        assert not link.is_over
+    links.end_idle(set())
+    assert link.is_over and not links.all()
+
+
+async def test_a_link_whose_prompt_stays_the_same_is_extended(engine: EngineClient) -> None:
+    links = held(engine, Prompt(["known"]), received=1)
+    (link,) = links.all()
+    newer = forecast(engine, Turn("b"))
+    assert links.extend(Prompt(["known"]), newer) is link
+    assert links.extend(Prompt(["other"]), newer) is None
+    assert link.is_over

@@ -159,7 +159,7 @@ def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:
         "cached": 90,
         "late": 10,
     }
-    (links,) = telemetry.points("flashmoa.linking.link")
+    (links,) = telemetry.points("flashmoa.links")
     assert links.value == 1 and links.attributes == {"flashmoa.link.reason": "used"}
 
 
@@ -196,7 +196,7 @@ def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
     assert link.attributes["error.type"] == "EngineUnreachable"
     (duration,) = telemetry.points("gen_ai.client.operation.duration")
     assert duration.attributes["error.type"] == "TimeoutError"
-    (links,) = telemetry.points("flashmoa.linking.link")
+    (links,) = telemetry.points("flashmoa.links")
     assert links.attributes == {"flashmoa.link.reason": "EngineUnreachable"}
 
 

@@ -49,7 +49,7 @@ def test_a_fan_in_keeps_its_order() -> None:
     assert found[0].message(["x"]) == "x"
 
 
-def test_what_may_not_happen_or_happens_twice_is_left_out() -> None:
+def test_uncertain_and_double_deliveries_are_left_out() -> None:
     def edges(builder: WorkflowBuilder, s: Node, a: Node, b: Node, c: Node, d: Node) -> None:
         builder.add_edge(s, a, condition=lambda text: bool(text)).add_edge(s, b)
         builder.add_edge(b, c).add_edge(a, d).add_edge(c, d)

@@ -80,7 +80,7 @@ def chain(clients: Pair, guide: str) -> Workflow:
 
 
 async def run(workflow: Workflow, stream: bool = False) -> list[str]:
-    """What was said, in the order of the edges."""
+    """Return what was said, in the order of the edges."""
     if not stream:
         result = await workflow.run(TASK)
         return [output.text for output in result.get_outputs()]
@@ -176,7 +176,7 @@ async def test_concurrent_with_an_aggregator(clients: Pair, guide: str, stream: 
     assert opened == {"merge": ("food", "walks", "visas")}
 
 
-async def test_code_of_the_users_own_is_not_run_unasked(clients: Pair, guide: str) -> None:
+async def test_user_code_is_not_run_unless_included(clients: Pair, guide: str) -> None:
     events: list[Event] = []
     workflow = panel(clients, guide)
     link(workflow, listener=events.append)
@@ -237,7 +237,9 @@ async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> N
     assert statuses(events)["second"] == "hit"
 
 
-async def test_an_agent_that_calls_a_tool_ends_what_waits_for_it(clients: Pair, guide: str) -> None:
+async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
+    clients: Pair, guide: str
+) -> None:
     """What the next one gets is the call and its result, too; the one after is linked again."""
 
     def look(place: bool) -> str:
@@ -358,6 +360,6 @@ async def test_a_run_is_traced(clients: Pair, guide: str, tmp_path: Path) -> Non
     assert read(file) == events and len(calls(events)) == 3
 
 
-async def test_what_is_saved_of_a_client(clients: Pair) -> None:
+async def test_a_serialized_client(clients: Pair) -> None:
     saved = clients[0].to_dict()
     assert saved["base_url"].endswith("/v1") and "engine" not in saved and "watchers" not in saved

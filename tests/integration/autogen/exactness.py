@@ -26,7 +26,7 @@ class Found:
 
 
 def found(events: Iterable[Event]) -> list[Found]:
-    """The calls that were finished, in the order in which they were."""
+    """Return the calls that were finished, in that order."""
     ended = [(call.finished.at, call) for call in calls(events) if call.finished is not None]
     found: list[Found] = []
     for _, call in sorted(ended, key=lambda pair: pair[0]):

@@ -39,7 +39,7 @@ def _tool() -> FunctionTool:
 
 
 def _three(client: Client, second: BaseChatAgent, turns: int = 6) -> BaseGroupChat:
-    """The second one is linked to the first, and the third to it, twice."""
+    """Make a team: the second is linked to the first, and the third to it, twice."""
     members = [agent(client, "one"), second, agent(client, "three")]
     return RoundRobinGroupChat(members, max_turns=turns)
 

@@ -62,7 +62,7 @@ def bounded(client: Client) -> BaseGroupChat:
 
 
 def remembering(client: Client) -> BaseGroupChat:
-    """A memory adds a system message after the text; the stock client takes only one."""
+    """Make a memory add a system message after the text; the stock client takes only one."""
     content = MemoryContent(content="It rains.", mime_type="text/plain")
     memory = ListMemory(memory_contents=[content])
     agents = [agent(client, "one"), agent(client, "two", memory=[memory], system_message=None)]
@@ -110,7 +110,7 @@ def conditional(client: Client) -> BaseGroupChat:
 
 
 def cycle(client: Client) -> BaseGroupChat:
-    """The editor sends the writer round again until the team is stopped."""
+    """Make a team whose editor sends the writer round again until the team is stopped."""
     writer, editor, printer = (agent(client, n) for n in ("writer", "editor", "printer"))
     builder = DiGraphBuilder()
     for one in (writer, editor, printer):

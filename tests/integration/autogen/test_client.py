@@ -237,7 +237,7 @@ async def test_token_counts_are_the_engines(chat: FlashMoAChatCompletionClient) 
     assert chat.remaining_tokens(HELLO) == 32768 - usage.prompt_tokens
 
 
-async def test_the_engine_is_looked_for_where_it_usually_is(
+async def test_the_default_base_url(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
@@ -247,7 +247,7 @@ async def test_the_engine_is_looked_for_where_it_usually_is(
     assert FlashMoAChatCompletionClient(model="gpt-4o").model_info["vision"]
 
 
-async def test_what_the_model_can_do_is_asked_of_its_engine(
+async def test_model_info_is_asked_of_the_engine(
     engine: LocalEngine, downstream: LocalEngine
 ) -> None:
     """The one has a parser for calls of tools, the other has none."""
@@ -258,7 +258,7 @@ async def test_what_the_model_can_do_is_asked_of_its_engine(
         await client.close()
 
 
-async def test_what_is_wrong_is_said(engine: LocalEngine) -> None:
+async def test_invalid_arguments_are_refused(engine: LocalEngine) -> None:
     with pytest.raises(ValueError, match="not an engine's URL"):
         FlashMoAChatCompletionClient(model="tiny", base_url="localhost:30000")
     with pytest.raises(ValueError, match="stall_seconds must be a positive number"):

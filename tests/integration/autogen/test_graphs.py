@@ -93,7 +93,7 @@ async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str)
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Edges:
-    """A connected graph without cycles that begins with agent 0."""
+    """Draw a connected graph without cycles that begins with agent 0."""
     size = draw(st.integers(2, 6))
     edges = {(draw(st.integers(0, end - 1)), end) for end in range(1, size)}
     more = [(start, end) for end in range(size) for start in range(end)]

@@ -77,7 +77,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     ],
     ids=lambda build: build.__name__,
 )
-async def test_what_overrides_a_stock_method_runs_as_often_as_unlinked(
+async def test_overriding_code_runs_as_often_as_unlinked(
     model_client: Client, guide: str, build: Build
 ) -> None:
     plain = await told(model_client, build, guide[:600], linked=False)
@@ -91,7 +91,7 @@ async def test_what_overrides_a_stock_method_runs_as_often_as_unlinked(
 @pytest.mark.parametrize(
     "build", [overriding.stream, overriding.workbench_of_one], ids=lambda build: build.__name__
 )
-async def test_what_the_user_vouches_for_is_linked(
+async def test_included_agents_with_overriding_code_are_linked(
     model_client: Client, guide: str, build: Build
 ) -> None:
     plain = await told(model_client, build, guide[:600], linked=False)

@@ -137,7 +137,7 @@ async def test_a_program_is_linked_by_one_line(clients: Callable[..., Client], g
     await settled(client.engine)
 
 
-async def test_what_a_promise_stands_for(clients: Callable[..., Client]) -> None:
+async def test_a_promise_is_replaced_by_its_text(clients: Callable[..., Client]) -> None:
     client = clients()
     asked = [UserMessage(content="Go.", source="user")]
     promised = await client.promise(asked)
@@ -147,7 +147,7 @@ async def test_what_a_promise_stands_for(clients: Callable[..., Client]) -> None
     assert await client.result("no promise in it") == "no promise in it"
 
 
-async def test_a_promise_that_fails_fails_whoever_reads_it(
+async def test_a_failed_promise_fails_its_readers(
     clients: Callable[..., Client], guide: str
 ) -> None:
     client, broken = clients(), clients(max_tokens=-3)
@@ -157,7 +157,7 @@ async def test_a_promise_that_fails_fails_whoever_reads_it(
     await settled(client.engine)
 
 
-async def test_a_reader_that_is_refused_gives_its_stream_back(
+async def test_a_refused_reader_releases_its_stream(
     clients: Callable[..., Client], guide: str
 ) -> None:
     client, broken = clients(max_tokens=200), clients(max_tokens=-3)

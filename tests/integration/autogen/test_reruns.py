@@ -55,7 +55,7 @@ def of(events: list[Event], kind: type[Event], name: str) -> list[Any]:
 
 
 def stopped(client: Client) -> BaseGroupChat:
-    """The inner team's condition stops it while it is not known that it will."""
+    """Make an inner team whose condition stops it, which cannot be known beforehand."""
     stop = MaxMessageTermination(3)
     inner = RoundRobinGroupChat(
         [agent(client, n) for n in ("in1", "in2", "in3")], termination_condition=stop
@@ -126,7 +126,7 @@ async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
 
 
 @pytest.mark.parametrize("between", ["nothing", "a reset", "another task"])
-async def test_what_is_known_of_the_next_runs_first_prompt_is_prefilled(
+async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
     model_client: Client, guide: str, between: str
 ) -> None:
     members = [agent(model_client, name) for name in ("one", "two", "three")]
@@ -167,7 +167,7 @@ async def test_links_for_a_next_run_that_does_not_come_end(
     await linked.close()
 
 
-async def test_all_who_begin_together_are_linked_in_the_next_run(
+async def test_all_first_agents_of_the_next_run_are_linked(
     model_client: Client, guide: str
 ) -> None:
     a, b, c = (agent(model_client, name) for name in "abc")
@@ -187,7 +187,7 @@ async def test_all_who_begin_together_are_linked_in_the_next_run(
     assert {call.status for call in calls} <= {None, "hit", "late"}
 
 
-async def test_an_agent_is_linked_again_when_what_kept_it_from_that_has_passed(
+async def test_a_declined_agent_is_linked_once_the_reason_is_gone(
     model_client: Client, guide: str
 ) -> None:
     """A message of a class of its own is not turned into text; the next one is a stock one."""

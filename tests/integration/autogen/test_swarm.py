@@ -59,7 +59,7 @@ def speaker(request: dict[str, Any]) -> str:
     return str(request["messages"][0]["content"]).split()[2].rstrip(".")
 
 
-async def test_whom_the_speaker_may_hand_off_to_is_linked_up_to_the_handoff(
+async def test_handoff_targets_are_linked_up_to_the_handoff(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(request: dict[str, Any]) -> Any:
@@ -88,7 +88,7 @@ async def test_whom_the_speaker_may_hand_off_to_is_linked_up_to_the_handoff(
     assert all(tokens is not None and tokens <= left for tokens in late)
 
 
-async def test_whom_the_speaker_cannot_hand_off_to_is_linked_when_another_one_can(
+async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = iter(["analyst", "writer"] * 3)
@@ -120,7 +120,7 @@ async def test_whom_the_speaker_cannot_hand_off_to_is_linked_when_another_one_ca
 
 
 @pytest.mark.parametrize("beside", ["I hand this over.", ("look", {"place": "lake"})])
-async def test_what_comes_with_a_handoff_is_not_mispredicted(
+async def test_messages_beside_a_handoff_are_not_mispredicted(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, beside: Any
 ) -> None:
     def said(request: dict[str, Any]) -> Any:

@@ -61,7 +61,7 @@ async def told(
 
 
 async def answered(client: Client, said: list[tuple[str, str]], name: str) -> tuple[str, str]:
-    """What an agent says to these messages, outside of any team."""
+    """Return what an agent says to these messages, outside of any team."""
     messages = [TextMessage(content=text, source=source) for source, text in said]
     response = await agent(client, name).on_messages(messages, CancellationToken())
     return name, response.chat_message.to_text()
@@ -120,7 +120,7 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     [(selecting, ["(manager)"]), (nested, ["one", "in1"]), (society, ["one", "in1"])],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-async def test_teams_in_which_not_all_is_known(
+async def test_teams_whose_messages_are_partly_unknown(
     model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: list[str]
 ) -> None:
     """What nobody can tell: the first call, and the first one of a team within the team."""
@@ -158,7 +158,7 @@ async def test_custom_agents_are_linked_on_request(
     await settled(client)
 
 
-async def test_names_that_are_wrong_are_said(model_client: Client) -> None:
+async def test_unknown_names_are_refused(model_client: Client) -> None:
     with pytest.raises(ValueError, match=r"include names \['four'\]; the team has"):
         link(round_robin(model_client), include=["four"])
     with pytest.raises(ValueError, match=r"on_failure names \['four'\]; the team has"):

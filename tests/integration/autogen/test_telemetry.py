@@ -63,7 +63,7 @@ def pair(client: Client, guide: str, *, stream: bool = False) -> RoundRobinGroup
 
 
 def of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
-    """The one span of an agent whose name starts like that."""
+    """Return the one span of an agent whose name starts like that."""
     (found,) = [
         span
         for span in spans
@@ -164,7 +164,7 @@ async def test_a_run_that_is_dropped_ends_its_spans(
 
 @pytest.fixture
 def logged() -> Iterator[list[Any]]:
-    """What AutoGen's clients log."""
+    """Return what AutoGen's clients log."""
     found: list[Any] = []
 
     class Handler(logging.Handler):
@@ -181,7 +181,7 @@ def logged() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_autogens_events_say_what_was_streamed(
+async def test_autogens_log_events_have_streamed_tokens(
     clients: Callable[..., Client], guide: str, logged: list[Any], stream: bool
 ) -> None:
     client = clients(max_tokens=64)
@@ -230,7 +230,7 @@ async def test_autogens_events_of_unlinked_calls(
     assert "cached_tokens" not in logged[-1].kwargs
 
 
-async def test_a_clients_listener_is_told_of_promises(
+async def test_a_clients_listener_receives_events_of_promises(
     clients: Callable[..., Client], guide: str
 ) -> None:
     events: list[Event] = []
@@ -249,7 +249,7 @@ async def test_a_clients_listener_is_told_of_promises(
     await settled(client.engine)
 
 
-async def test_a_clients_listener_is_told_of_what_fails(clients: Callable[..., Client]) -> None:
+async def test_a_clients_listener_receives_failures(clients: Callable[..., Client]) -> None:
     events: list[Event] = []
     client, broken = clients(listener=events.append), clients(max_tokens=-1)
     promised = await broken.promise(ASK)
@@ -267,7 +267,7 @@ async def test_a_clients_listener_is_told_of_what_fails(clients: Callable[..., C
 
 
 @pytest.mark.parametrize("auto_link", [False, True])
-async def test_a_teams_calls_are_told_of_once(
+async def test_a_teams_calls_are_reported_once(
     clients: Callable[..., Client], guide: str, auto_link: bool
 ) -> None:
     """By whichever listener is the team's, and also where nobody links it."""

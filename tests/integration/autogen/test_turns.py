@@ -197,7 +197,7 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     assert [call.status for call in found(events)][1:] == ["hit"]
 
 
-async def test_a_tools_agent_is_not_taken_for_its_user(
+async def test_an_agent_used_as_a_tool_is_not_taken_for_its_caller(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(request: dict[str, Any]) -> Any:

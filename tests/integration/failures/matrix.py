@@ -28,7 +28,7 @@ PATIENCE = 1.5
 
 
 def policy(failure: Failure, action: Action) -> FailurePolicy:
-    """That action for that failure only, so that no other one is taken for it."""
+    """Return a policy with that action for that failure alone, to tell it from the others."""
     other: Action = "finalize" if action == "abort" else "abort"
     actions: dict[str, Action] = dict.fromkeys(FAILURES, other) | {failure: action}
     # Where a stall is not the matter, it must not come first.
@@ -59,7 +59,7 @@ def ended(where: str, failure: str, action: str, reader: str, events: Iterable[E
 
 
 def failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
-    """What readers were told of their upstream."""
+    """Return what readers were told of their upstream."""
     return [(e.upstream, e.failure, e.action) for e in events if isinstance(e, UpstreamFailed)]
 
 

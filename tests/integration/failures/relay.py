@@ -37,7 +37,7 @@ class Relay:
         self._fault, self._left = fault, events
 
     def release(self) -> None:
-        """What stands still goes on."""
+        """Let what stands still go on."""
         self._released.set()
 
     async def serve(self, client: SocketStream) -> None:
@@ -77,7 +77,7 @@ async def _pass_on(client: SocketStream, engine: SocketStream, both: anyio.Cance
 
 
 def _make_reset(stream: SocketStream) -> None:
-    """Closing it will send RST instead of FIN."""
+    """Have closing it send RST instead of FIN."""
     plain: socket.socket = stream.extra(SocketAttribute.raw_socket)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 

@@ -62,7 +62,7 @@ class Pair:
             await client.close()
 
     async def outcome(self) -> str:
-        """What the run ended in, and how its reviewer was answered."""
+        """Return what the run ended in, and how its reviewer was answered."""
         try:
             result = await self.run
         except asyncio.CancelledError:
@@ -77,7 +77,7 @@ class Pair:
 
 
 async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: str) -> list[str]:
-    """What the two say unlinked."""
+    """Return what the two say unlinked."""
     writing, reading = make(engine.url, 150), make(downstream.url)
     agents = [
         AssistantAgent("writer", model_client=writing, system_message="Write."),
@@ -133,7 +133,7 @@ async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
         assert cell.link == ("used" if failure == "stall" else "unused")
 
 
-async def test_a_writer_that_breaks_off_is_asked_again(
+async def test_a_retried_writer_keeps_its_links(
     upstream_relay: Relay,
     engine: LocalEngine,
     downstream: LocalEngine,
@@ -180,7 +180,7 @@ async def test_a_client_is_closed(
 
 @pytest.fixture
 async def mortal(engines: LocalEngines, model: Any) -> AsyncGenerator[LocalEngine]:
-    """An engine to be killed."""
+    """Start an engine to be killed."""
     one = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     yield one
     await one.stop()

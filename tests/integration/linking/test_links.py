@@ -86,7 +86,7 @@ async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: 
     assert (await settled(client)).pinned_streams == 0
 
 
-async def test_a_link_to_a_plain_or_dead_engine_ends_quietly(
+async def test_a_link_to_a_plain_or_dead_engine_ends_without_an_error(
     plain_engine: LocalEngine, words: Words
 ) -> None:
     for url in (plain_engine.url, "http://127.0.0.1:9"):

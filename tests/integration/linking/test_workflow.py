@@ -111,7 +111,7 @@ async def test_two_calls_of_an_openai_client(
     await reading.close()
 
 
-async def test_what_fails_is_raised_where_it_is_awaited(
+async def test_an_error_is_raised_where_the_answer_is_awaited(
     client: EngineClient, reader: EngineClient, guide: str
 ) -> None:
     events: list[Event] = []
@@ -127,7 +127,7 @@ async def test_what_fails_is_raised_where_it_is_awaited(
     assert all(e.reason in ("abort", "closed") for e in events if isinstance(e, LinkClosed))
 
 
-async def test_a_reader_that_is_refused_gives_its_stream_back(
+async def test_a_refused_reader_releases_its_stream(
     client: EngineClient, reader: EngineClient, guide: str
 ) -> None:
     slow, refused = {**PARAMETERS, "max_tokens": 200}, {**PARAMETERS, "max_tokens": -5}
@@ -139,7 +139,9 @@ async def test_a_reader_that_is_refused_gives_its_stream_back(
         assert (await settled(reader)).pinned_streams == 0
 
 
-async def test_leaving_early_gives_everything_back(reader: EngineClient, guide: str) -> None:
+async def test_leaving_a_workflow_early_releases_everything(
+    reader: EngineClient, guide: str
+) -> None:
     with pytest.raises(ZeroDivisionError):
         async with Workflow(reader) as flow:
             draft = flow.text()
@@ -159,7 +161,7 @@ async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide:
         assert status(second.usage) is None
 
 
-async def test_a_plain_server_answers_what_had_arrived(plain_engine: LocalEngine) -> None:
+async def test_a_plain_server_answers_with_what_had_arrived(plain_engine: LocalEngine) -> None:
     events: list[Event] = []
     policy = FailurePolicy(error="finalize")
     async with (
@@ -203,7 +205,7 @@ async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) ->
     assert (await settled(reader)).pinned_streams == 0
 
 
-async def test_a_link_that_cannot_be_costs_nothing(client: EngineClient, guide: str) -> None:
+async def test_a_link_that_cannot_be_made_costs_nothing(client: EngineClient, guide: str) -> None:
     """Its engine's client is closed; what is asked elsewhere goes on."""
     other = EngineClient(client.url)
     await other.close()

@@ -26,7 +26,7 @@ Edges = set[tuple[int, int]]
 
 
 def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> Any:  # type: ignore[assignment]
-    """A ``GraphFlowManager`` as it is before its first step, without a runtime."""
+    """Make a ``GraphFlowManager`` as it is before its first step, without a runtime."""
     nodes = {f"a{n}": DiGraphNode(name=f"a{n}", edges=[]) for n in range(size)}
     for start, end in sorted(edges):
         word = "yes" if (start, end) in conditions else None
@@ -55,7 +55,7 @@ def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
 
 
 def oracle(edges: Edges, size: int) -> list[Step]:
-    """Steps of a graph without conditions: everybody whose parents have all spoken."""
+    """Return the steps of a graph without conditions: all agents whose parents have all spoken."""
     spoken: set[int] = set()
     steps: list[Step] = []
     while len(spoken) < size:
@@ -70,7 +70,7 @@ def oracle(edges: Edges, size: int) -> list[Step]:
 
 
 @given(graph=graphs())
-def test_a_graph_is_told_to_its_end(graph: tuple[Edges, int]) -> None:
+def test_turns_of_an_unconditional_graph_are_forecast_to_its_end(graph: tuple[Edges, int]) -> None:
     edges, size = graph
     manager = graph_manager(edges, size)
     steps = oracle(edges, size)
@@ -84,7 +84,7 @@ def test_a_graph_is_told_to_its_end(graph: tuple[Edges, int]) -> None:
     assert before == after
 
 
-def test_what_a_condition_decides_is_not_sure_and_nothing_is_told_beyond_it() -> None:
+def test_turns_behind_a_condition_are_unsure_and_the_last_ones_forecast() -> None:
     edges: Edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
     manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
     manager._active_speakers = ["a0"]
@@ -92,26 +92,26 @@ def test_what_a_condition_decides_is_not_sure_and_nothing_is_told_beyond_it() ->
     assert upcoming(manager, "a0") == [Turn("a1", (step,), False), Turn("a2", (step,), False)]
 
 
-def test_a_turn_limit_ends_the_outlook() -> None:
+def test_no_turns_are_forecast_beyond_max_turns() -> None:
     manager = graph_manager({(0, 1), (1, 2)}, 3)
     manager._active_speakers = ["a0"]
     manager._max_turns = 2
     assert [turn.agent for turn in upcoming(manager, "a0")] == ["a1"]
 
 
-def test_an_unknown_manager_tells_nothing() -> None:
+def test_an_unknown_manager_has_no_turns() -> None:
     assert upcoming(SimpleNamespace(), "one") == []  # type: ignore[arg-type]
     assert starting(SimpleNamespace()) == []  # type: ignore[arg-type]
 
 
 def standing(kind: type, **state: Any) -> Any:
-    """A manager of a team that has ended, without a runtime."""
+    """Make the manager of a team that has ended, without a runtime."""
     manager: Any = kind.__new__(kind)
     vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
     return manager
 
 
-def test_who_begins_the_next_run() -> None:
+def test_the_first_turns_of_the_next_run() -> None:
     handoff = HandoffMessage(content="Go.", source="one", target="three")
     swarm = standing(SwarmGroupChatManager, _current_speaker="one")
     assert starting(swarm) == [Turn("one", sure=False)]

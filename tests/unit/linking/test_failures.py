@@ -50,16 +50,16 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_an_exception_is(error: BaseException, failure: str) -> None:
+def test_an_exception_is_classified_as_a_failure(error: BaseException, failure: str) -> None:
     assert failure_of(error) == failure
 
 
-def test_a_cause_may_lead_back_to_itself() -> None:
+def test_a_cycle_of_causes_is_classified() -> None:
     error = ValueError()
     assert failure_of(caused(error, caused(KeyError(), error))) == "error"
 
 
-def test_one_action_is_for_all_but_a_stall() -> None:
+def test_a_single_action_applies_to_all_failures_but_stalls() -> None:
     policy = FailurePolicy.of("finalize")
     assert [policy.action(one) for one in ("error", "cancel", "timeout")] == ["finalize"] * 3
     assert policy.action("stall") == "abort"
@@ -74,12 +74,12 @@ def test_one_action_is_for_all_but_a_stall() -> None:
         ({"stall_seconds": "soon"}, "stall_seconds must be a positive number"),
     ],
 )
-def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_policies_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         FailurePolicy(**wrong)
 
 
-async def test_a_text_is_read_by_policy() -> None:
+async def test_a_failed_text_is_read_by_the_readers_policy() -> None:
     text = Text("draft")
     text.write("so far")
     with pytest.raises(TimeoutError):

@@ -62,7 +62,7 @@ async def reached(engine: HungEngine, text: Text, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "append"])
-async def test_a_request_is_sent_once_its_texts_are_there(hangs: Route) -> None:
+async def test_a_request_waits_for_its_texts_and_not_for_a_hung_engine(hangs: Route) -> None:
     events: list[Event] = []
     async with (
         hung_engine(hangs) as engine,
@@ -80,7 +80,7 @@ async def test_a_request_is_sent_once_its_texts_are_there(hangs: Route) -> None:
     assert (started.stream_id is not None) == (hangs == "append")
 
 
-async def test_expecting_waits_for_nothing() -> None:
+async def test_expect_does_not_wait_for_a_hung_engine() -> None:
     async with (
         hung_engine("render") as engine,
         EngineClient(engine.url, timeout=25.0) as client,
@@ -97,7 +97,7 @@ async def test_expecting_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "append"])
-async def test_a_call_with_a_promise_in_it_is_sent_once_that_is_there(hangs: Route) -> None:
+async def test_a_call_waits_for_its_promise_and_not_for_a_hung_engine(hangs: Route) -> None:
     async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
         writer, reader = client_of(writing), client_of(reading)
         mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content
@@ -115,7 +115,7 @@ async def test_a_call_with_a_promise_in_it_is_sent_once_that_is_there(hangs: Rou
     "hangs", [("render",), ("open",), ("append",), ("delete",), ("open", "delete")]
 )
 @pytest.mark.parametrize("is_error", [False, True])
-async def test_leaving_a_workflow_waits_for_no_engine(
+async def test_leaving_a_workflow_does_not_wait_for_a_hung_engine(
     hangs: tuple[Route, ...], is_error: bool
 ) -> None:
     async with hung_engine(*hangs) as engine, EngineClient(engine.url, timeout=25.0) as client:
@@ -140,7 +140,7 @@ async def test_leaving_a_workflow_waits_for_no_engine(
             assert len([event for event in events if isinstance(event, LinkClosed)]) == 3
 
 
-async def test_a_refused_request_holds_nobody_either() -> None:
+async def test_a_refused_request_does_not_wait_for_a_hung_engine() -> None:
     async with hung_engine("delete") as engine, EngineClient(engine.url, timeout=25.0) as client:
         async with Workflow(client) as flow:
             draft = flow.text("draft")
@@ -155,7 +155,7 @@ async def test_a_refused_request_holds_nobody_either() -> None:
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "append", "delete"])
-async def test_closing_a_client_waits_for_no_engine(hangs: Route) -> None:
+async def test_closing_a_client_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
     """Nor does each thing that it closes, one after the other."""
     async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
         writer, reader = client_of(writing), client_of(reading)
@@ -169,7 +169,7 @@ async def test_closing_a_client_waits_for_no_engine(hangs: Route) -> None:
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "delete"])
-async def test_closing_linked_teams_waits_for_no_engine(hangs: Route) -> None:
+async def test_closing_linked_teams_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
     async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
         writer, reader = client_of(writing), client_of(reading)
         runs: list[asyncio.Future[Any]] = []
@@ -193,7 +193,7 @@ async def test_closing_linked_teams_waits_for_no_engine(hangs: Route) -> None:
         await writer.close()
 
 
-async def test_what_is_left_to_do_while_a_host_closes_is_done_at_once() -> None:
+async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
     host, done = TaskHost(), 0
 
     async def last() -> None:

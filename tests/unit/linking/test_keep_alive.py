@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 async def linked(
     engine: HungEngine, events: list[Event] | None = None, **more: Any
 ) -> AsyncGenerator[Link]:
-    """A link to a prompt that two write, once its stream is open."""
+    """Yield a link to a prompt that two write, once its stream is open."""
     prompt, told = Prompt(["Go. ", Slot("a"), Slot("b")]), events if events is not None else []
     async with (
         EngineClient(engine.url, timeout=25.0, stream_ttl_seconds=TTL) as client,
@@ -44,7 +44,7 @@ async def linked(
         group.cancel_scope.cancel()
 
 
-async def test_a_slow_writer_keeps_its_link() -> None:
+async def test_a_link_of_a_slow_writer_is_kept_alive() -> None:
     async with hung_engine() as engine, linked(engine) as link:
         await engine.until("keep_alive", 3)
         link.feed("a", "some ")
@@ -53,7 +53,7 @@ async def test_a_slow_writer_keeps_its_link() -> None:
         assert not link.is_over
 
 
-async def test_text_that_cannot_be_sent_yet_is_no_sign_of_life() -> None:
+async def test_text_that_cannot_be_sent_yet_does_not_keep_a_stream_alive() -> None:
     async with hung_engine() as engine, linked(engine) as link, anyio.create_task_group() as group:
 
         async def write() -> None:
@@ -67,7 +67,7 @@ async def test_text_that_cannot_be_sent_yet_is_no_sign_of_life() -> None:
         group.cancel_scope.cancel()
 
 
-async def test_a_complete_prompt_is_kept_until_it_is_used() -> None:
+async def test_the_stream_of_a_complete_prompt_is_kept_alive_until_its_request() -> None:
     async with hung_engine() as engine, linked(engine) as link:
         for name in ("a", "b"):
             link.feed(name, "some ")
@@ -80,7 +80,7 @@ async def test_a_complete_prompt_is_kept_until_it_is_used() -> None:
         assert len(engine.routes()) == asked
 
 
-async def test_a_prompt_that_is_not_used_is_not_kept_forever() -> None:
+async def test_an_unused_stream_is_released_after_unused_seconds() -> None:
     events: list[Event] = []
     async with hung_engine() as engine, linked(engine, events, unused_seconds=2 * TTL) as link:
         for name in ("a", "b"):
@@ -91,7 +91,7 @@ async def test_a_prompt_that_is_not_used_is_not_kept_forever() -> None:
     assert closed.reason == "unused"
 
 
-async def test_a_plugin_that_does_not_know_it_costs_no_link() -> None:
+async def test_a_plugin_without_keep_alive_is_linked() -> None:
     async with hung_engine() as engine:
         engine.lacks.add("keep_alive")
         async with linked(engine) as link:
@@ -112,7 +112,7 @@ async def test_a_stream_that_is_gone_ends_its_link() -> None:
     assert closed.reason.startswith("StreamGone")
 
 
-async def test_an_engine_that_does_not_answer_to_it_is_sent_text_all_the_same() -> None:
+async def test_text_is_appended_though_keep_alive_is_not_answered() -> None:
     async with hung_engine("keep_alive") as engine, linked(engine) as link:
         await engine.until("keep_alive")
         link.feed("a", "some ")
@@ -122,7 +122,7 @@ async def test_an_engine_that_does_not_answer_to_it_is_sent_text_all_the_same() 
         assert not link.is_over
 
 
-async def test_a_stream_opens_only_once_for_a_listener() -> None:
+async def test_link_opened_is_reported_once() -> None:
     """Signs of life are no news."""
     events: list[Event] = []
     async with hung_engine() as engine, linked(engine, events):
@@ -130,7 +130,7 @@ async def test_a_stream_opens_only_once_for_a_listener() -> None:
     assert [type(event) for event in events] == [LinkOpened, LinkClosed]
 
 
-async def test_a_streams_lifetime_is_what_users_say() -> None:
+async def test_stream_ttl_seconds_reaches_the_engine() -> None:
     async with hung_engine() as engine:
         async with EngineClient(engine.url, stream_ttl_seconds=7.0) as client:
             for seconds in (None, 9.0):
@@ -145,7 +145,7 @@ async def test_a_streams_lifetime_is_what_users_say() -> None:
     assert opened == [7.0, 9.0, 30.0]
 
 
-async def test_clients_say_it_too() -> None:
+async def test_stream_ttl_seconds_of_clients_reaches_the_engine() -> None:
     chat = FlashMoAChatCompletionClient(
         model="m", base_url="http://127.0.0.1:9", model_info=INFO, stream_ttl_seconds=7.0
     )

@@ -99,7 +99,7 @@ def joined_as_sglang_does(tokenizer: Any, prompt: str, answer: str) -> list[int]
 
 @pytest.fixture(scope="module", params=[byte_level_with_pattern, with_bos])
 def special(request: pytest.FixtureRequest) -> tuple[Any, CanonicalTokenizer]:
-    """A tokenizer that adds special tokens to plain text."""
+    """Return a tokenizer that adds special tokens to plain text."""
     tokenizer = request.param()
     return tokenizer, CanonicalTokenizer(tokenizer)
 

@@ -63,7 +63,7 @@ async def client_of(
 
 
 async def ended(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngine) -> Any:
-    """What a call ended in, and how many requests there were: its text, or its exception."""
+    """Return what a call ended in, and how many requests there were: its text, or its exception."""
     try:
         if how == "linked":
             assert isinstance(client, FlashMoAChatCompletionClient)
@@ -93,7 +93,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_what_is_heard_ends_as_what_is_not(fates: tuple[Fate, ...], retries: int) -> None:
+async def test_a_tapped_call_ends_as_an_untapped_one(fates: tuple[Fate, ...], retries: int) -> None:
     """Its text or its exception, and the number of its requests."""
     outcomes: dict[How, Any] = {}
     for how in HOWS:
@@ -114,7 +114,7 @@ async def test_what_is_heard_ends_as_what_is_not(fates: tuple[Fate, ...], retrie
 
 
 @pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
-async def test_a_stream_ends_as_the_stock_clients(fate: Fate) -> None:
+async def test_a_watched_stream_ends_as_the_stock_clients(fate: Fate) -> None:
     outcomes: list[Any] = []
     for how in ("stock", "listener"):
         async with faulty_engine(fate) as engine:
@@ -142,7 +142,7 @@ async def asked(client: AsyncOpenAI, heard: list[str]) -> Any:
     )
 
 
-async def test_the_whole_answer_is_as_without_hearing() -> None:
+async def test_a_tapped_answer_equals_an_untapped_one() -> None:
     async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as heard:
         watch_completions(heard)
         plain: Any = await stock.chat.completions.create(model="m", messages=[])
@@ -164,7 +164,7 @@ async def test_the_whole_answer_is_as_without_hearing() -> None:
         (("cut", "other", "fine"), WORDS[:3], "".join(OTHER)),
     ],
 )
-async def test_what_is_asked_again_is_told_once(
+async def test_text_of_a_retried_request_is_heard_once(
     fates: tuple[Fate, ...], told: list[str], text: str
 ) -> None:
     pieces: list[str] = []
@@ -175,7 +175,7 @@ async def test_what_is_asked_again_is_told_once(
     assert pieces == told
 
 
-async def test_a_promise_that_is_written_anew_reads_right() -> None:
+async def test_a_promise_whose_retry_differs_gets_the_new_text() -> None:
     """Who waits gets the answer there is; links that were told another one end."""
     async with (
         faulty_engine("cut", "other") as engine,
@@ -190,7 +190,7 @@ async def test_a_promise_that_is_written_anew_reads_right() -> None:
     assert link.is_over and link.claim() is None
 
 
-async def test_a_shared_http_client_is_tapped_once_and_elsewhere_as_ever() -> None:
+async def test_a_shared_http_client_is_tapped_once() -> None:
     async with httpx.AsyncClient() as http, faulty_engine() as engine:
         one, other = (openai_of(engine, http_client=http) for _ in range(2))
         for client in (one, other, one):
@@ -203,7 +203,7 @@ async def test_a_shared_http_client_is_tapped_once_and_elsewhere_as_ever() -> No
     assert [body.get("stream") for body in engine.bodies] == [True, None, None]
 
 
-async def test_whoever_patches_the_http_client_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_patched_http_client_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     async with faulty_engine() as engine, openai_of(engine) as client:
         kind: Any = type(client._client)
@@ -219,7 +219,7 @@ async def test_whoever_patches_the_http_client_is_obeyed(monkeypatch: pytest.Mon
     assert seen == ["/v1/chat/completions"]
 
 
-async def test_hearing_that_fails_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_fails_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     def hear(_: str) -> None:
         raise ZeroDivisionError
 
@@ -234,7 +234,9 @@ async def test_hearing_that_fails_costs_no_answer(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
-async def test_agent_framework_fares_the_same(fate: Fate, retries: int) -> None:
+async def test_a_tapped_call_of_agent_framework_ends_as_an_untapped_one(
+    fate: Fate, retries: int
+) -> None:
     outcomes: list[Any] = []
     for is_heard in (False, True):
         async with faulty_engine(fate) as engine:

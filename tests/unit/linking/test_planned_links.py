@@ -40,7 +40,7 @@ def held(
 @pytest.mark.parametrize(
     ("received", "is_used"), [(1, True), (2, False), (0, False), (None, False)], ids=str
 )
-async def test_a_complete_link_is_used_if_what_it_was_made_for_has_come(
+async def test_a_complete_link_is_used_if_its_agent_received_what_was_forecast(
     engine: EngineClient, received: int | None, is_used: bool
 ) -> None:
     links = held(engine, Prompt(["known"]), received)
@@ -51,14 +51,14 @@ async def test_a_complete_link_is_used_if_what_it_was_made_for_has_come(
 
 
 @pytest.mark.parametrize(("received", "is_used"), [(5, True), (0, True), (None, False)], ids=str)
-async def test_a_link_that_knows_only_a_beginning_is_used_unless_that_is_gone(
+async def test_an_uncertain_link_is_used_unless_its_team_was_reset(
     engine: EngineClient, received: int | None, is_used: bool
 ) -> None:
     links = held(engine, Prompt(["known", Slot(UNCERTAIN)]), received, coming=0)
     assert (links.take("b") is not None) is is_used
 
 
-async def test_a_link_that_still_waits_fits_only_without_messages_of_another_run(
+async def test_a_waiting_link_does_not_fit_once_other_messages_came(
     engine: EngineClient,
 ) -> None:
     later = Turn("b", (frozenset("x"), frozenset("a")))

@@ -98,7 +98,7 @@ def test_a_prompt_goes_on_as_one_in_which_more_is_certain() -> None:
     assert prompt.slots == (first, second) and not prompt.is_complete
 
 
-def test_a_prompt_becomes_no_other_than_what_was_taken() -> None:
+def test_a_prompt_cannot_become_one_with_another_beginning() -> None:
     slot = Slot("A")
     prompt = Prompt(["So ", slot])
     slot.append("far")

@@ -13,8 +13,8 @@ except ModuleNotFoundError as error:
 
 from flashmoa.autogen._classifier import ClassifierAgent, classify_tool
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._config import FlashMoAClientConfigurationConfigModel
 from flashmoa.autogen._model_call import EngineUsage
+from flashmoa.autogen._self_hosted import FlashMoAClientConfigurationConfigModel
 from flashmoa.autogen._team_link import TeamLink, link, watch
 from flashmoa.autogen._turn_order import SELECTOR_PROMPT
 

@@ -4,45 +4,41 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Self
 
 from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, LLMMessage
 from autogen_core.tools import Tool, ToolSchema
-from autogen_ext.models.openai import OpenAIChatCompletionClient
-from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
 from pydantic import SecretStr
 
 from flashmoa._concurrency import all_of
 from flashmoa.autogen._call_observers import CallObservers, caller_name, calling_agent
-from flashmoa.autogen._config import (
-    FlashMoAClientConfigurationConfigModel,
-    SynchronousEngine,
-    merge_users,
-    model_info,
-)
 from flashmoa.autogen._model_call import (
+    SCORED,
     JsonOutput,
     each_logged_as,
     finished,
     held_back,
     logged_as,
+    observed_args,
+    score,
 )
 from flashmoa.autogen._promises import Pending, PromisedCall, Promises
-from flashmoa.autogen._scoring import HELD, score
-from flashmoa.completions import watch_completions
-from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
+from flashmoa.autogen._self_hosted import (
+    FlashMoAClientConfigurationConfigModel,
+    SelfHostedClient,
+    ToolChoice,
+    render,
+)
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.observed_call import ObservedCall
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.scoring import Candidate, Scorer, Scores
 
-ToolChoice = Tool | Literal["auto", "required", "none"]
 
-
-class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
+class FlashMoAChatCompletionClient(SelfHostedClient):
     """A drop-in for ``OpenAIChatCompletionClient`` on a self-hosted SGLang engine.
 
     By itself it is the stock client with defaults for self-hosting: no API key needed,
@@ -82,48 +78,33 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
-        url = self_hosted_url(kwargs.get("base_url"))
-        kwargs["base_url"] = f"{url}/v1"
-        if not kwargs.get("api_key"):
-            kwargs["api_key"] = "EMPTY"
-        self._synchronous = SynchronousEngine(url, kwargs["api_key"])
-        if "model_info" not in kwargs and "model_capabilities" not in kwargs:
-            kwargs["model_info"] = model_info(kwargs.get("model"), self._synchronous)
-        super().__init__(**kwargs)
+        super().__init__(
+            merge_user_messages=merge_user_messages,
+            stream_ttl_seconds=stream_ttl_seconds,
+            **kwargs,
+        )
         self.on_failure = FailurePolicy.of(on_failure)
-        self._stream_ttl_seconds = stream_ttl_seconds
         self._listener = contained(listener)
         self._auto_link = auto_link
-        self._merge_user_messages = merge_user_messages
-        self._start()
+        self._prepare_links()
 
-    def _start(self) -> None:
-        watch_completions(cast("Any", self._client))
-        key, model = self._raw_config["api_key"], self._create_args["model"]
-        self.engine = EngineClient(
-            self._raw_config["base_url"],
-            api_key=None if key == "EMPTY" else key,
-            timeout=self._raw_config.get("timeout") or 600.0,
-            headers=self._raw_config.get("default_headers"),
-            stream_ttl_seconds=self._stream_ttl_seconds,
-            namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
-        )
+    def _prepare_links(self) -> None:
         self.observers = CallObservers(
             self.engine.url,
-            model,
+            self._create_args["model"],
             self._listener,
             auto_link=type(self).link_caller if self._auto_link else None,
         )
         self._promises = Promises(self.engine, self.on_failure, self._listener)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Connections and links belong to the process that made them.
-        own = dict.fromkeys(("engine", "observers", "_promises"))
-        return {**super().__getstate__(), **own, "_listener": ignore}
+        # Links belong to the process that made them.
+        own = {"observers": None, "_promises": None, "_listener": ignore}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._start()
+        self._prepare_links()
 
     @classmethod
     def _from_config(cls, config: OpenAIClientConfigurationConfigModel) -> Self:
@@ -220,7 +201,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         prompt = self._process_create_args(messages, (), "auto", None, {}).messages
         extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
         return await score(
-            self._begin(HELD),
+            self._begin(SCORED),
             Scorer(self.engine, template_args=extra_body.get("chat_template_kwargs")),
             [dict(message) for message in prompt],
             candidates,
@@ -245,7 +226,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 messages,
                 tools=tools,
                 json_output=json_output,
-                extra_create_args=self._observed(extra_create_args, call),
+                extra_create_args=observed_args(self._create_args, extra_create_args, call),
                 **rest,
             )
             return finished(call, result, json_output)
@@ -279,13 +260,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         told = self.observers.begin(held, promised.prompt_stream_id, late=late)
         return ObservedCall([*told, promised], held)
 
-    def _observed(self, extra: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:
-        """Return a call's extra arguments, with what observes it in their body."""
-        bodies: list[dict[str, Any]] = [
-            one.get("extra_body") or {} for one in (self._create_args, extra)
-        ]
-        return {**extra, "extra_body": call.body(bodies[0] | bodies[1])}
-
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
         messages: Sequence[LLMMessage],
@@ -300,7 +274,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> AsyncGenerator[str | CreateResult, None]:
         messages, pending = await self._resolve(messages, tools, cancellation_token)
         with self._begin(held_back(tools, json_output, self.model_info), pending) as call:
-            args = self._observed(extra_create_args, call)
+            args = observed_args(self._create_args, extra_create_args, call)
             if include_usage is None and "stream_options" not in {**self._create_args, **args}:
                 include_usage = True
             stream = super().create_stream(
@@ -317,21 +291,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                     is_last = isinstance(item, CreateResult)
                     yield finished(call, item, json_output) if is_last else item
 
-    def _process_create_args(
-        self,
-        messages: Sequence[LLMMessage],
-        tools: Sequence[Tool | ToolSchema],
-        tool_choice: ToolChoice,
-        json_output: JsonOutput,
-        extra_create_args: Mapping[str, Any],
-    ) -> CreateParams:
-        params = super()._process_create_args(
-            messages, tools, tool_choice, json_output, extra_create_args
-        )
-        if self._merge_user_messages:
-            params.messages[:] = merge_users(params.messages)
-        return params
-
     async def close(self) -> None:
         """Close every link of this client's teams, then its connections."""
         try:
@@ -340,43 +299,3 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             await self.engine.close()
         finally:
             await super().close()
-
-    def count_tokens(
-        self,
-        messages: Sequence[LLMMessage],
-        *,
-        tools: Sequence[Tool | ToolSchema] = [],
-    ) -> int:
-        """Return the number of tokens of the prompt as the engine would build it.
-
-        AutoGen's interface is synchronous, so this waits for the engine.
-
-        Raises:
-            EngineError: the engine could not be asked.
-        """
-        params = self._process_create_args(messages, tools, "auto", None, {})
-        return self._synchronous.count_tokens(self._create_args["model"], params)
-
-    def remaining_tokens(
-        self,
-        messages: Sequence[LLMMessage],
-        *,
-        tools: Sequence[Tool | ToolSchema] = [],
-    ) -> int:
-        """Return the served model's context length less :meth:`count_tokens`."""
-        return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
-
-
-async def render(
-    client: FlashMoAChatCompletionClient,
-    messages: Sequence[LLMMessage],
-    tools: Sequence[Tool | ToolSchema],
-) -> str:
-    """Return the text of a call's prompt, by its engine's chat template. Raises: EngineError."""
-    params = client._process_create_args(messages, tools, "auto", None, {})
-    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
-    return await client.engine.render(
-        [dict(message) for message in params.messages],
-        tools=[dict(tool) for tool in params.tools],
-        template_args=extra_body.get("chat_template_kwargs"),
-    )

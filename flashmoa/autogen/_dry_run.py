@@ -55,26 +55,6 @@ class Call:
 DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[Call]]
 
 
-async def possible_calls(
-    dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
-) -> list[Call]:
-    """Return the different calls that an agent may make.
-
-    Args:
-        dry_runs: of that agent; several where its prompt depends on what cannot be known.
-        futures: what it may have received by then, each possibility in its order.
-
-    Raises: NotForecastable.
-    """
-    calls: list[Call] = []
-    for dry_run in dry_runs:
-        for future in futures:
-            call = await dry_run(future)
-            if call not in calls:
-                calls.append(call)
-    return calls
-
-
 class _Captured(Exception):
     """Carries a call out of a dry run."""
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import anyio
+from autogen_agentchat.messages import BaseChatMessage
 
-from flashmoa.autogen._client import FlashMoAChatCompletionClient, render
-from flashmoa.autogen._dry_run import possible_calls
+from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._dry_run import Call, DryRun
+from flashmoa.autogen._self_hosted import render
 from flashmoa.autogen._team_members import TeamMembers
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
 from flashmoa.linking.failure_policy import FailurePolicy
@@ -128,3 +130,23 @@ class TeamLinkPlanner(LinkPlanner):
                 await anyio.sleep(END_POLL_SECONDS)
         if changes == self._run.changes:
             self.end_all("unused")
+
+
+async def possible_calls(
+    dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
+) -> list[Call]:
+    """Return the different calls that an agent may make.
+
+    Args:
+        dry_runs: of that agent; several where its prompt depends on what cannot be known.
+        futures: what it may have received by then, each possibility in its order.
+
+    Raises: NotForecastable.
+    """
+    calls: list[Call] = []
+    for dry_run in dry_runs:
+        for future in futures:
+            call = await dry_run(future)
+            if call not in calls:
+                calls.append(call)
+    return calls

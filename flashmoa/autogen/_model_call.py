@@ -7,21 +7,28 @@ with the tokens of the prompt and of the answer. A filter of its logger adds ``c
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
-from autogen_core import EVENT_LOGGER_NAME
+from autogen_core import EVENT_LOGGER_NAME, CancellationToken
 from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
 from autogen_core.tools import Tool, ToolSchema
 from pydantic import BaseModel
 
+from flashmoa.engine import PromptUsage
 from flashmoa.linking.observed_call import CallResult, ObservedCall
+from flashmoa.scoring import Candidate, Scorer, Scores
 
 _current: ContextVar[ObservedCall | None] = ContextVar("flashmoa_call", default=None)
+
+# Why agents after a scoring call are not sent its answer as it is written.
+SCORED = "its answer is scored, not written"
 
 JsonOutput = bool | type[BaseModel] | None
 
@@ -50,6 +57,19 @@ def held_back(
     if model_info["family"] == ModelFamily.R1:
         return "its reasoning is taken out of its text"
     return None
+
+
+def observed_args(
+    configured: Mapping[str, Any], extra: Mapping[str, Any], call: ObservedCall
+) -> dict[str, Any]:
+    """Return a call's extra arguments, with what observes it in their body.
+
+    Args:
+        configured: the client's own arguments.
+        extra: those given with the call.
+    """
+    bodies: list[dict[str, Any]] = [one.get("extra_body") or {} for one in (configured, extra)]
+    return {**extra, "extra_body": call.body(bodies[0] | bodies[1])}
 
 
 def finished(call: ObservedCall, result: CreateResult, json_output: JsonOutput) -> CreateResult:
@@ -111,3 +131,43 @@ class _PromptTokens(logging.Filter):
 
 
 logging.getLogger(EVENT_LOGGER_NAME).addFilter(_PromptTokens())
+
+
+async def score(
+    call: ObservedCall,
+    scorer: Scorer,
+    messages: Sequence[Mapping[str, Any]],
+    candidates: Sequence[Candidate],
+    length_normalised: bool,
+    cancellation_token: CancellationToken | None,
+) -> Scores:
+    """Score candidates within a call; see :meth:`FlashMoAChatCompletionClient.score`."""
+    with call:
+        asking = asyncio.ensure_future(
+            scorer.score(
+                messages,
+                candidates,
+                length_normalised=length_normalised,
+                prompt_stream_id=call.prompt_stream_id,
+            )
+        )
+        if cancellation_token is not None:
+            cancellation_token.link_future(asking)
+        try:
+            scores = await asking
+        finally:
+            asking.cancel()
+        call.finish(CallResult(scores.best, _usage(scores), "stop", is_forwarded=False))
+        return scores
+
+
+def _usage(scores: Scores) -> PromptUsage:
+    usage = scores.usage
+    return PromptUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.decoded_tokens,
+        cached_tokens=usage.cached_tokens,
+        streamed_tokens=usage.streamed_tokens,
+        late_tokens=usage.computed_tokens,
+        prompt_stream=usage.prompt_stream,
+    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import anyio
 
@@ -18,6 +16,7 @@ from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.run_state import Attempt, RunState
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 
 logger = logging.getLogger(__name__)
@@ -25,60 +24,6 @@ logger = logging.getLogger(__name__)
 # A message that is published reaches every agent within a few rounds of the event loop.
 DELIVERY_SECONDS = 0.002
 END_POLL_SECONDS = 0.2
-
-
-class Attempt(Enum):
-    """How the last attempt to link an agent that has no link ended."""
-
-    # It goes on, or the agent's writers were done before it could end.
-    UNFINISHED = auto()
-    # Its next prompt could not be told.
-    DECLINED = auto()
-    # Its engine has no plugin; it is asked again in the team's next run.
-    PLAIN_ENGINE = auto()
-
-
-@dataclass(slots=True)
-class RunState:
-    """What the planner knows of the team's current run.
-
-    Attributes:
-        running: by agent, the calls whose text has not been delivered to the others yet.
-        caller: who called last; "" before the first call.
-        attempts: by agent, why it has no link; nothing where none was tried, or one was made.
-        changes: counts what makes a plan out of date: a call, the end of a run. Every
-            plan compares it after each await.
-    """
-
-    running: dict[str, LinkedCall] = field(default_factory=dict[str, LinkedCall])
-    caller: str = ""
-    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    changes: int = 0
-
-    def call(self, call: LinkedCall) -> None:
-        """Note a call that has begun.
-
-        Calls that were complete before have been delivered, or another agent is waited for.
-        """
-        self.running = {n: c for n, c in self.running.items() if not c.text.is_complete}
-        self.running[call.agent] = call
-        self.caller = call.agent
-
-    def end(self) -> None:
-        """Note that the run has ended."""
-        self.changes += 1
-        self.running.clear()
-        for agent, attempt in list(self.attempts.items()):
-            if attempt is not Attempt.DECLINED:
-                del self.attempts[agent]
-
-    def is_now(self, turn: Turn) -> bool:
-        """Return whether those who are to be writing before a turn still are.
-
-        Else their messages are on the way, and the call that follows has links planned again.
-        """
-        now = [self.running.get(name) for name in turn.after[0]] if turn.after else []
-        return all(call is None or not call.text.is_complete for call in now)
 
 
 class LinkPlanner(CallOwner):
@@ -153,8 +98,7 @@ class LinkPlanner(CallOwner):
         attempt = run.attempts.get(agent)
         missed = attempt is Attempt.UNFINISHED or (attempt is None and self._planning.is_running)
         early = own is None and missed and linkable
-        if attempt is Attempt.UNFINISHED:
-            del run.attempts[agent]
+        run.attempt_ended(agent)
         call = LinkedCall(self, agent, request, own, rewritten=rewritten, early=early)
         for link in self.waiting_for(agent):
             call.text.follow(link)
@@ -234,7 +178,7 @@ class LinkPlanner(CallOwner):
                 return
             forecast = await self.forecast(turn)
             if forecast is None:
-                self._attempt_ended(agent)
+                self._run.attempt_ended(agent)
                 return
             prompt = await forecast.prompt()
             if attempts.get(agent) is Attempt.DECLINED:
@@ -252,7 +196,7 @@ class LinkPlanner(CallOwner):
             if forecast is not None:
                 report_plain_engine(forecast.engine.url, problem)
         except EngineError as error:
-            self._attempt_ended(agent)
+            self._run.attempt_ended(agent)
             logger.warning("No link to %s this time: %s", agent, error)
         except Exception as error:
             # The agent's own code: its tools, its context. It must not cost the others theirs.
@@ -263,7 +207,7 @@ class LinkPlanner(CallOwner):
         if not turn.sure and not await self._kv_share.has_room(
             engine, prompt, self._links.unsure()
         ):
-            self._attempt_ended(turn.agent)
+            self._run.attempt_ended(turn.agent)
             reason = "likelier agents hold the share of the KV pool for links that may go unused"
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
@@ -278,7 +222,7 @@ class LinkPlanner(CallOwner):
             listener=self.listener,
         )
         self._links.add(link, forecast)
-        self._attempt_ended(turn.agent)
+        self._run.attempt_ended(turn.agent)
         self._follow_running(link)
         self.host.start(link.run)
 
@@ -286,10 +230,6 @@ class LinkPlanner(CallOwner):
         for call in self._run.running.values():
             if link.waits_for(call.agent):
                 call.text.follow(link)
-
-    def _attempt_ended(self, agent: str) -> None:
-        if self._run.attempts.get(agent) is Attempt.UNFINISHED:
-            del self._run.attempts[agent]
 
     def _decline(self, agent: str, reason: str) -> None:
         """Do without a link to an agent this time; each reason is said once."""

@@ -1,0 +1,226 @@
+"""The stock AutoGen client with defaults for self-hosting, and what its engine is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import httpx
+from autogen_core.models import LLMMessage, ModelFamily, ModelInfo
+from autogen_core.tools import Tool, ToolSchema
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.models.openai._model_info import get_info
+from autogen_ext.models.openai._openai_client import CreateParams
+from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
+
+from flashmoa.autogen._model_call import JsonOutput
+from flashmoa.completions import watch_completions
+from flashmoa.engine import EngineClient, EngineError, kv_namespace, self_hosted_url
+from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
+
+ToolChoice = Tool | Literal["auto", "required", "none"]
+
+_TIMEOUT_SECONDS = 10.0
+# Between the texts of user messages that are merged.
+_BETWEEN = "\n\n"
+# A client may be made before its engine is there.
+_MODEL_INFO_SECONDS = 2.0
+
+
+class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
+    """The configuration ``dump_component`` writes; unlike the stock one it keeps extra_body."""
+
+    extra_body: dict[str, Any] | None = None
+    auto_link: bool = False
+    merge_user_messages: bool = False
+    on_failure: OnFailure = FailurePolicy()
+    stream_ttl_seconds: float = 30.0
+
+
+class SelfHostedClient(OpenAIChatCompletionClient):
+    """The stock client with defaults for a self-hosted engine; base of the client that links.
+
+    Args: as :class:`flashmoa.autogen.FlashMoAChatCompletionClient`.
+    """
+
+    def __init__(
+        self, *, merge_user_messages: bool, stream_ttl_seconds: float, **kwargs: Any
+    ) -> None:
+        url = self_hosted_url(kwargs.get("base_url"))
+        kwargs["base_url"] = f"{url}/v1"
+        if not kwargs.get("api_key"):
+            kwargs["api_key"] = "EMPTY"
+        self._synchronous = SynchronousEngine(url, kwargs["api_key"])
+        if "model_info" not in kwargs and "model_capabilities" not in kwargs:
+            kwargs["model_info"] = model_info(kwargs.get("model"), self._synchronous)
+        super().__init__(**kwargs)
+        self._merge_user_messages = merge_user_messages
+        self._stream_ttl_seconds = stream_ttl_seconds
+        self._connect()
+
+    def _connect(self) -> None:
+        watch_completions(cast("Any", self._client))
+        key, model = self._raw_config["api_key"], self._create_args["model"]
+        self.engine = EngineClient(
+            self._raw_config["base_url"],
+            api_key=None if key == "EMPTY" else key,
+            timeout=self._raw_config.get("timeout") or 600.0,
+            headers=self._raw_config.get("default_headers"),
+            stream_ttl_seconds=self._stream_ttl_seconds,
+            namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Connections belong to the process that made them.
+        return {**super().__getstate__(), "engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect()
+
+    def _process_create_args(
+        self,
+        messages: Sequence[LLMMessage],
+        tools: Sequence[Tool | ToolSchema],
+        tool_choice: ToolChoice,
+        json_output: JsonOutput,
+        extra_create_args: Mapping[str, Any],
+    ) -> CreateParams:
+        params = super()._process_create_args(
+            messages, tools, tool_choice, json_output, extra_create_args
+        )
+        if self._merge_user_messages:
+            params.messages[:] = merge_users(params.messages)
+        return params
+
+    def count_tokens(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],
+    ) -> int:
+        """Return the number of tokens of the prompt as the engine would build it.
+
+        AutoGen's interface is synchronous, so this waits for the engine.
+
+        Raises:
+            EngineError: the engine could not be asked.
+        """
+        params = self._process_create_args(messages, tools, "auto", None, {})
+        return self._synchronous.count_tokens(self._create_args["model"], params)
+
+    def remaining_tokens(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],
+    ) -> int:
+        """Return the served model's context length less :meth:`count_tokens`."""
+        return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
+
+
+async def render(
+    client: SelfHostedClient,
+    messages: Sequence[LLMMessage],
+    tools: Sequence[Tool | ToolSchema],
+) -> str:
+    """Return the text of a call's prompt, by its engine's chat template. Raises: EngineError."""
+    params = client._process_create_args(messages, tools, "auto", None, {})
+    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
+    return await client.engine.render(
+        [dict(message) for message in params.messages],
+        tools=[dict(tool) for tool in params.tools],
+        template_args=extra_body.get("chat_template_kwargs"),
+    )
+
+
+class SynchronousEngine:
+    """An engine that is asked where AutoGen's interface is synchronous; each call blocks.
+
+    Every method raises EngineError where the engine could not be asked.
+    """
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+
+    def count_tokens(self, model: str, params: CreateParams) -> int:
+        """Return the number of tokens of a chat completion's prompt."""
+        body: dict[str, Any] = {"model": model, "messages": params.messages, "max_tokens": 1}
+        if params.tools:
+            body["tools"] = params.tools
+        return int(self._ask("/tokenize", body)["count"])
+
+    @cached_property
+    def context_length(self) -> int:
+        """Tokens that the served model can hold."""
+        return int(self._ask("/v1/models")["data"][0]["max_model_len"])
+
+    def model_info(self, timeout_seconds: float) -> dict[str, Any]:
+        """Return what SGLang's ``/model_info`` says."""
+        return self._ask("/model_info", timeout_seconds=timeout_seconds)
+
+    def _ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+    ) -> dict[str, Any]:
+        try:
+            answer = httpx.request(
+                "GET" if body is None else "POST",
+                self._url + path,
+                json=body,
+                headers=self._headers,
+                timeout=timeout_seconds,
+            )
+            answer.raise_for_status()
+            return answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineError(f"{self._url}{path} could not be asked: {error}") from error
+
+
+def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:
+    """Return what AutoGen knows of a model of that name, else what its engine says of its own.
+
+    Where the engine cannot be asked, that is what SGLang offers with any text model.
+    """
+    try:
+        return get_info(model or "")
+    except (KeyError, ValueError):
+        pass
+    try:
+        served = engine.model_info(_MODEL_INFO_SECONDS)
+    except EngineError:
+        served = {}
+    return ModelInfo(
+        vision=bool(served.get("has_image_understanding", False)),
+        # Without a parser, calls of tools would come as text.
+        function_calling=bool(served.get("tool_call_parser", True)),
+        json_output=True,
+        family=ModelFamily.UNKNOWN,
+        structured_output=True,
+        multiple_system_messages=False,
+    )
+
+
+def merge_users(messages: Sequence[Any]) -> list[Any]:
+    """Return OpenAI messages with each run of user messages of text made one.
+
+    Names are lost, since there can be only one; ``add_name_prefixes`` keeps them in the text.
+    """
+    merged: list[Any] = []
+    for message in messages:
+        before = merged[-1] if merged else None
+        if before is not None and _is_text_of_user(before) and _is_text_of_user(message):
+            content = f"{before['content']}{_BETWEEN}{message['content']}"
+            merged[-1] = {"role": "user", "content": content}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _is_text_of_user(message: Any) -> bool:
+    fields = cast("dict[str, Any]", message)
+    return fields.get("role") == "user" and isinstance(fields.get("content"), str)

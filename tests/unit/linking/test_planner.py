@@ -1,0 +1,122 @@
+"""The link planner, driven by a framework of two questions; without engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+import anyio
+import pytest
+
+from flashmoa import EngineClient
+from flashmoa.linking.link import Link
+from flashmoa.linking.observed_call import CallRequest, CallResult
+from flashmoa.linking.placeholders import NotForecastable, Placeholders
+from flashmoa.linking.planned_links import Forecast, Turn
+from flashmoa.linking.planner import LinkPlanner
+from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
+
+pytestmark = pytest.mark.anyio
+REQUEST = CallRequest("http://engine", "m", None)
+TURN = Turn("reader", (frozenset(["writer"]),))
+
+
+class Pair(LinkPlanner):
+    """A reader that follows a writer."""
+
+    is_running = True
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.events: list[Event] = []
+        super().__init__(self.events.append)
+        self.forecasts = 0
+        self.may_forecast = anyio.Event()
+        self.may_forecast.set()
+        self.problem: str | None = None
+        self._engine = engine
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        return [TURN] if caller == "writer" else []
+
+    async def forecast(self, turn: Turn) -> Forecast:
+        self.forecasts += 1
+        await self.may_forecast.wait()
+        if self.problem is not None:
+            raise NotForecastable(self.problem)
+        placeholders = Placeholders(turn.writers)
+
+        async def render() -> str:
+            return f"Read: {placeholders.padded('writer')}"
+
+        return Forecast(turn, self._engine, placeholders, [render])
+
+    async def link(self) -> Link:
+        """Wait until there is a link to the reader."""
+        with anyio.fail_after(5):
+            while not self._links.all():  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        (link,) = self._links.all()
+        return link
+
+    async def planned(self, forecasts: int) -> None:
+        """Wait until so many forecasts have been made, and nothing is planned."""
+        with anyio.fail_after(5):
+            while self.forecasts < forecasts or self._planning.is_running:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+
+
+@pytest.fixture
+async def planner() -> AsyncGenerator[Pair]:
+    async with EngineClient("http://127.0.0.1:9") as engine:
+        pair = Pair(engine)
+        yield pair
+        await pair.host.close()
+
+
+async def test_a_link_gets_all_text_of_a_call_that_began_before_it(planner: Pair) -> None:
+    writer = planner.begin("writer", REQUEST, rewritten=None)
+    writer.on_text("Once")
+    link = await planner.link()
+    writer.on_text(" more")
+    assert link.prompt.stable() == "Read: Once more"
+    writer.on_finish(CallResult("Once more.", None, "stop", is_forwarded=True))
+    assert link.prompt.is_complete and link.prompt.stable() == "Read: Once more."
+
+
+async def test_a_link_waits_through_a_call_of_tools_for_the_next_call(planner: Pair) -> None:
+    tools = CallRequest("http://engine", "m", "it has tools")
+    writer = planner.begin("writer", tools, rewritten=None)
+    link = await planner.link()
+    writer.on_finish(CallResult("", None, "function_calls", is_forwarded=False))
+    (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
+    assert (waits.agent, waits.upstream, waits.reason) == ("reader", "writer", "it has tools")
+    planner.begin("writer", REQUEST, rewritten=None).on_text("Done")
+    assert link.prompt.stable() == "Read: Done"
+
+
+async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> None:
+    planner.may_forecast = anyio.Event()
+    planner.begin("writer", REQUEST, rewritten=None)
+    with anyio.fail_after(5):
+        while not planner.forecasts:  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+    reader = planner.begin("reader", REQUEST, rewritten=None)
+    planner.may_forecast.set()
+    await planner.planned(1)
+    assert not planner.waiting_for("writer") and reader.prompt_stream_id is None
+    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
+    assert late == [False, True]
+
+
+async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pair) -> None:
+    planner.problem = "it is secret"
+    for count in (1, 2):
+        planner.begin("writer", REQUEST, rewritten=None)
+        await planner.planned(count)
+    (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
+    assert (declined.agent, declined.reason) == ("reader", "it is secret")
+    assert not planner.begin("reader", REQUEST, rewritten=None).prompt_stream_id
+    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
+    assert late == [False, False, False]
+    planner.problem = None
+    planner.begin("writer", REQUEST, rewritten=None)
+    await planner.link()

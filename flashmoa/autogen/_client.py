@@ -198,16 +198,11 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         (``chat_template_kwargs`` of ``extra_body``) of :meth:`create`. In a linked team the
         call's prompt is prefilled while agents before it write.
         """
-        prompt = self._process_create_args(messages, (), "auto", None, {}).messages
-        extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
-        return await score(
-            self._begin(SCORED),
-            Scorer(self.engine, template_args=extra_body.get("chat_template_kwargs")),
-            [dict(message) for message in prompt],
-            candidates,
-            length_normalised,
-            cancellation_token,
-        )
+        params = self._process_create_args(messages, (), "auto", None, {})
+        prompt = [dict(message) for message in params.messages]
+        scorer = Scorer(self.engine, template_args=self._template_args)
+        call = self._begin(SCORED)
+        return await score(call, scorer, prompt, candidates, length_normalised, cancellation_token)
 
     async def _ask_model(
         self,
@@ -288,8 +283,9 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
             )
             async with aclosing(each_logged_as(call, stream)) as items:
                 async for item in items:
-                    is_last = isinstance(item, CreateResult)
-                    yield finished(call, item, json_output) if is_last else item
+                    if isinstance(item, CreateResult):
+                        item = finished(call, item, json_output)
+                    yield item
 
     async def close(self) -> None:
         """Close every link of this client's teams, then its connections."""

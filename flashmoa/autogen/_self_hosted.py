@@ -79,6 +79,12 @@ class SelfHostedClient(OpenAIChatCompletionClient):
         super().__setstate__(state)
         self._connect()
 
+    @property
+    def _template_args(self) -> Mapping[str, Any] | None:
+        """What its requests give the engine's chat template."""
+        extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
+        return extra_body.get("chat_template_kwargs")
+
     def _process_create_args(
         self,
         messages: Sequence[LLMMessage],
@@ -127,11 +133,10 @@ async def render(
 ) -> str:
     """Return the text of a call's prompt, by its engine's chat template. Raises: EngineError."""
     params = client._process_create_args(messages, tools, "auto", None, {})
-    extra_body: dict[str, Any] = client._create_args.get("extra_body") or {}
     return await client.engine.render(
         [dict(message) for message in params.messages],
         tools=[dict(tool) for tool in params.tools],
-        template_args=extra_body.get("chat_template_kwargs"),
+        template_args=client._template_args,
     )
 
 

@@ -198,7 +198,7 @@ class Meters:
             "Prompt tokens, by where their KV came from: streamed, cached or late.",
         )
         self._links = meter.create_counter(
-            "flashmoa.linking.link", "{link}", "Links that are over, by why they ended."
+            "flashmoa.links", "{link}", "Links that are over, by why they ended."
         )
 
     def finished(self, call: CallStarted, first_token: float | None, event: CallFinished) -> None:

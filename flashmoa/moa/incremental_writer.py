@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from flashmoa import Expected, Text, UpstreamCancelled, Workflow
+from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.engine import PromptUsage
 from flashmoa.moa.agents import Model
 from flashmoa.moa.chunks import GrowingPrompt
@@ -16,6 +16,7 @@ from flashmoa.moa.repeat_filter import RepeatFilter
 from flashmoa.moa.results import AgentAnswer, StaircaseRound
 from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
+from flashmoa.workflow import Pending
 
 
 class IncrementalWriter:
@@ -85,7 +86,7 @@ class IncrementalWriter:
         self._scope.cancel()
 
     async def _write_rounds(self) -> None:
-        request: Expected | None = await self._expect(0)
+        request: Pending | None = await self._expect(0)
         self._context = await self._model.context_length()
         for number, size in enumerate(self._prompt.steps.schedule):
             if request is None or self.tokens == self._model.max_tokens:
@@ -94,13 +95,13 @@ class IncrementalWriter:
             is_last = self.rounds[-1].out_of_room or self._prompt.is_complete_with(number)
             request = await self._write_chunk(request, messages, number, None if is_last else size)
 
-    async def _expect(self, number: int) -> Expected:
+    async def _expect(self, number: int) -> Pending:
         """Announce a round's request, from 0, so that its prompt is prefilled as it grows."""
         messages = self._prompt.messages(number, self._chunks[:number])
         name = f"{self._name}.{number + 1}"
         return await self._flow.expect(messages, engine=self._model.engine, name=name)
 
-    async def _await_chunks(self, request: Expected, number: int) -> tuple[Expected, Messages]:
+    async def _await_chunks(self, request: Pending, number: int) -> tuple[Pending, Messages]:
         """Wait for the chunks of a round and begin it.
 
         Returns: its request and messages. If they do not fit into the context, these are again
@@ -110,15 +111,15 @@ class IncrementalWriter:
         self._prompt.raise_if_all_failed()
         self.rounds.append(StaircaseRound(time.time()))
         if number and self._context and not await self._model.fits(messages, self._context):
-            await request.give_back()
+            await request.release()
             self.rounds[-1].out_of_room = True
             request = await self._expect(number - 1)
             messages = await request.messages()
         return request, messages
 
     async def _write_chunk(
-        self, request: Expected, messages: Messages, number: int, size: int | None
-    ) -> Expected | None:
+        self, request: Pending, messages: Messages, number: int, size: int | None
+    ) -> Pending | None:
         """Send a round's request and write its chunk into the answer.
 
         Args:
@@ -129,11 +130,11 @@ class IncrementalWriter:
         chunk = self._flow.text(f"{self._name}.{number + 1}")
         self._chunks.append(chunk)
         messages, continuation = self._continue_answer(messages, chunk)
-        body = {**self._parameters(size), **continuation, **request.take_over()}
+        body = {**self._parameters(size), **continuation, **request.claim()}
         engine, model = self._model.engine, self._model.model
         report = CallReporter(self._listener, agent=chunk.name, engine=engine.url, model=model)
         report.started(body.get("prompt_stream_id"), late=request.is_late)
-        next_request: Expected | None = None
+        next_request: Pending | None = None
         text, round_ = "", self.rounds[-1]
         round_.asked = time.time()
         try:
@@ -154,7 +155,7 @@ class IncrementalWriter:
                     self._add_to_answer(self._filter.add(delta.text))
         except BaseException as error:
             report.failed(error)
-            await request.give_back()
+            await request.release()
             raise
         chunk.close()
         round_.finished = time.time()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 
 
 class RouterError(FlashMoAError):

@@ -150,7 +150,7 @@ class Feeder:
         source: all tokens there are so far beyond ``known``.
 
     A context manager: it opens the stream in the background, and gives it back unless
-    :meth:`take_over` has handed it to its request.
+    :meth:`claim` has handed it to its request.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Feeder:
         self._over.set()
         return await self._group.__aexit__(*problem)
 
-    def take_over(self) -> str | None:
+    def claim(self) -> str | None:
         """Hand the stream to its request: return its id, or ``None`` if it is not open yet."""
         self._feed.stop()
         self._taken = self.stream_id is not None

@@ -151,7 +151,7 @@ async def _linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[T
     async def one(pipeline: Pipeline) -> TimedAnswer:
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
             await until(pipeline.end)
-            return await ask(engine, pipeline.prompt, 1, feeder.take_over())
+            return await ask(engine, pipeline.prompt, 1, feeder.claim())
 
     return await all_at_once(one, pipelines)
 

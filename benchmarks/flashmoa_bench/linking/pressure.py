@@ -128,7 +128,7 @@ async def _round(
             return (await ask(engine, pipeline.prompt, load.output)).last - pipeline.started
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
             await until(pipeline.end)
-            answer = await ask(engine, pipeline.prompt, load.output, feeder.take_over())
+            answer = await ask(engine, pipeline.prompt, load.output, feeder.claim())
             return answer.last - pipeline.started
 
     return await all_at_once(one, pipelines)

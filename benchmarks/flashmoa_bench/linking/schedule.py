@@ -278,7 +278,7 @@ async def _linked(engine: EngineClient, workflow: Job) -> None:
         before = TimedAnswer()
         for step, answer, feeder in zip(workflow, answers, feeders, strict=True):
             prompt = [*step.prefix, *before.ids, *step.suffix]
-            stream = feeder.take_over() if feeder is not None else None
+            stream = feeder.claim() if feeder is not None else None
             await ask(engine, prompt, step.output, stream, answer)
             before = answer
 

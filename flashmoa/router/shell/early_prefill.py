@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import anyio
 
 from flashmoa.engine import EngineClient, EngineError, Prefilled
-from flashmoa.linking.placeholders import StandIns
+from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import PromptFeed
 from flashmoa.linking.streamed_text import replaced
@@ -157,16 +157,16 @@ class EarlyPrefill:
             Slot(agents[part]) if part in agents else part for part in request.pieces()
         )
 
-    async def _rendered(self) -> list[str | Slot]:
-        stand_ins = StandIns(self._answers)
-        shown = {mark: stand_ins.padded(name) for name, mark in self._request.marks.items()}
+    async def _rendered(self) -> Sequence[str | Slot]:
+        placeholders = Placeholders(self._answers)
+        shown = {mark: placeholders.padded(name) for name, mark in self._request.marks.items()}
         body = replaced(self._request.body, shown)
         text = await self._engine.render(
             body["messages"],
             tools=body.get("tools"),
             template_args=body.get("chat_template_kwargs"),
         )
-        return stand_ins.segments(text)
+        return placeholders.build_prompt(text).segments
 
     async def _follow(
         self, prompt: TextPrompt | TokenPrompt, feed: PromptFeed, answer: GrowingAnswer

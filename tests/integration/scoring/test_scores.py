@@ -211,7 +211,7 @@ async def test_context_still_being_written_is_prefilled_meanwhile(
         draft.write(written[200:])
         draft.close()
         messages = await expected.messages()
-        stream = expected.take_over()["prompt_stream_id"]
+        stream = expected.claim()["prompt_stream_id"]
         found = await scorer.score(messages, ["Y", "N"], prompt_stream_id=stream)
     assert found.usage.prompt_stream is not None
     assert found.usage.prompt_stream.status == "hit"

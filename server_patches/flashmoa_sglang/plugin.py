@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import asyncep, cpu, internals, kv_free, options, releases
+from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
 from flashmoa_sglang.cpu import transfer
 from flashmoa_sglang.http import finals, metrics, rendering, usage, weights
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.scheduler import answers, batches, side, waiting
+from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
+from flashmoa_sglang.scheduler import admission, batches, queue, state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -55,7 +56,7 @@ class Hook:
 
 def attach_api(_result: None, manager: Any) -> None:
     """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
-    arguments = releases.resolved(manager.server_args)
+    arguments = RELEASE.resolved(manager.server_args)
     _refuse_unsupported(arguments)
     metrics.start(arguments)
     engine = Engine(manager)
@@ -98,7 +99,7 @@ def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
     """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
-    original = releases.forgetting(original)
+    original = RELEASE.forget_refused(original)
     if is_ours(obj):
         return original(manager, obj, request)
     return finals.generate_request(original, manager, obj, request)
@@ -117,7 +118,7 @@ async def handle_chat(
 
 
 SCHEDULER_HOOKS = [
-    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", side.attach),
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
     Hook(f"{_SCHEDULER}.flush_cache", "around", batches.flush_cache),
     Hook(
@@ -125,13 +126,13 @@ SCHEDULER_HOOKS = [
         "around",
         batches.check_decode_memory,
     ),
-    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", batches.admit),
-    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
-    Hook(releases.STREAM_OUTPUT, "around", answers.stream_output),
-    Hook(releases.CREATE_OFFLOADER, "around", asyncep.create_offloader),
+    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
+    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", queue.order_queue),
+    Hook(RELEASE.STREAM_OUTPUT, "around", batches.stream_output),
+    Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
     Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.size),
-    *(Hook(target, "around", function) for target, function in releases.MENDED_IN_SCHEDULER),
+    *(Hook(target, "around", function) for target, function in RELEASE.SCHEDULER_FIXES),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),
@@ -143,7 +144,7 @@ HTTP_HOOKS = [
         Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", weights.update)
         for source in ("distributed", "tensor", "ipc")
     ),
-    *(Hook(target, "around", function) for target, function in releases.MENDED),
+    *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]
 
 
@@ -156,16 +157,16 @@ def register() -> None:
     Raises:
         SystemExit: something that is used of SGLang is missing, or a hook later did not apply.
     """
-    if problem := releases.too_old(releases.installed()):
+    if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
     verify_what_is_known()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if releases.installed() not in releases.TESTED:
+    if installed() not in TESTED:
         logger.warning(
             "flashmoa-sglang was tested with SGLang %s; this is %s",
-            ", ".join(releases.TESTED),
-            releases.installed(),
+            ", ".join(TESTED),
+            installed(),
         )
     hooks = _hooks_of_this_process()
     before = {hook.target: _resolve(hook.target) for hook in hooks}
@@ -211,9 +212,7 @@ def verify(feature: str) -> None:
     """
     source = internals.installed()
     if source is not None and (
-        problem := internals.looked_at(
-            releases.installed(), source, feature, hooked(feature)
-        ).problem
+        problem := internals.looked_at(installed(), source, feature, hooked(feature)).problem
     ):
         _stop(f"{problem}, which {feature} needs" if feature else problem)
 
@@ -259,8 +258,8 @@ def _verify_after(registry: Any, before: dict[str, Any]) -> None:
 
 def _stop(problem: str) -> None:
     raise SystemExit(
-        f"flashmoa-sglang cannot run: SGLang {releases.installed()} {problem}. "
-        f"Tested releases: {', '.join(releases.TESTED)}. Install one of them, or start "
+        f"flashmoa-sglang cannot run: SGLang {installed()} {problem}. "
+        f"Tested releases: {', '.join(TESTED)}. Install one of them, or start "
         "without the plugin (SGLANG_PLUGINS=none)."
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import kv_free, releases
+from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
@@ -26,7 +26,10 @@ from flashmoa_sglang.messages import (
     ReleaseStream,
     RequestMark,
     RoomAgain,
+    handle,
+    unsent,
 )
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +66,7 @@ class Terms:
 
     def namespace(self) -> dict[str, Any]:
         """As fields of a ``GenerateReqInput``."""
-        return releases.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
+        return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,14 @@ class Engine:
         self.saturation: Saturation | None = None
         # Tokens of a forward for which prefills wait; ``None``: for none.
         self.waits_for: int | None = None
-        releases.handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
-        releases.handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
-        releases.handle(tokenizer_manager._result_dispatcher, Happened, _count)
+        handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
+        handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
+        handle(tokenizer_manager._result_dispatcher, Happened, _count)
 
     @cached_property
     def _arguments(self) -> Any:
         """SGLang's, as it resolved them."""
-        return releases.resolved(self._manager.server_args)
+        return RELEASE.resolved(self._manager.server_args)
 
     @property
     def context_length(self) -> int:
@@ -143,7 +146,7 @@ class Engine:
     @property
     def steps_together(self) -> bool:
         """Whether schedulers let prefills wait for nothing, as other ranks would wait, too."""
-        return releases.steps_together(self._arguments)
+        return RELEASE.steps_together(self._arguments)
 
     @property
     def draining(self) -> bool:
@@ -161,12 +164,12 @@ class Engine:
     @property
     def data_parallel_ranks(self) -> int:
         """Schedulers with KV of their own; SGLang sends each request to any of them."""
-        return releases.data_parallel_ranks(self._arguments)
+        return RELEASE.data_parallel_ranks(self._arguments)
 
     def when_room(self, told: Callable[[tuple[str, ...]], None]) -> None:
         """Have ``told`` the streams that may ask again, after they were refused for room."""
         handler = lambda news: told(news.streams)  # noqa: E731
-        releases.handle(self._manager._result_dispatcher, RoomAgain, handler)
+        handle(self._manager._result_dispatcher, RoomAgain, handler)
 
     def in_flight(self) -> dict[str, int]:
         """What this process is busy with; the same again and again where nothing leaks."""
@@ -231,7 +234,7 @@ class Engine:
 
         sampling = {**sampling, "ignore_eos": True, "custom_params": mark.to_custom_params()}
         if self.role == "prefill":
-            fields |= releases.unsent()
+            fields |= unsent()
         work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
         setattr(work, _OURS, True)
         self._prefills += 1
@@ -282,7 +285,7 @@ class Engine:
         """
         self.costs, self.waits_for = costs, waits_for
         message = MeasuredCosts(costs.points, costs.decode_step, waits_for)
-        releases.to_scheduler(self._manager, message)
+        RELEASE.to_scheduler(self._manager, message)
 
     def abort(self, rid: str) -> None:
         """Stop a prefill that is queued or running; unknown ids are ignored."""
@@ -290,7 +293,7 @@ class Engine:
 
     def release(self, stream: str) -> None:
         """Give a stream's KV back to the cache, in every scheduler."""
-        releases.to_scheduler(self._manager, ReleaseStream(stream))
+        RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
         """How the KV pool of each data-parallel rank stands, in tokens."""
@@ -300,7 +303,7 @@ class Engine:
         self._reports[query] = (reports, complete)
         try:
             self._manager.auto_create_handle_loop()
-            releases.to_scheduler(self._manager, KvQuery(query))
+            RELEASE.to_scheduler(self._manager, KvQuery(query))
             await asyncio.wait_for(complete.wait(), _KV_REPORT_TIMEOUT)
         except TimeoutError:
             pass  # A scheduler in a long forward answers late; report what came.

@@ -27,7 +27,8 @@ class Walk(ast.NodeVisitor):
 
     Args:
         file: its path in the plugin, as ``names.py`` has it.
-        skipped: functions at its top that this release does not come to.
+        skipped: functions at its top, and methods as ``Class.method``, that this release does not
+            come to.
 
     Attributes:
         uses: what was found. unclear: what could not be followed, for a test to refuse.
@@ -40,6 +41,8 @@ class Walk(ast.NodeVisitor):
         self.functions: set[str] = set()
         self._file = self._where = file
         self._skipped = set(skipped)
+        # The class at the top of the file whose methods are walked.
+        self._class: str | None = None
         self._names = {**names.NAMES, **names.IN_FILE.get(file, {})}
         # What has been learnt of variables; ``None``: nothing of SGLang.
         self._known: dict[str, str | None] = {}
@@ -52,19 +55,21 @@ class Walk(ast.NodeVisitor):
     # Scopes.
 
     def visit_FunctionDef(self, node: Function) -> None:
-        outside, known = self._where, self._known
-        if outside == self._file:
-            if node.name in self._skipped:
+        outside, known, of_class = self._where, self._known, self._class
+        if outside in (self._file, of_class):
+            where = f"{outside}{'.' if outside == of_class else ':'}{node.name}"
+            if where.removeprefix(f"{self._file}:") in self._skipped:
                 return
-            self._where = f"{outside}:{node.name}"
-            self.functions.add(self._where)
+            self._where = where
+            self.functions.add(where)
+        self._class = None
         self._known = dict(known)
         for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
             if one.arg not in ("self", "cls"):
                 self._learn_parameter(node.name, one)
         self._use_keys(node)
         self.generic_visit(node)
-        self._where, self._known = outside, known
+        self._where, self._known, self._class = outside, known, of_class
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
@@ -81,17 +86,16 @@ class Walk(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outside, base, own = self._where, self._base, self._own
+        of_class = self._class
         if outside == self._file:
-            if node.name in self._skipped:
-                return
-            self._where = f"{outside}:{node.name}"
+            self._where = self._class = f"{outside}:{node.name}"
             self.functions.add(self._where)
         self._base = "|".join(found for one in node.bases if (found := self._value(one))) or None
         self._own = _own_attributes(node)
         if self._base is not None:
             self._use_overridden(node, self._base)
         self.generic_visit(node)
-        self._where, self._base, self._own = outside, base, own
+        self._where, self._base, self._own, self._class = outside, base, own, of_class
 
     def visit_If(self, node: ast.If) -> None:
         if dotted(node.test) != "TYPE_CHECKING":

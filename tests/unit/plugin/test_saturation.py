@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from flashmoa_sglang.http.calibration import _waits_for
 from flashmoa_sglang.saturation import MARGIN, LayerTimes, Saturation, saturation
-from flashmoa_sglang.scheduler.gathering import Gathering
+from flashmoa_sglang.scheduler.policy import SaturationGate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,13 +108,13 @@ PATIENCE, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
 def test_nobody_waits_for_long_and_nobody_where_there_is_enough(
     arrivals: list[list[int]], taken: int, step: float
 ) -> None:
-    gathering = Gathering(ENOUGH, PATIENCE)
+    gate = SaturationGate(ENOUGH, PATIENCE)
     queue: dict[str, int] = {}
     waited: dict[str, float] = {}
     for number, coming in enumerate(arrivals):
         queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(coming)}
         tokens = sum(queue.values())
-        if gathering.holds(list(queue), tokens, ROOM, step):
+        if gate.holds(list(queue), tokens, ROOM, step):
             assert 0 < tokens < ENOUGH and len(queue) < ROOM
             for rid in queue:
                 waited[rid] = waited.get(rid, 0.0) + step
@@ -124,19 +124,19 @@ def test_nobody_waits_for_long_and_nobody_where_there_is_enough(
                 del queue[rid]
 
 
-def steps_alone(gathering: Gathering, rid: str, queue: Sequence[str] = ()) -> int:
+def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> int:
     """In how many steps a request is held back."""
     steps = 0
-    while gathering.holds([rid, *queue], 10, ROOM, STEP):
+    while gate.holds([rid, *queue], 10, ROOM, STEP):
         steps += 1
     return steps
 
 
 def test_a_lone_request_goes_after_a_while_and_the_next_one_waits_anew() -> None:
-    gathering = Gathering(ENOUGH, PATIENCE)
-    assert steps_alone(gathering, "a") == pytest.approx(PATIENCE / STEP, abs=1)
+    gate = SaturationGate(ENOUGH, PATIENCE)
+    assert steps_alone(gate, "a") == pytest.approx(PATIENCE / STEP, abs=1)
     # It found no room: it has waited already, whoever comes.
-    assert steps_alone(gathering, "a", ["b"]) == 0
-    assert steps_alone(gathering, "b") == pytest.approx(PATIENCE / STEP, abs=1)
-    assert not gathering.holds([], 0, ROOM, STEP)
-    assert gathering._held == {}
+    assert steps_alone(gate, "a", ["b"]) == 0
+    assert steps_alone(gate, "b") == pytest.approx(PATIENCE / STEP, abs=1)
+    assert not gate.holds([], 0, ROOM, STEP)
+    assert gate._held == {}

@@ -2,7 +2,7 @@
 
 SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP
 process and in each scheduler. SGLang logs and swallows a hook that fails to apply; half a
-plugin would be worse than none. So whatever the plugin uses inside SGLang is looked for before
+plugin would be worse than none. So all that the plugin uses inside SGLang is looked for before
 (:func:`verify`), each hook is looked for afterwards, and a failure stops the process with a
 message that names the release and what is missing.
 """
@@ -32,7 +32,7 @@ from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
 from flashmoa_sglang.scheduler import admission, batches, queue, state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Hook:
 
 
 def attach_api(_result: None, manager: Any) -> None:
-    """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
+    """Add the routes, wrap the tokenizer: after ``TokenizerManager.init_request_dispatcher``."""
     arguments = RELEASE.resolved(manager.server_args)
     _refuse_unsupported(arguments)
     metrics.start(arguments)
@@ -79,11 +79,11 @@ def attach_api(_result: None, manager: Any) -> None:
 
 
 def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Have ``work`` done beside the application, from its start to its end at most."""
+    """Do ``work`` beside the application, from its start to its end at most."""
     usual = app.router.lifespan_context
 
     @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[Any]:
+    async def lifespan(app: Any) -> AsyncGenerator[Any]:
         async with usual(app) as state:
             task = asyncio.create_task(work())
             try:
@@ -98,7 +98,7 @@ def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
-    """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
+    """Tie requests to their prompt stream: around ``TokenizerManager.generate_request``."""
     original = RELEASE.forget_refused(original)
     if is_ours(obj):
         return original(manager, obj, request)
@@ -108,7 +108,7 @@ def generate_request(
 async def handle_chat(
     original: Callable[..., Any], chat: Any, request: Any, raw_request: Any
 ) -> Any:
-    """Around ``OpenAIServingChat.handle_request``: the same for chat completions."""
+    """Do the same for chat completions: around ``OpenAIServingChat.handle_request``."""
     try:
         final = finals.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
     except ValueError as error:
@@ -176,7 +176,7 @@ def register() -> None:
 
 
 def verify_what_is_known() -> None:
-    """:func:`verify` what this process knows to be used, before it has read any arguments.
+    """Verify what this process knows to be used before it has read any arguments.
 
     Raises: SystemExit.
     """
@@ -187,7 +187,7 @@ def verify_what_is_known() -> None:
 
 
 def verify_arguments(arguments: Any) -> None:
-    """:func:`verify` what only some arguments use; ``arguments``: SGLang's. Raises: SystemExit."""
+    """Verify what only some of SGLang's arguments need. Raises: SystemExit."""
     if arguments.disaggregation_mode not in (None, "null"):
         verify(names.PD)
     _verify_options()
@@ -203,9 +203,7 @@ def _verify_options() -> None:
 
 @cache
 def verify(feature: str) -> None:
-    """Look whether SGLang has what the plugin uses with a feature, once in a process.
-
-    Processes that are forked from it are looked after, too.
+    """Verify, once in a process and those forked from it, that SGLang has what a feature needs.
 
     Raises:
         SystemExit: it has not.
@@ -218,7 +216,7 @@ def verify(feature: str) -> None:
 
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
-    """What is hooked with a feature, and by which function."""
+    """Return what is hooked with a feature, and by which function."""
     hooks = {
         names.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
         names.CPU: CPU_HOOKS,
@@ -244,7 +242,7 @@ def _resolve(target: str) -> Any:
 
 
 def _verify_after(registry: Any, before: dict[str, Any]) -> None:
-    """SGLang applies hooks after all plugins have registered; look at the result then."""
+    """Check that each hook took, once SGLang applies them after all plugins have registered."""
     apply_hooks = registry.apply_hooks
 
     def apply_and_verify() -> None:

@@ -5,10 +5,9 @@ python examples/agent_framework_chain.py [--engine http://HOST:30000 --model NAM
 
 from __future__ import annotations
 
-import anyio
 from agent_framework import Agent, Workflow
 from agent_framework.orchestrations import SequentialBuilder
-from cpu_engine import GUIDE, arguments, engine
+from engines import GUIDE, one_engine, one_engine_arguments, run_program
 
 from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.observe import Listener, ignore
@@ -23,6 +22,7 @@ ROLES = {
 
 
 def chain(client: FlashMoAChatClient) -> Workflow:
+    """Build the sequence of agents."""
     guide = GUIDE.read_text()[:4000]
     agents = [
         Agent(
@@ -37,7 +37,7 @@ def chain(client: FlashMoAChatClient) -> Workflow:
 
 
 async def run(client: FlashMoAChatClient, linked: bool, listener: Listener = ignore) -> list[str]:
-    """What the agents said."""
+    """Run the chain, linked or not; return what the agents said."""
     workflow = chain(client)
     if linked:
         link(workflow, listener=listener)  # The one line.
@@ -46,7 +46,8 @@ async def run(client: FlashMoAChatClient, linked: bool, listener: Listener = ign
 
 
 async def main() -> None:
-    given = arguments(__doc__)
+    """Run the chain linked and unlinked, and print how the prompts were computed."""
+    given = one_engine_arguments(__doc__)
 
     def show(event: object) -> None:
         if isinstance(event, CallFinished) and event.usage is not None:
@@ -58,7 +59,7 @@ async def main() -> None:
             )
 
     async with (
-        engine(given.engine) as url,
+        one_engine(given.engine) as url,
         FlashMoAChatClient(given.model, base_url=url) as client,
     ):
         texts = await run(client, linked=True, listener=show)
@@ -67,4 +68,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main)
+    run_program(main)

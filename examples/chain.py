@@ -14,18 +14,17 @@ say is noise; the timing is real. On your own engines:
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
-from flashmoa_bench import chain
-from flashmoa_bench.duo import duo, duo_arguments, run_program
+from comparison import Comparison, measure
+from engines import GUIDE, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
-from flashmoa.autogen import FlashMoAChatCompletionClient as Client
+from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 
-GUIDE = Path(__file__).parent / "guides" / "nepal.md"
-DOCUMENTS = [GUIDE]
 TASK = "Plan a three day trip to Nepal for two people who like walking and food."
 ROLES = {
     "planner": "You propose a day by day plan for the traveller, based on the guide above.",
@@ -33,11 +32,18 @@ ROLES = {
     "language": "You point out where language or customs matter for this plan, and how to act.",
     "summary": "You merge the plan and every remark into one complete final travel plan.",
 }
-BEFORE_SUMMARY = list(ROLES)[:-1]
+# What is done to a team before it runs; ``link(team)`` is the one line that links it.
+MODES = {
+    "unlinked": watch,  # Only tells what happens, to have something to compare with.
+    "warmed": partial(link, stream=False),  # Only what is known beforehand is prefilled.
+    "linked": link,
+}
 
 
-def build_team(small: Client, large: Client) -> RoundRobinGroupChat:
-    """The four agents; only the last one runs on the large model."""
+def build_team(
+    small: FlashMoAChatCompletionClient, large: FlashMoAChatCompletionClient
+) -> RoundRobinGroupChat:
+    """Build the team of four agents; only the last one runs on the large model."""
     guide = GUIDE.read_text()
     agents = [
         AssistantAgent(
@@ -51,20 +57,37 @@ def build_team(small: Client, large: Client) -> RoundRobinGroupChat:
 
 
 async def main() -> None:
-    parser = duo_arguments(__doc__, tokens=48)
+    """Measure the chain in every mode, and print what each took."""
+    parser = two_engine_parser(__doc__, tokens=48)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path(".cache/chain.json"))
     arguments = parser.parse_args()
     console = Console()
-    async with duo(arguments, DOCUMENTS, console) as (small, large):
-        clients = [small, large]
-        runs = await chain.measure(
-            lambda: build_team(small, large), clients, TASK, arguments.repeats, console
-        )
-    result = chain.summarise(runs)
+    # Answers of a fixed length at temperature 0, so that runs can be compared token for token.
+    fixed = {
+        "temperature": 0,
+        "max_tokens": arguments.tokens,
+        "extra_body": {"ignore_eos": True},
+    }
+    async with two_engines(arguments, GUIDE, console) as (url_a, url_b):
+        small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=url_a, **fixed)
+        large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=url_b, **fixed)
+        try:
+            runs = await measure(
+                lambda: build_team(small, large),
+                [small, large],
+                TASK,
+                MODES,
+                arguments.repeats,
+                console,
+            )
+        finally:
+            await small.close()
+            await large.close()
+    comparison = Comparison(runs)
     console.print()
-    chain.show(result, runs, console)
-    chain.save(result, arguments.json)
+    comparison.show(console)
+    comparison.save(arguments.json)
     console.print(f"\nThe same as JSON: {arguments.json}")
     console.print("Next: source .venv/bin/activate; python examples/mapreduce.py")
 

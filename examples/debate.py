@@ -9,17 +9,16 @@ Without arguments this starts two tiny models on this machine's CPU. On your own
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
-from flashmoa_bench.duo import duo, duo_arguments, run_program
+from engines import GUIDE, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
+from flashmoa import EngineClient
 from flashmoa.moa import Debate, Model, Steps
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes
 
-GUIDE = Path(__file__).parent / "guides" / "nepal.md"
 QUESTION = (
     "Two people walk for three days, six hours a day, at four kilometres an hour, and take a bus "
     "for another 35 km. How many kilometres is that? End with the number."
@@ -27,19 +26,24 @@ QUESTION = (
 
 
 def last_number(answer: str) -> str | None:
-    """What an answer comes to."""
+    """Return what an answer comes to."""
     found = re.findall(r"\d+", answer)
     return found[-1] if found else None
 
 
 async def main() -> None:
-    arguments = duo_arguments(__doc__, tokens=96).parse_args()
+    """Hold the debate round by round, then on a staircase."""
+    arguments = two_engine_parser(__doc__, tokens=96).parse_args()
     console = Console()
     events: list[Event] = []
-    async with duo(arguments, [GUIDE], console) as (small, large):
+    async with (
+        two_engines(arguments, GUIDE, console) as (url_a, url_b),
+        EngineClient(url_a) as small,
+        EngineClient(url_b) as large,
+    ):
         sampling: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0.7}
-        one = Model(small.engine, arguments.model_a, sampling)
-        other = Model(large.engine, arguments.model_b, sampling)
+        one = Model(small, arguments.model_a, sampling)
+        other = Model(large, arguments.model_b, sampling)
         debate = Debate([one, one, other], 3, last_number, listener=events.append)
         with console.status("three rounds"):
             result = await debate.answer(QUESTION)

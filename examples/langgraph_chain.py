@@ -11,8 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypedDict
 
-import anyio
-from cpu_engine import GUIDE, arguments, engine
+from engines import GUIDE, one_engine, one_engine_arguments, run_program
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, StateGraph
 
@@ -34,6 +33,7 @@ Messages = list[dict[str, str]]
 
 
 def asks(role: str, question: str) -> Messages:
+    """Return the prompt of a node: the guide, its role and its question."""
     system = f"{GUIDE.read_text()[:4000]}\n\nYou {role}."
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
@@ -49,7 +49,11 @@ PROMPTS: dict[str, Callable[[State], Messages]] = {
 
 
 class LinkedGraph:
-    """The graph. ``flow``: what links its nodes; ``None`` leaves them unlinked."""
+    """The graph.
+
+    Args:
+        flow: what links its nodes; ``None`` leaves them unlinked.
+    """
 
     def __init__(self, model: ChatOpenAI, flow: Workflow | None) -> None:
         self._model = model
@@ -64,7 +68,7 @@ class LinkedGraph:
         self._graph = graph.compile()
 
     async def run(self, task: str) -> State:
-        """What the nodes wrote."""
+        """Run the graph; return what the nodes wrote."""
         if self._flow is not None:
             # The prompts of a state whose texts are still to be written.
             self._texts = {name: self._flow.text(name) for name in PROMPTS}
@@ -89,6 +93,7 @@ class LinkedGraph:
 
 
 def chat(url: str, model: str) -> ChatOpenAI:
+    """Make LangChain's own client of an engine."""
     return ChatOpenAI(
         model=model,
         base_url=f"{url}/v1",
@@ -99,8 +104,9 @@ def chat(url: str, model: str) -> ChatOpenAI:
 
 
 async def main() -> None:
-    given = arguments(__doc__)
-    async with engine(given.engine) as url, EngineClient(url) as client:
+    """Run the graph linked and unlinked."""
+    given = one_engine_arguments(__doc__)
+    async with one_engine(given.engine) as url, EngineClient(url) as client:
         model = chat(client.url, given.model)
         async with Workflow(client, listener=print) as flow:
             state = await LinkedGraph(model, flow).run(TASK)
@@ -110,4 +116,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main)
+    run_program(main)

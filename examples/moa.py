@@ -8,29 +8,33 @@ Without arguments this starts two tiny models on this machine's CPU. On your own
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from flashmoa_bench.duo import duo, duo_arguments, run_program
+from engines import GUIDE, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
+from flashmoa import EngineClient
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Staircase
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes
 
-GUIDE = Path(__file__).parent / "guides" / "nepal.md"
 QUESTION = "What should two people who like walking and food do in three days in Nepal?"
 PROMPT = AggregationPrompt("question-first")
 
 
 async def main() -> None:
-    arguments = duo_arguments(__doc__, tokens=48).parse_args()
+    """Ask a tree of thirteen agents, then a staircase of four."""
+    arguments = two_engine_parser(__doc__, tokens=48).parse_args()
     console = Console()
     events: list[Event] = []
-    async with duo(arguments, [GUIDE], console) as (small, large):
+    async with (
+        two_engines(arguments, GUIDE, console) as (url_a, url_b),
+        EngineClient(url_a) as small,
+        EngineClient(url_b) as large,
+    ):
         sampling: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0.7}
-        one = Model(small.engine, arguments.model_a, sampling)
-        other = Model(large.engine, arguments.model_b, sampling)
+        one = Model(small, arguments.model_a, sampling)
+        other = Model(large, arguments.model_b, sampling)
         layers = [[one, one, other] * 3, [one, one, other], [other]]
         mixture = MixtureOfAgents(layers, "9-3-1", prompt=PROMPT, listener=events.append)
         with console.status("nine, three, one"):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import anyio
-from cpu_engine import GUIDE, arguments, engine
+from engines import GUIDE, one_engine, one_engine_arguments, run_program
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
@@ -18,10 +17,12 @@ SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
 
 
 def draft_prompt() -> list[dict[str, Any]]:
+    """Return what the draft is asked for with."""
     return [{"role": "user", "content": "Draft a plan for three days in Nepal."}]
 
 
 def review_prompt(draft: Text | str) -> list[dict[str, Any]]:
+    """Return what the review is asked for with; the draft may still be being written."""
     guide = GUIDE.read_text()
     return [
         {"role": "system", "content": f"{guide}\n\nYou check plans against this guide."},
@@ -30,7 +31,7 @@ def review_prompt(draft: Text | str) -> list[dict[str, Any]]:
 
 
 async def linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatCompletion:
-    """The review of a draft, linked to it."""
+    """Return the review of a draft, linked to it."""
     async with Workflow(engine) as flow:
         draft = flow.text("draft")
         review = await flow.expect(review_prompt(draft))
@@ -53,7 +54,7 @@ async def linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatC
 
 
 async def unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
-    """The same without FlashMoA."""
+    """Return the same review without FlashMoA."""
     draft = await openai.chat.completions.create(
         model=model,
         messages=draft_prompt(),  # type: ignore[arg-type]
@@ -67,9 +68,10 @@ async def unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
 
 
 async def main() -> None:
-    given = arguments(__doc__)
+    """Print a linked review, how its prompt was computed, and whether it is the same unlinked."""
+    given = one_engine_arguments(__doc__)
     async with (
-        engine(given.engine) as url,
+        one_engine(given.engine) as url,
         EngineClient(url) as client,
         AsyncOpenAI(base_url=f"{client.url}/v1", api_key="none") as openai,
     ):
@@ -83,4 +85,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main)
+    run_program(main)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashmoa_bench.duo import duo, duo_arguments, run_program
+from engines import PAPER, run_program, two_engine_parser, two_engines
 from pptx import Presentation
 from rich.console import Console
 
@@ -29,8 +29,6 @@ from flashmoa import Answer, EngineClient, Text, Workflow
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes
 
-PAPER = Path(__file__).parent / "papers" / "handoffs.md"
-DOCUMENTS = [PAPER]
 SLIDES = 12
 LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
 
@@ -38,7 +36,7 @@ ANALYST = f"You read papers and outline talks. The outline has {SLIDES} lines, o
 WRITER = "You write slides of a talk about the paper above: a heading, then three points."
 DESIGNER = f"You choose the layout of each slide of a talk: {', '.join(LAYOUTS)}."
 
-# Any model keeps to the form; an untrained one, too.
+# Regular expressions keep any model to the form, an untrained one, too.
 _NUMBER = re.compile(r"\d+\. ")
 _LINE = r"[^\x00-\x1f]{12,40}"
 _OUTLINE = "".join(rf"{number}\. {_LINE}\n" for number in range(1, SLIDES + 1))
@@ -55,7 +53,7 @@ class Deck:
     layouts: tuple[str, ...]
 
     def save(self, path: Path) -> None:
-        """As PowerPoint has it."""
+        """Write the talk as a PowerPoint file."""
         presentation = Presentation()
         known = {layout.name: layout for layout in presentation.slide_layouts}
         for text, layout in zip(self.slides, self.layouts, strict=True):
@@ -68,14 +66,9 @@ class Deck:
 
 
 async def present(
-    flow: Workflow, analyst: EngineClient, writer: EngineClient, *, topic: str, eager: bool = False
+    flow: Workflow, analyst: EngineClient, writer: EngineClient, *, topic: str
 ) -> Deck:
-    """One talk.
-
-    Args:
-        eager: whether a writer begins when its point is complete, or, as all frameworks do it,
-            when the outline is.
-    """
+    """Write a talk about the paper."""
     paper = PAPER.read_text()
     outline = flow.ask(
         _asked(f"{paper}\n\n{ANALYST}", f"Outline a talk {topic}."),
@@ -99,7 +92,7 @@ async def present(
         name="designer",
         **_greedy(_CHOICES, 400),
     )
-    await _split(outline, points, eager=eager)
+    await _split(outline, points)
     return Deck(
         points=tuple([await point for point in points]),
         slides=tuple([await slide for slide in slides]),
@@ -115,16 +108,14 @@ def _greedy(form: str, tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": tokens, "regex": form}
 
 
-async def _split(outline: Answer, points: Sequence[Text], *, eager: bool) -> None:
-    """Every line of the outline into its point as it is written, without its number."""
+async def _split(outline: Answer, points: Sequence[Text]) -> None:
+    """Write each line of the outline, without its number, into its point as it arrives."""
     waiting, line = iter(points), ""
     point = next(waiting)
     async for piece in outline:
         *ended, line = (line + piece).split("\n")
         for one in ended:
             _add(point, one)
-            if eager:
-                point.close()
             point = next(waiting, point)
         _add(point, line)
     for point in points:
@@ -132,24 +123,27 @@ async def _split(outline: Answer, points: Sequence[Text], *, eager: bool) -> Non
 
 
 def _add(point: Text, line: str) -> None:
-    """What of its line a point does not have yet."""
+    """Write what of its line a point does not have yet."""
     number = _NUMBER.match(line)
     if number is not None:
         point.write(line[number.end() :].removeprefix(point.written))
 
 
 async def main() -> None:
-    parser = duo_arguments(__doc__, tokens=0)
+    """Write the slides, draw the timeline and save the file."""
+    parser = two_engine_parser(__doc__, tokens=0)
     parser.add_argument("--out", type=Path, default=Path("slides.pptx"))
     arguments = parser.parse_args()
     console = Console()
     events: list[Event] = []
     async with (
-        duo(arguments, DOCUMENTS, console) as (small, large),
-        Workflow(small.engine, listener=events.append) as flow,
+        two_engines(arguments, PAPER, console) as (url_a, url_b),
+        EngineClient(url_a) as small,
+        EngineClient(url_b) as large,
+        Workflow(small, listener=events.append) as flow,
     ):
         with console.status("writing slides"):
-            deck = await present(flow, small.engine, large.engine, topic="for engineers")
+            deck = await present(flow, small, large, topic="for engineers")
     console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
     deck.save(arguments.out)
     console.print(f"{len(deck.slides)} slides: {arguments.out}")

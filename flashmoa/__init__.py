@@ -5,7 +5,8 @@ them, and their engines prefill those prompts meanwhile. ``flashmoa.autogen`` li
 teams; what is here is neutral of any agent framework.
 """
 
-from flashmoa.engine import EngineClient, FlashMoAError
+from flashmoa.engine import EngineClient
+from flashmoa.errors import FlashMoAError
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot

@@ -1,4 +1,4 @@
-"""Giving up what is done for an HTTP client that has gone away."""
+"""Stop the work for an HTTP client that has disconnected; apart, since Starlette is an extra."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from starlette.requests import Request
 
 @asynccontextmanager
 async def while_connected(request: Request) -> AsyncGenerator[None]:
-    """Cancels what is done for a client that goes away; what comes after the context is for nobody.
+    """Cancel what is done within the context once the client disconnects.
 
-    The request's body must have been read.
+    The code after the context runs all the same; its answer reaches no client. The request's body
+    must have been read before.
     """
 
     async def watch() -> None:
@@ -28,7 +29,7 @@ async def while_connected(request: Request) -> AsyncGenerator[None]:
             try:
                 yield
             except Exception as error:
-                problem = error  # Not as a group.
+                problem = error  # Raised below by itself, not as a group.
             group.cancel_scope.cancel()
     if problem is not None:
         raise problem

@@ -22,7 +22,7 @@ import anyio
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from flashmoa.engine.deltas import event_data
+from flashmoa.engine.generation import event_data
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.models import tiny_model
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
+from flashmoa.engine.tiny_models import tiny_model
 from tests.integration.support import measured
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +99,7 @@ def words(model: Path) -> Callable[[int, int], str]:
     """``words(count, seed)``: a text of that many single-token words."""
     import random
 
-    from flashmoa_bench.models import single_token_words
+    from flashmoa_bench.harness.engines import single_token_words
 
     vocabulary = single_token_words(model)
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from flashmoa_bench.duo import on_this_cpu
-from flashmoa_bench.family.models import SIZES, model_folder
-from rich.console import Console
-
 from flashmoa.engine.local import local_engines
+from flashmoa.engine.tiny_models import tiny_engines
 
 _EXAMPLES = Path(__file__).parents[1]
 _DOCUMENTS = [_EXAMPLES / "guides" / "nepal.md", _EXAMPLES / "papers" / "handoffs.md"]
 
 
 class Engines:
-    """Engines by their URLs: ``small`` and ``large``, and of the family ``medium``, too."""
+    """Engines by their URLs: ``small`` and ``large``; of three, the second one is ``medium``."""
 
-    def __init__(self, small: str, large: str, started: AsyncExitStack, medium: str = "") -> None:
-        self.small = small
-        self.medium = medium
-        self.large = large
+    def __init__(self, urls: Sequence[str], started: AsyncExitStack) -> None:
+        self.small, self.medium, self.large = urls[0], urls[len(urls) // 2], urls[-1]
         self._started = started
 
     async def stop(self) -> None:
@@ -31,29 +27,30 @@ class Engines:
 
 
 async def start() -> Engines:
-    """The engines named in FLASHMOA_ENGINE, one URL or two with a space between; without it, two
-    are started here, one per core. They end with :meth:`Engines.stop`, or with the notebook."""
+    """Start two engines with tiny models, one per core, or take those of FLASHMOA_ENGINE.
+
+    That is one URL, or two with a space between. Engines that are started end with
+    :meth:`Engines.stop`, or with the notebook.
+    """
     given = os.environ.get("FLASHMOA_ENGINE", "").split()
     async with AsyncExitStack() as stack:
         if not given:
-            # A notebook is no terminal, whatever it says.
-            console = Console(width=100, force_jupyter=False, force_terminal=False)
-            cache = _EXAMPLES.parent / ".cache"
-            given = await stack.enter_async_context(on_this_cpu(cache, _DOCUMENTS, console))
-        return Engines(given[0], given[-1], stack.pop_all())
+            models = _EXAMPLES.parent / ".cache" / "models"
+            two = tiny_engines(["small", "large"], _DOCUMENTS, models, print)
+            given = [engine.url for engine in await stack.enter_async_context(two)]
+        return Engines(given, stack.pop_all())
 
 
-async def start_family() -> Engines:
-    """The three trained models of :mod:`flashmoa_bench.family`: on the engines of
-    FLASHMOA_FAMILY, three URLs from small to large, or on three that are started here."""
+async def start_on(models: Sequence[Path]) -> Engines:
+    """Start an engine on each of three models' folders, or take the URLs of FLASHMOA_FAMILY.
+
+    The two smaller models share core 0.
+    """
     given = os.environ.get("FLASHMOA_FAMILY", "").split()
     async with AsyncExitStack() as stack:
         if not given:
             engines = await stack.enter_async_context(local_engines())
-            for size, core in zip(SIZES, (0, 0, 1), strict=True):
-                engine = await engines.start(
-                    model_folder(size), core=core, arguments=["--max-total-tokens", "16000"]
-                )
-                given.append(engine.url)
-        small, medium, large = given
-        return Engines(small, large, stack.pop_all(), medium)
+            for model, core in zip(models, (0, 0, 1), strict=True):
+                pool = ["--max-total-tokens", "16000"]
+                given.append((await engines.start(model, core=core, arguments=pool)).url)
+        return Engines(given, stack.pop_all())

@@ -31,14 +31,15 @@ from agent_framework import (
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.agent_framework._requests import Captured, Request, listening
+from flashmoa.errors import FlashMoAError
 
 # A stock agent's run past the layers that trace it.
 _run_untraced: Any = cast("Any", RawAgent).run
 _STOCK_RUNS: Any = (cast("Any", Agent).run, _run_untraced)
 
 
-class NotForecastable(Exception):
-    """This executor's next prompt cannot be known, and why."""
+class NotForecastable(FlashMoAError):
+    """Raised when an executor's next prompt cannot be known; says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from autogen_core.models import (
 from autogen_core.tools import FunctionTool
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.scoring.contexts import lettered
-from flashmoa.scoring.distribution import letters
+from flashmoa.scoring.candidates import choice_question, option_letters
 
 _INSTRUCTION = "Which of these fits best? Answer with its letter."
 
@@ -55,8 +54,8 @@ class ClassifierAgent(BaseChatAgent):
         super().__init__(name, description)
         self._model_client = model_client
         self._labels = list(labels)
-        self._letters = letters(len(self._labels))
-        self._question = lettered(self._labels, instruction)
+        self._letters = option_letters(len(self._labels))
+        self._question = choice_question(self._labels, instruction)
         self._system = system_message
         self._talk: list[LLMMessage] = []
 
@@ -111,7 +110,7 @@ def classify_tool(
 
     Raises: ValueError for labels that cannot be lettered.
     """
-    answers, question = letters(len(labels)), lettered(labels, instruction)
+    answers, question = option_letters(len(labels)), choice_question(labels, instruction)
 
     async def classify(text: str, cancellation_token: CancellationToken) -> dict[str, float]:
         asked = UserMessage(content=f"{text}\n\n{question}", source="user")

@@ -21,6 +21,7 @@ from autogen_core.models import LLMMessage
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._rendering import render
+from flashmoa.errors import FlashMoAError
 from flashmoa.linking.placeholders import StandIns
 from flashmoa.linking.prompt import Prompt, Slot
 
@@ -28,8 +29,8 @@ from flashmoa.linking.prompt import Prompt, Slot
 UNCERTAIN = "(not certain yet)"
 
 
-class NotForecastable(Exception):
-    """This agent's next prompt cannot be known, and why."""
+class NotForecastable(FlashMoAError):
+    """Raised when an agent's next prompt cannot be known; says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,23 +26,23 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa router --prefill URL --pd-router URL [options]
 
   serve   start an SGLang server with FlashMoA's plugin, on a GPU or on the CPU
-  bench   measure it against stock SGLang; flashmoa bench --help lists what
-  trace   show a run that link(team, trace=FILE) has written down
+  bench   measure FlashMoA against stock SGLang; flashmoa bench --help lists the benchmarks
+  trace   show a run that link(team, trace=FILE) has recorded
   moa     serve a Mixture-of-Agents as one model of the OpenAI API
-  score   how likely given answers are, for each line of a file, with nothing decoded
-  router  several engines behind one address, each request where its prefix is; or requests
-          that read each other's answers, over a PD pair
-  doctor  check what is installed here and a running engine, and say what mends it
+  score   compute how likely given answers are, for each line of a file, without decoding
+  router  put several engines behind one address and send each request where its prefix is
+          cached; or serve requests that read each other's answers, over a PD pair
+  doctor  check what is installed here and a running engine, and say how to fix problems
 """
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         raise SystemExit(0 if arguments else 2)
     if arguments[0] not in _COMMANDS:
-        print(f"flashmoa: there is no command {arguments[0]!r}\n{_USAGE}", file=sys.stderr, end="")
+        print(f"flashmoa: {arguments[0]!r} is not a command\n{_USAGE}", file=sys.stderr, end="")
         raise SystemExit(2)
     raise SystemExit(_COMMANDS[arguments[0]](arguments[1:]))

@@ -1,32 +1,35 @@
-"""Why SGLang ended, told from the end of its output: a sentence instead of a stack trace."""
+"""Why SGLang ended: a sentence instead of the stack trace at the end of its output."""
 
 from __future__ import annotations
 
 import re
 
-# The first that is found counts; groups of a pattern stand in its sentence.
+# The first pattern that is found counts; its groups are put into its sentence.
 _CAUSES = (
     (r"^(flashmoa-sglang .+)$", "{}"),
-    (r"(?:error: )(unrecognized arguments: .+|argument .+)$", "SGLang does not take these: {}"),
+    (r"(?:error: )(unrecognized arguments: .+|argument .+)$", "SGLang does not accept these: {}"),
     (
         r"\[Errno 98\]|[Aa]ddress already in use",
-        "a port that it needs is taken; choose another one with --port",
+        "a port that it needs is in use; choose another one with --port",
     ),
     (
         r"gated repo|Access to model \S+ is restricted",
-        "the model may be downloaded only after logging in: set HF_TOKEN",
+        "the model can only be downloaded with an account: set HF_TOKEN",
     ),
     (
         r"We couldn't connect to 'https?://\S+'|LocalEntryNotFoundError"
         r"|Repo id must be in the form|is not a valid model identifier",
-        "the model is neither a folder here nor could it be downloaded; check --model-path and "
-        "the network, or give the path of a folder",
+        "the model is not a folder here and could not be downloaded; check --model-path and the "
+        "network, or give the path of a folder",
     ),
     (
         r"Unrecognized model in (\S+?)\. ",
-        "{} is no model that it knows: config.json there names no model_type",
+        "{} is not a model that SGLang knows: its config.json has no model_type",
     ),
-    (r"Cannot find any model weights with `(.+?)`", "{} has no weights (*.safetensors)"),
+    (
+        r"Cannot find any model weights with `(.+?)`",
+        "{} has no weights (*.safetensors files)",
+    ),
     (
         r"'(\w+)' is not a registered model|Model architectures (.+?) are not supported",
         "this SGLang release does not know the model's architecture {}",
@@ -34,25 +37,28 @@ _CAUSES = (
     (
         r"out of memory|OutOfMemoryError|DefaultCPUAllocator|Not enough memory"
         r"|^MemoryError|Cannot allocate memory",
-        "there is not enough memory; lower --mem-fraction-static or --max-total-tokens, or take a "
+        "there is not enough memory; lower --mem-fraction-static or --max-total-tokens, or use a "
         "smaller model",
     ),
     (
         r"Failed to find C compiler|InvalidCxxCompiler|fatal error: Python\.h",
-        "it compiles kernels and finds no C compiler or Python's headers: "
+        "it compiles kernels, but found no C compiler or Python headers: "
         "apt-get install gcc python3-dev",
     ),
     (
         r"nvcc: (?:command )?not found|Could not find nvcc|CUDA_HOME environment variable",
-        "it compiles kernels and finds no CUDA toolkit; install one and set CUDA_HOME",
+        "it compiles kernels, but found no CUDA toolkit; install one and set CUDA_HOME",
     ),
-    (r"No space left on device", "the disk is full"),
-    (r"^(?:ModuleNotFoundError|ImportError): (.+)\Z", "a Python package is missing: {}"),
+    (r"No space left on device", "the disk is full; free some space"),
+    (
+        r"^(?:ModuleNotFoundError|ImportError): (.+)\Z",
+        "install the missing package: {}",
+    ),
 )
 
 
 def cause(output: str) -> str | None:
-    """A sentence about the end of SGLang's output, if it says something known."""
+    """Return a sentence about the end of SGLang's output, ``None`` if the cause is unknown."""
     text = output.strip()
     for pattern, sentence in _CAUSES:
         found = re.search(pattern, text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""``flashmoa doctor``: checks an installation and an engine, and says what mends what is wrong."""
+"""``flashmoa doctor``: checks an installation and an engine, and says how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import anyio
 from rich.console import Console
 from rich.text import Text
 
-from flashmoa.doctor import Asked, Finding, Level, check_engine, check_installation
+from flashmoa.doctor import EngineToCheck, Finding, Level, check_engine, check_installation
 
-_STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "mend": "red"}
+_STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fix": "red"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check and show what was found; returns 1 where something is to be mended."""
+    """Check, and print the findings; return 1 where something is to be fixed."""
     options = _options(arguments)
     found = [] if options.engine_only else check_installation()
     if options.engine is not None:
-        asked = Asked(options.engine, options.api_key, options.model, options.calls)
+        asked = EngineToCheck(options.engine, options.api_key, options.model, options.calls)
         try:
             found += anyio.run(check_engine, asked)
         except KeyboardInterrupt:
@@ -30,31 +30,31 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     else:
         _show(found, Console(highlight=False))
-    return 1 if any(finding.level == "mend" for finding in found) else 0
+    return 1 if any(finding.level == "fix" for finding in found) else 0
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="flashmoa doctor",
         description="Checks what is installed here and, with --engine, a running engine. "
-        "The exit status is 1 where something is to be mended.",
+        "The exit status is 1 where something is to be fixed.",
     )
-    parser.add_argument("--engine", metavar="URL", help="of a running engine, http://HOST:PORT")
-    parser.add_argument("--api-key", metavar="KEY", help="what the engine was started with")
-    parser.add_argument("--model", metavar="NAME", help="as your clients name it")
+    parser.add_argument("--engine", metavar="URL", help="a running engine, http://HOST:PORT")
+    parser.add_argument("--api-key", metavar="KEY", help="the engine's --api-key")
+    parser.add_argument("--model", metavar="NAME", help="the model as your clients name it")
     parser.add_argument(
         "--no-call",
         dest="calls",
         action="store_false",
-        help="ask the engine for no answers, which the test of a link does twice",
+        help="make no calls; the check of a link makes two short ones",
     )
     parser.add_argument(
-        "--engine-only", action="store_true", help="leave out what is installed here"
+        "--engine-only", action="store_true", help="do not check what is installed here"
     )
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(arguments)
     if options.engine is None and (options.engine_only or options.model or options.api_key):
-        parser.error("--engine-only, --model and --api-key go with --engine URL")
+        parser.error("--engine-only, --model and --api-key need --engine URL")
     return options
 
 
@@ -67,6 +67,6 @@ def _show(found: Sequence[Finding], console: Console) -> None:
         console.print(line + Text(finding.text), soft_wrap=True)
         if finding.remedy:
             console.print(Text(f"{'':{width + 8}}→ {finding.remedy}"), soft_wrap=True)
-    wrong = sum(finding.level == "mend" for finding in found)
-    said = f"{wrong} to mend" if wrong else "nothing to mend"
-    console.print(f"\n{said}; docs/troubleshooting.md says more", markup=False)
+    wrong = sum(finding.level == "fix" for finding in found)
+    said = f"{wrong} to fix" if wrong else "nothing to fix"
+    console.print(f"\n{said}; see docs/troubleshooting.md", markup=False)

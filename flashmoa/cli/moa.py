@@ -1,4 +1,4 @@
-"""``flashmoa moa serve CONFIG.toml``: a Mixture-of-Agents behind the OpenAI API."""
+"""``flashmoa moa serve CONFIG.toml``: serve a Mixture-of-Agents behind the OpenAI API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until stopped; returns the exit status."""
+    """Serve until stopped; return the exit status."""
     parser = argparse.ArgumentParser(prog="flashmoa moa", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a mixture as one model")
@@ -23,7 +23,10 @@ def main(arguments: Sequence[str]) -> int:
         from flashmoa.moa.config import ConfigError, MixtureConfig
         from flashmoa.moa.server import application
     except ModuleNotFoundError as error:
-        print(f"flashmoa moa: it needs {error.name}: pip install 'flashmoa[moa]'", file=sys.stderr)
+        print(
+            f"flashmoa moa: {error.name} is not installed; run pip install 'flashmoa[moa]'",
+            file=sys.stderr,
+        )
         return 1
     try:
         config = MixtureConfig.read(chosen.config)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashmoa.router.options import RouterOptions
+    from flashmoa.router.application import RouterOptions
     from flashmoa.router.shell.application import ShellOptions
 
 POLICIES = ("prefix_aware", "cache_aware", "round_robin", "random")
@@ -31,16 +31,16 @@ def main(arguments: Sequence[str]) -> int:
     try:
         import uvicorn
 
-        from flashmoa.router import application
-        from flashmoa.router.shell import application as shell
+        from flashmoa.router.application import application
+        from flashmoa.router.shell.application import shell_application
     except ModuleNotFoundError as error:
         print(f"flashmoa router: it needs {error.name}: {_INSTALL}", file=sys.stderr)
         return 1
     try:
         if chosen.pd_router:
-            app, served = shell.application(_shell_options(chosen)), "a PD pair"
+            app, served = shell_application(_shell_options(chosen)), "a PD pair"
         else:
-            app = application.application(_options(chosen))
+            app = application(_options(chosen))
             served = f"{len(chosen.engine)} engines"
     except (OSError, ValueError) as error:
         print(f"flashmoa router: {error}", file=sys.stderr)
@@ -87,9 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(chosen: argparse.Namespace) -> RouterOptions:
-    from flashmoa.engine.client import engine_url
-    from flashmoa.router.baselines import CacheAware, Random, RoundRobin
-    from flashmoa.router.options import RouterOptions
+    from flashmoa.engine import engine_url
+    from flashmoa.router.application import RouterOptions
+    from flashmoa.router.policies import CacheAware, Random, RoundRobin
     from flashmoa.router.prefix_aware import PrefixAware
 
     policies = {
@@ -113,7 +113,7 @@ def _options(chosen: argparse.Namespace) -> RouterOptions:
 
 
 def _shell_options(chosen: argparse.Namespace) -> ShellOptions:
-    from flashmoa.engine.client import engine_url
+    from flashmoa.engine import engine_url
     from flashmoa.router.shell.application import ShellOptions
 
     return ShellOptions(

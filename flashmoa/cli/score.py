@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from flashmoa.engine import EngineClient, EngineError, self_hosted_url
 from flashmoa.scoring import Scorer
 from flashmoa.scoring.bulk import Totals, score_file
-from flashmoa.scoring.resuming import NotResumable
+from flashmoa.scoring.lines import NotResumable
 
 # Seconds between two lines about the progress where there is no terminal.
 _QUIET = 10.0

@@ -1,4 +1,4 @@
-"""``flashmoa serve``: an SGLang server with the plugin."""
+"""``flashmoa serve``: starts an SGLang server with the plugin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ python -m sglang.launch_server --help
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until stopped; returns the exit status."""
+    """Serve until stopped; return the exit status."""
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0 if arguments else 2
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _serve(arguments: Sequence[str], known: argparse.Namespace) -> int:
     if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
-        _say(f"SGLANG_PLUGINS={allowed} keeps the plugin out; nothing is linked on this engine")
+        _say(f"SGLANG_PLUGINS={allowed} keeps the plugin out: nothing is linked on this engine")
     if compiler() is None:
-        _say("there is no C compiler; kernels that SGLang compiles need one: apt-get install gcc")
+        _say("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
     problem = Server(arguments, known.host, known.port).run()
     if problem is not None:
         _say(problem.text)
@@ -60,7 +60,7 @@ def _say(text: str) -> None:
 
 
 def _known(arguments: Sequence[str]) -> argparse.Namespace:
-    """What is needed here of SGLang's arguments; the rest is its own business."""
+    """Parse those of SGLang's arguments that are checked here; the rest is left to SGLang."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--host", default="127.0.0.1")
@@ -70,14 +70,14 @@ def _known(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _missing() -> str | None:
-    """What an engine needs and is not here."""
+    """Return what an engine needs and this machine lacks, ``None`` if it has everything."""
     if not runs_engines():
         return (
-            "SGLang runs on Linux only. Start the engine there (or in WSL or Docker), and give "
-            "clients its URL."
+            "SGLang runs on Linux only; start the engine there (or in WSL or Docker) and give "
+            "clients its URL"
         )
     if find_spec("sglang") is None:
-        return "SGLang is not installed here. README.md says how, for a GPU and for a CPU."
+        return "SGLang is not installed here; README.md says how, for a GPU and for a CPU"
     if find_spec("flashmoa_sglang") is None:
         return "the plugin is not installed here: pip install ./server_patches"
     releases = import_module("flashmoa_sglang.releases")
@@ -87,23 +87,23 @@ def _missing() -> str | None:
 
 def _model_problem(known: argparse.Namespace) -> str | None:
     if known.model_path is None:
-        return None if known.config is not None else "say which model: --model-path PATH"
+        return None if known.config is not None else "no model is given; add --model-path PATH"
     path = Path(known.model_path)
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
-        return f"{path} is no model: it has no config.json"
+        return f"--model-path {path} is not a model: it has no config.json"
     if not path.exists() and known.model_path.startswith(("/", ".", "~")):
-        return f"there is no model {path}"
+        return f"--model-path {path} does not exist"
     return None
 
 
 def _port_problem(known: argparse.Namespace, lock: socket.socket) -> str | None:
-    """Why SGLang could not listen, told before it is imported.
+    """Return why SGLang could not listen, before it is imported; ``None`` if it can.
 
     Args:
-        lock: keeps the port to this command until SGLang, which first loads the model, has it.
+        lock: reserves the port for this command until SGLang, which first loads the model, has it.
     """
     if not 0 < known.port < 65536:
-        return f"--port {known.port} is none; give one from 1 to 65535"
+        return f"--port {known.port} is not between 1 and 65535"
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             known.host, known.port, type=socket.SOCK_STREAM
@@ -114,6 +114,9 @@ def _port_problem(known: argparse.Namespace, lock: socket.socket) -> str | None:
         lock.bind(f"\0flashmoa-serve-{known.port}")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return f"port {known.port} is taken; choose another one with --port"
-        return f"cannot listen on {known.host}:{known.port}: {error.strerror}"
+            return f"port {known.port} is in use; choose another one with --port"
+        return (
+            f"cannot listen on {known.host}:{known.port} ({error.strerror}); give an address of "
+            "this machine with --host"
+        )
     return None

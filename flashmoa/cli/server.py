@@ -1,7 +1,7 @@
-"""The server process of ``flashmoa serve``, supervised.
+"""The supervised server process of ``flashmoa serve``.
 
-Runs ``python -m flashmoa_sglang.serve`` in a process group of its own, says where it listens
-once it does, passes signals on, and leaves no process behind however it ends.
+Runs ``python -m flashmoa_sglang.serve`` in a process group of its own, shows how far its start is
+and where it listens, passes signals on, and leaves no process behind however it ends.
 """
 
 from __future__ import annotations
@@ -11,22 +11,30 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import httpx
 
 from flashmoa.cli.causes import cause
-from flashmoa.cli.progress import Output, Progress
 
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
+# What SGLang writes when a stage of its start begins, and the stage.
+_STAGES = (
+    (b"server_args=", "starting SGLang's processes"),
+    (b"Load weight begin", "loading the model"),
+    (b"Load weight end", "making the KV pool"),
+)
+# Bytes kept of the end of SGLang's output.
+_KEPT = 64 * 1024
 
 
 class Problem(NamedTuple):
-    """Why a server ended by itself."""
+    """Why a server ended by itself, and the exit status for it."""
 
     status: int
     text: str
@@ -36,7 +44,8 @@ class Server:
     """The server process and everything it starts.
 
     Args:
-        arguments: SGLang's. host, port: where it will listen by these.
+        arguments: SGLang's.
+        host, port: where these make it listen.
     """
 
     def __init__(self, arguments: Sequence[str], host: str, port: int) -> None:
@@ -44,11 +53,14 @@ class Server:
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._command = [sys.executable, "-m", "flashmoa_sglang.serve", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
-        self._progress = Progress()
+        self._progress = StartProgress()
         self._stopping_since: float | None = None
 
     def run(self) -> Problem | None:
-        """Serve until a signal says to stop, or until the server ends by itself."""
+        """Serve until a signal says to stop, or until the server ends by itself.
+
+        Returns: the problem in the latter case.
+        """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
         environment = {**os.environ, "FLASHMOA_DIE_WITH_PARENT": "1", "PYTHONUNBUFFERED": "1"}
@@ -62,7 +74,7 @@ class Server:
         )
         assert process.stdout is not None and process.stderr is not None
         streams = [(process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)]
-        output = Output(self._progress, streams)
+        output = PassedOnOutput(self._progress, streams)
         try:
             self._wait_until_ready(process)
             while process.poll() is None and not self._overdue():
@@ -90,7 +102,7 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def _pass_on(self, _number: int, _frame: FrameType | None) -> None:
-        """Ask SGLang to finish what runs and end; asked twice, do not wait for it."""
+        """Ask SGLang to finish what runs and end; the second time, kill it."""
         if self._process is None:
             return
         if self._stopping_since is None:
@@ -117,5 +129,96 @@ def _problem(returncode: int, last: str) -> Problem:
     if known is not None:
         return Problem(status, known)
     ended = f"with status {returncode}" if returncode > 0 else f"by signal {-returncode}"
-    text = f"SGLang ended {ended}; the lines above say why. `flashmoa doctor` checks what is here."
+    text = f"SGLang ended {ended}; the lines above say why. Try `flashmoa doctor`."
     return Problem(status, text)
+
+
+class StartProgress:
+    """Shows the stage of a start on standard error, on a terminal with a running clock."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._stage: str | None = None
+        self._clock_shown = False
+        self._clock_runs = sys.stderr.isatty()
+        self._line_begins = True
+        self._lock = threading.Lock()
+
+    def enter(self, stage: str) -> None:
+        """Show that a stage begins."""
+        with self._lock:
+            self._hide_clock()
+            self._stage = stage
+            print(f"flashmoa: {stage} ({self._seconds()} s)", file=sys.stderr, flush=True)
+
+    def leave(self) -> None:
+        """Stop: the start is over."""
+        with self._lock:
+            self._hide_clock()
+            self._stage = None
+
+    def tick(self) -> None:
+        """Show how long the start has taken so far."""
+        with self._lock:
+            if self._stage is None or not self._clock_runs or not self._line_begins:
+                return
+            self._hide_clock()
+            print(f"flashmoa: {self._stage}, {self._seconds()} s", end="", file=sys.stderr)
+            sys.stderr.flush()
+            self._clock_shown = True
+
+    def pass_on(self, output: bytes, to: BinaryIO) -> None:
+        """Write a process's output without mixing it with the clock."""
+        with self._lock:
+            self._hide_clock()
+            to.write(output)
+            to.flush()
+            self._line_begins = output.endswith((b"\n", b"\r"))
+
+    def _hide_clock(self) -> None:
+        if self._clock_shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+            self._clock_shown = False
+
+    def _seconds(self) -> int:
+        return int(time.monotonic() - self._started)
+
+
+class PassedOnOutput:
+    """Passes on what a process writes, as it comes, and keeps its end.
+
+    Args:
+        streams: the process's pipes, and where each goes.
+    """
+
+    def __init__(self, progress: StartProgress, streams: list[tuple[IO[bytes], BinaryIO]]) -> None:
+        self._progress = progress
+        self._end = b""
+        self._ahead = list(_STAGES)
+        self._readers = [
+            threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def end(self, patience: float = 2.0) -> str:
+        """Return the end of the output, after up to ``patience`` seconds per pipe for the rest."""
+        for reader in self._readers:
+            reader.join(patience)
+        return self._end.decode(errors="replace")
+
+    def _read(self, stream: IO[bytes], to: BinaryIO) -> None:
+        while output := os.read(stream.fileno(), _KEPT):
+            self._end = (self._end + output)[-_KEPT:]
+            try:
+                self._progress.pass_on(output, to)
+            except OSError:
+                continue  # The terminal is gone; the process must not wait for it.
+            self._announce()
+
+    def _announce(self) -> None:
+        begun = [place for place, (sign, _) in enumerate(self._ahead) if sign in self._end]
+        if begun:
+            _, stage = self._ahead[begun[-1]]
+            self._ahead = self._ahead[begun[-1] + 1 :]
+            self._progress.enter(stage)

@@ -1,4 +1,4 @@
-"""``flashmoa trace FILE``: what happened in a run, and when."""
+"""``flashmoa trace FILE``: shows what happened in a run, and when."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from rich.table import Table
 
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
-from flashmoa.observe.overlap import overlaps
 from flashmoa.observe.page import page
-from flashmoa.observe.perfetto import perfetto
-from flashmoa.observe.summary import summary
-from flashmoa.observe.table import COLUMNS, row
-from flashmoa.observe.timeline import draw, lanes
+from flashmoa.observe.summary import COLUMNS, overlaps, row, summary
+from flashmoa.observe.timeline import draw, lanes, perfetto
 from flashmoa.observe.trace import TraceError, read
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show a trace; returns the exit status."""
+    """Show a trace; return the exit status."""
     parser = argparse.ArgumentParser(prog="flashmoa trace", description=__doc__)
-    parser.add_argument("file", type=Path, help="what link(team, trace=FILE) has written")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="a page for a browser")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE.json", help="for ui.perfetto.dev")
+    parser.add_argument("file", type=Path, help="a file that link(team, trace=FILE) wrote")
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write a page for browsers")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE.json", help="write it for ui.perfetto.dev"
+    )
     options = parser.parse_args(arguments)
     if options.file.resolve() in {one.resolve() for one in (options.html, options.perfetto) if one}:
-        parser.error(f"{options.file} is the trace itself; name another file to write")
+        parser.error(f"{options.file} is the trace itself; give another file to write")
     try:
         events = read(options.file)
         if options.html is not None:
@@ -52,15 +51,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(events: Sequence[Event], console: Console) -> None:
-    """Print the timeline, a table of the calls, and what the overlap saved."""
+    """Print the timeline, a table of the calls, and what was prefilled ahead."""
     if not any(isinstance(event, CallFinished) for event in events):
-        console.print("No call was finished in this trace.")
+        console.print("No call in this trace has finished.")
         return
     console.print(draw(lanes(events), columns=min(console.width, 120)), markup=False)
     console.print(_calls(events))
     closed = Counter(event.reason for event in events if isinstance(event, LinkClosed))
     links = ", ".join(f"{count} {reason}" for reason, count in closed.most_common())
-    console.print(f"links, by why they ended: {links or 'there were none'}", markup=False)
+    console.print(f"links, by why they ended: {links or 'none'}", markup=False)
     console.print(str(summary(calls(events))), markup=False)
 
 

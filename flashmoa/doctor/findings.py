@@ -1,22 +1,22 @@
-"""What a check found, and what mends it."""
+"""What a check found, and how to fix it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# It is as it should be; it works, but with less than it could; it does not work.
-Level = Literal["ok", "note", "mend"]
+# It works; it works, but with less than it could; it does not work.
+Level = Literal["ok", "note", "fix"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's list.
+    """One line of the doctor's report.
 
     Attributes:
-        about: what was looked at, in a word or two.
+        about: what was checked, in a word or two.
         text: what was found.
-        remedy: the one command or argument that mends it; empty where nothing is to be done.
+        remedy: the one command or argument that fixes it; empty where nothing is to be done.
     """
 
     level: Level
@@ -26,12 +26,15 @@ class Finding:
 
 
 def ok(about: str, text: str) -> Finding:
+    """Report that something works."""
     return Finding("ok", about, text)
 
 
 def note(about: str, text: str, remedy: str = "") -> Finding:
+    """Report something that works with less than it could."""
     return Finding("note", about, text, remedy)
 
 
-def mend(about: str, text: str, remedy: str) -> Finding:
-    return Finding("mend", about, text, remedy)
+def fix(about: str, text: str, remedy: str) -> Finding:
+    """Report something that does not work."""
+    return Finding("fix", about, text, remedy)

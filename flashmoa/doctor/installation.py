@@ -1,16 +1,19 @@
-"""What is looked at of the Python packages: FlashMoA, its plugin, SGLang, AutoGen.
+"""Checks of the Python packages: FlashMoA, its plugin, SGLang, AutoGen.
 
-Nothing of SGLang or torch is imported, so that it takes a moment and not half a minute.
+Nothing of SGLang or torch is imported, so that they take a moment and not half a minute; what the
+plugin uses of SGLang is looked up in SGLang's source.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 import flashmoa
-from flashmoa.doctor.findings import Finding, mend, note, ok
-from flashmoa.doctor.machine import check_machine, check_system, runs_engines
+from flashmoa.doctor.findings import Finding, fix, note, ok
+from flashmoa.doctor.machine import accelerators, check_machine, check_system, runs_engines
 
 _PLUGIN = "flashmoa"
 _INSTALL_PLUGIN = "pip install ./server_patches"
@@ -18,7 +21,7 @@ _AUTOGEN = ("autogen-core", "autogen-agentchat", "autogen-ext")
 
 
 def check_installation() -> list[Finding]:
-    """Everything of this machine that a client or an engine needs."""
+    """Check everything on this machine that a client or an engine needs."""
     found = [*check_system(), ok("flashmoa", flashmoa.__version__), check_autogen()]
     if not runs_engines():
         return found
@@ -28,7 +31,7 @@ def check_installation() -> list[Finding]:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution."""
+    """Return the version of a distribution, ``None`` where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -36,37 +39,35 @@ def installed(distribution: str) -> str | None:
 
 
 def check_autogen() -> Finding:
-    """The extra that ``flashmoa.autogen`` needs."""
+    """Check the packages that ``flashmoa.autogen`` needs."""
     missing = [name for name in (*_AUTOGEN, "openai") if installed(name) is None]
     if not missing:
         return ok("AutoGen", installed(_AUTOGEN[0]) or "")
-    text = f"{', '.join(missing)} not installed; only flashmoa.autogen needs that"
+    text = f"not installed: {', '.join(missing)}; only flashmoa.autogen needs that"
     return note("AutoGen", text, "pip install 'flashmoa[autogen]'")
 
 
 def check_plugin() -> list[Finding]:
-    """SGLang, the plugin beside it, and whether one fits the other."""
+    """Check SGLang, the plugin beside it, and whether they fit each other."""
     sglang, plugin = installed("sglang"), installed("flashmoa-sglang")
     if sglang is None and plugin is None:
-        text = "neither it nor the plugin is here: engines have to run elsewhere"
-        return [note("SGLang", text, "give --engine URL to look at one")]
+        text = "neither SGLang nor the plugin is installed: engines have to run elsewhere"
+        return [note("SGLang", text, "give --engine URL to check one")]
     if sglang is None:
         remedy = "make setup (CPU), or pip install sglang==0.5.18 (GPU)"
-        return [mend("SGLang", "the plugin is installed, SGLang is not", remedy)]
+        return [fix("SGLang", "the plugin is installed, but SGLang is not", remedy)]
     if plugin is None:
-        text = "SGLang is installed, flashmoa-sglang is not: an engine would not link"
-        return [ok("SGLang", sglang), mend("plugin", text, _INSTALL_PLUGIN)]
-    from flashmoa.doctor import hooks  # It needs the plugin.
-
-    found = [hooks.check_release(sglang), _same_version(plugin), *_entry_points()]
-    return [*found, *hooks.check_internals()]
+        text = "SGLang is installed, but flashmoa-sglang is not: an engine would not link"
+        return [ok("SGLang", sglang), fix("plugin", text, _INSTALL_PLUGIN)]
+    found = [check_release(sglang), _same_version(plugin), *_entry_points()]
+    return [*found, *check_internals()]
 
 
 def _same_version(plugin: str) -> Finding:
     if plugin == flashmoa.__version__:
         return ok("plugin", f"flashmoa-sglang {plugin}")
-    text = f"flashmoa-sglang is {plugin}, flashmoa {flashmoa.__version__}"
-    return mend("plugin", text, f"{_INSTALL_PLUGIN} . (both from one checkout)")
+    text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
+    return fix("plugin", text, f"{_INSTALL_PLUGIN} . (both from one checkout)")
 
 
 def _entry_points() -> list[Finding]:
@@ -78,25 +79,73 @@ def _entry_points() -> list[Finding]:
     ]
     if not missing:
         return []
-    text = f"SGLang will not see it; no entry point {' or '.join(missing)}"
-    return [mend("plugin", text, f"{_INSTALL_PLUGIN} --force-reinstall --no-deps")]
+    text = f"SGLang will not find it: there is no entry point {' or '.join(missing)}"
+    return [fix("plugin", text, f"{_INSTALL_PLUGIN} --force-reinstall --no-deps")]
 
 
 def check_environment() -> list[Finding]:
-    """Environment variables of SGLang's that keep the plugin out."""
+    """Check SGLang's environment variables that keep the plugin out."""
     found: list[Finding] = []
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if excludes_plugin(allowed):
         text = f"SGLANG_PLUGINS={allowed} keeps the plugin out"
-        found.append(mend("environment", text, "unset SGLANG_PLUGINS, or add flashmoa to it"))
+        found.append(fix("environment", text, "unset SGLANG_PLUGINS, or add flashmoa to it"))
     platform = os.environ.get("SGLANG_PLATFORM", "")
     if platform not in ("", "flashmoa_cpu"):
-        text = f"SGLANG_PLATFORM={platform} leaves out plugins that bring another platform"
-        found.append(mend("environment", text, "unset SGLANG_PLATFORM"))
+        text = f"SGLANG_PLATFORM={platform} keeps out plugins with other platforms"
+        found.append(fix("environment", text, "unset SGLANG_PLATFORM"))
     return found
 
 
 def excludes_plugin(allowed: str) -> bool:
-    """Whether ``SGLANG_PLUGINS``, names that are to be loaded, leaves the plugin out."""
+    """Return whether ``SGLANG_PLUGINS``, the names to load, leaves the plugin out."""
     names = {name.strip() for name in allowed.split(",")} - {""}
     return bool(names) and _PLUGIN not in names
+
+
+def check_release(release: str) -> Finding:
+    """Check SGLang's release against those that the plugin was tested with."""
+    releases = _plugin("releases")
+    tested = ", ".join(releases.TESTED)
+    if release in releases.TESTED:
+        return ok("SGLang", f"{release}, a tested release")
+    if releases.too_old(release) is not None:
+        return fix("SGLang", f"{release} is too old for the plugin; tested: {tested}", _remedy())
+    return note("SGLang", f"{release} is not among the tested releases {tested}", _remedy())
+
+
+def check_internals() -> list[Finding]:
+    """Check whether SGLang has everything that the plugin hooks, calls, reads or writes in it.
+
+    An engine checks the same when it starts; here that is done for engines of all kinds.
+    """
+    internals, names = _plugin("internals"), _plugin("internals.names")
+    source = internals.installed()
+    if source is None:
+        return [note("internals", "not checked: SGLang is not installed")]
+    release, remedy = _plugin("releases").installed(), _remedy()
+    found: list[Finding] = []
+    count = 0
+    for feature in (names.EVERYBODY, *names.FEATURES):
+        check = internals.looked_at(release, source, feature, _plugin("plugin").hooked(feature))
+        count += len(check.seen)
+        text = f"this SGLang {check.problem}"
+        if check.problem and (feature == names.EVERYBODY or _starts_with(feature)):
+            found.append(fix("internals", text, remedy))
+        elif check.problem:
+            found.append(note("internals", f"{text}; {feature} needs that", remedy))
+    return found or [ok("internals", f"SGLang has all {count} internals that the plugin uses")]
+
+
+def _starts_with(feature: str) -> bool:
+    """Return whether engines on this machine use a feature without being asked to."""
+    return feature == _plugin("internals.names").CPU and not accelerators()
+
+
+def _remedy() -> str:
+    return f"pip install sglang=={_plugin('releases').TESTED[-1]}"
+
+
+def _plugin(name: str) -> Any:
+    """Import a module of the plugin, which is not a dependency and has no types here."""
+    return import_module(f"flashmoa_sglang.{name}")

@@ -1,10 +1,10 @@
-"""Whether prompts of an engine can be told beforehand, and whether a link works there."""
+"""Checks whether an engine's prompts can be predicted, and whether a link works there."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flashmoa.doctor.findings import Finding, mend, note, ok
+from flashmoa.doctor.findings import Finding, fix, note, ok
 from flashmoa.engine import EngineClient, EngineError, RequestRefused, StreamUse
 from flashmoa.linking.placeholders import StandIns
 from flashmoa.linking.prompt import Prompt
@@ -23,28 +23,28 @@ def _user(content: str) -> dict[str, str]:
 
 
 async def check_templates(engine: EngineClient) -> list[Finding]:
-    """Whether the engine's chat template shows texts as they are, at a place that stays.
+    """Check whether the engine's chat template keeps texts as they are, at a stable place.
 
-    Raises: EngineError where the engine breaks off.
+    Raises: EngineError where the engine stops answering.
     """
     try:
         problem = await _unstable(engine)
     except RequestRefused as error:
-        return [mend("chat template", str(error), "start it with --chat-template FILE")]
+        return [fix("chat template", str(error), "start it with --chat-template FILE")]
     if problem is not None:
-        text = f"it {problem}, so that prompts cannot be told beforehand"
-        return [mend("chat template", text, "start it with --chat-template FILE")]
+        text = f"it {problem}, so that prompts cannot be predicted"
+        return [fix("chat template", text, "start it with --chat-template FILE")]
     try:
         await engine.render([_user("Plan a trip."), _user("A plan.")])
     except RequestRefused:
-        text = "it refuses user messages that follow each other, as teams of AutoGen have them"
+        text = "it refuses two user messages in a row, which AutoGen's teams send"
         remedy = "FlashMoAChatCompletionClient(merge_user_messages=True)"
         return [note("chat template", text, remedy)]
-    return [ok("chat template", "it shows texts as they are")]
+    return [ok("chat template", "it keeps texts as they are")]
 
 
 async def _unstable(engine: EngineClient) -> str | None:
-    """What is wrong with a prompt that was told beforehand, if anything is."""
+    """Return what is wrong with a predicted prompt, ``None`` where nothing is."""
 
     def messages(text: str) -> list[dict[str, str]]:
         return [_user(f"Shorten this:\n{text}\nBriefly.")]
@@ -65,25 +65,25 @@ async def _unstable(engine: EngineClient) -> str | None:
 
 
 async def check_link(engine: EngineClient, model: str) -> Finding:
-    """Ask for a short answer and for one that reads it, linked."""
+    """Ask for a short answer and for one that reads it, linked to it."""
     use: StreamUse | None = None
     reason = ""
     for tokens in _ANSWERS:
         try:
             use, reason = await _linked(engine, model, tokens)
         except EngineError as error:
-            return mend("link", f"a call failed: {error}", "see the engine's log")
+            return fix("link", f"a call failed: {error}", "see the engine's log")
         if use is not None:
             break
     if use is None:
-        return mend("link", f"no link was made: {reason}", "docs/troubleshooting.md")
+        return fix("link", f"no link was made: {reason}", "docs/troubleshooting.md")
     if use.status != "hit":
-        return mend("link", f"a linked call ended as {use.status!r}", "docs/troubleshooting.md")
-    return ok("link", "hit: a call's prompt was prefilled before it came")
+        return fix("link", f"a linked call ended as {use.status!r}", "docs/troubleshooting.md")
+    return ok("link", "hit: a call's prompt was prefilled before the call came")
 
 
 async def _linked(engine: EngineClient, model: str, tokens: int) -> tuple[StreamUse | None, str]:
-    """What the second of two calls was told of its prompt stream, and how its link ended.
+    """Make two calls; return what became of the second one's stream, and how its link ended.
 
     Raises: EngineError.
     """

@@ -1,4 +1,4 @@
-"""What is looked at of the machine: system, Python, compiler, accelerator, memory."""
+"""Checks of the machine: system, Python, compiler, accelerator, memory."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from flashmoa.doctor.findings import Finding, mend, note, ok
+from flashmoa.doctor.findings import Finding, fix, note, ok
 
 _GIB = 2**30
 _DEVICES = Path("/dev")
-# What an engine with a tiny model takes on a CPU, its three processes together.
+# The memory of an engine with a tiny model on a CPU, its three processes together.
 _LEAST_MEMORY = 3 * _GIB
 # Docker's default of 64 MiB is too little for tensor-parallel ranks.
 _LEAST_SHARED = _GIB // 2
 
 
 def runs_engines() -> bool:
-    """Whether SGLang runs on this system at all."""
+    """Return whether SGLang runs on this system at all."""
     return sys.platform.startswith("linux")
 
 
 def check_system() -> list[Finding]:
-    """Python and the operating system."""
+    """Check Python and the operating system."""
     found = [ok("Python", platform.python_version())]
     if runs_engines():
         return [*found, ok("system", f"{platform.system()} {platform.machine()}")]
-    text = f"SGLang runs on Linux only; on {platform.system()} there is the client library"
+    text = f"SGLang runs on Linux only; {platform.system()} can run the client library"
     return [*found, note("system", text, "run the engine on a Linux machine, or in WSL or Docker")]
 
 
 def check_machine() -> list[Finding]:
-    """What an engine needs beside Python packages."""
+    """Check what an engine needs beside Python packages."""
     return [*_compiler(), *_accelerator(), _memory(), *_shared_memory()]
 
 
 def compiler() -> str | None:
-    """The path of a C compiler, found as those find it who need one."""
+    """Return the path of a C compiler: ``CC`` of the environment, or the first usual one."""
     names = [os.environ["CC"].split()[0]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     return next((path for name in names if (path := shutil.which(name))), None)
 
@@ -49,12 +49,12 @@ def _compiler() -> list[Finding]:
     found = compiler()
     if found is not None:
         return [ok("C compiler", found)]
-    text = "there is none, and SGLang's kernels are compiled when they are first used"
-    return [mend("C compiler", text, "apt-get install gcc")]
+    text = "there is none, and SGLang compiles kernels when they are first used"
+    return [fix("C compiler", text, "apt-get install gcc")]
 
 
 def accelerators() -> list[str]:
-    """The devices of GPUs that the system shows."""
+    """Return the devices of the GPUs that the system shows."""
     return [path.name for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
 
 
@@ -62,24 +62,24 @@ def _accelerator() -> list[Finding]:
     seen = accelerators()
     build = _torch_build()
     if build is None:
-        return [mend("torch", "it is not installed", "make setup, or pip install SGLang's")]
+        return [fix("torch", "it is not installed", "make setup, or pip install SGLang's")]
     version, cuda = build
     torch = ok("torch", f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}")
     if not seen:
-        text = "there is none: engines run on the CPU platform of the plugin"
+        text = "there is none: engines run on the plugin's CPU platform"
         return [torch, note("GPU", text)]
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        text = "CUDA_VISIBLE_DEVICES is empty, so that no GPU is used"
+        text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
         return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]
     if cuda is None:
-        text = f"{len(seen)} seen, but this torch is built without CUDA"
+        text = f"{', '.join(seen)} found, but this torch is built without CUDA"
         index = "https://download.pytorch.org/whl/cu128"
-        return [mend("GPU", text, f"pip install --force-reinstall torch --index-url {index}")]
+        return [fix("GPU", text, f"pip install --force-reinstall torch --index-url {index}")]
     return [torch, ok("GPU", ", ".join(seen))]
 
 
 def _torch_build() -> tuple[str, str | None] | None:
-    """The installed torch's version and its CUDA's, read and not imported (seconds)."""
+    """Return the versions of torch and its CUDA; read, since an import takes seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -103,7 +103,7 @@ def _memory() -> Finding:
 
 
 def available_memory() -> int | None:
-    """Bytes this process may still use: the machine's, within its container's limit."""
+    """Return the bytes this process may still use: the machine's, within its container's limit."""
     lines = _read(Path("/proc/meminfo"))
     available = re.search(r"MemAvailable:\s+(\d+) kB", lines or "")
     bounds = [int(available[1]) * 1024] if available else []

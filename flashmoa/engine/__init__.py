@@ -1,25 +1,8 @@
-"""Engines: one typed client per SGLang server, and what can go wrong with it."""
+"""Engines: one typed client per SGLang server, its answers as types, and its errors."""
 
 from flashmoa.engine.client import EngineClient
-from flashmoa.engine.errors import (
-    BadAnswer,
-    EngineDraining,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    FlashMoAError,
-    MalformedRequest,
-    PluginMissing,
-    PromptTooLarge,
-    RequestRefused,
-    StreamGone,
-    StreamOutOfOrder,
-    StreamUnknown,
-    TooManyStreams,
-)
-from flashmoa.engine.logprobs import NextLogprobs
-from flashmoa.engine.namespaces import kv_namespace
-from flashmoa.engine.urls import engine_url, self_hosted_url
+from flashmoa.engine.connections import engine_url, self_hosted_url
+from flashmoa.engine.generation import NextLogprobs
 from flashmoa.engine.wire import (
     Costs,
     Delta,
@@ -30,6 +13,22 @@ from flashmoa.engine.wire import (
     Span,
     StreamState,
     StreamUse,
+    kv_namespace,
+)
+from flashmoa.errors import (
+    BadAnswer,
+    EngineDraining,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+    RequestRefused,
+    StreamGone,
+    StreamOutOfOrder,
+    StreamUnknown,
+    TooManyStreams,
 )
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "EngineInfo",
     "EngineTimeout",
     "EngineUnreachable",
-    "FlashMoAError",
     "KvState",
     "MalformedRequest",
     "NextLogprobs",

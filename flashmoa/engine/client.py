@@ -1,9 +1,9 @@
-"""One typed client per engine."""
+"""EngineClient: one typed client per engine."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import isfinite
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -11,12 +11,11 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from flashmoa.engine import errors
-from flashmoa.engine.connections import CONNECTIONS
-from flashmoa.engine.deltas import chat_completion, data_events, generation
-from flashmoa.engine.logprobs import Generated, NextLogprobs
-from flashmoa.engine.refusals import not_an_engine, refusal, translated
-from flashmoa.engine.urls import engine_url
+from flashmoa import errors
+from flashmoa.engine import wire
+from flashmoa.engine.connections import engine_url, events, http_client, request
+from flashmoa.engine.generation import Generated, NextLogprobs, chat_completion, generation
+from flashmoa.engine.refusals import not_an_engine
 from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -24,20 +23,20 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class EngineClient:
-    """An SGLang server, with the plugin or without.
+    """A client of one SGLang server, with the plugin or without.
 
     Args:
         base_url: ``http://HOST:PORT``, with or without ``/v1``.
-        api_key: what the server was started with, if anything.
+        api_key: the server's ``--api-key``, if it has one.
         timeout: seconds for one answer, and between two pieces of a streamed one.
         headers: sent with every request.
-        stream_ttl_seconds: how long the engine keeps a prompt stream of this client, of a link for
-            instance, once the client has vanished.
-        namespace: of its prompt streams' KV, as :func:`kv_namespace` tells it of a request.
+        stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
+            that of a link, once the client has vanished.
+        namespace: that of its prompt streams' KV, as :func:`kv_namespace` returns it.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
-    :class:`RequestRefused` (see ``errors.py``). Close it, or use it as a context manager.
+    :class:`RequestRefused` (see ``flashmoa.errors``). Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -53,19 +52,7 @@ class EngineClient:
         self.url = engine_url(base_url)
         self._namespace = dict(namespace or {})
         self.stream_ttl_seconds = checked_ttl(stream_ttl_seconds)
-        sent = dict(headers or {})
-        if api_key:
-            sent["Authorization"] = f"Bearer {api_key}"
-        if not isinstance(timeout, httpx.Timeout):
-            timeout = httpx.Timeout(timeout, connect=10.0)
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=sent,
-            timeout=timeout,
-            limits=CONNECTIONS,
-            # Reading the certificates takes 20 ms, and the event loop with it.
-            verify=self.url.startswith("https://"),
-        )
+        self._http = http_client(self.url, api_key, timeout, headers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,10 +66,11 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
+        """Close its connections."""
         await self._http.aclose()
 
     async def info(self) -> EngineInfo:
-        """What the engine is and can do."""
+        """Return what the engine is and can do."""
         return await self._call("GET", "/flashmoa/info", EngineInfo)
 
     async def render(
@@ -92,10 +80,10 @@ class EngineClient:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text the engine's chat template makes of ``messages``."""
+        """Return the prompt text that the engine's chat template makes of ``messages``."""
         body: dict[str, Any] = {"messages": list(messages), "tools": tools or None}
         body["chat_template_kwargs"] = template_args or None
-        return (await self._call("POST", "/render", _Rendered, body)).text
+        return (await self._call("POST", "/render", wire.RenderedText, body)).text
 
     async def prefill_only(
         self,
@@ -132,9 +120,9 @@ class EngineClient:
         """Open a prompt stream with its first piece.
 
         Args:
-            add_special_tokens: ``False`` for text rendered by a chat template, which carries
-                its own.
-            namespace: as the client's, and in its place.
+            add_special_tokens: ``False`` for text rendered by a chat template, which has them
+                already.
+            namespace: used in place of the client's.
         """
         body = {
             "text": text,
@@ -154,33 +142,32 @@ class EngineClient:
         input_ids: Sequence[int] | None = None,
         end: bool = False,
     ) -> StreamState:
-        """Add the ``seq``-th piece (from 0); repeating one is harmless."""
+        """Add the ``seq``-th piece, counted from 0; repeating one is harmless."""
         body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
         return await self._call("POST", f"/prompt_streams/{stream_id}/append", StreamState, body)
 
     async def keep_alive(self, stream_id: str) -> StreamState:
-        """Have a prompt stream live on for its ``ttl_seconds``, as an append does.
+        """Extend the life of a prompt stream by its ``ttl_seconds``, as an append does.
 
         Raises: PluginMissing where the plugin is older than this route.
         """
         return await self._call("POST", f"/prompt_streams/{stream_id}/keep_alive", StreamState)
 
     async def stream_state(self, stream_id: str) -> StreamState:
+        """Return the state of a prompt stream."""
         return await self._call("GET", f"/prompt_streams/{stream_id}", StreamState)
 
     async def delete_stream(self, stream_id: str) -> None:
-        """End a prompt stream; one that is gone already is no error."""
-        try:
-            await self._call("DELETE", f"/prompt_streams/{stream_id}", _Ignored)
-        except (errors.StreamGone, errors.StreamUnknown):
-            return
+        """End a prompt stream; it is not an error if it is gone already."""
+        with suppress(errors.StreamGone, errors.StreamUnknown):
+            await self._call("DELETE", f"/prompt_streams/{stream_id}", wire.Nothing)
 
     async def flush_cache(self, wait_seconds: float = 30.0) -> None:
         """Empty the radix cache once the engine is idle.
 
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
-        await self._call("POST", f"/flush_cache?timeout={wait_seconds}", None)
+        await request(self._http, self.url, "POST", f"/flush_cache?timeout={wait_seconds}", None)
 
     @asynccontextmanager
     async def generate(
@@ -194,8 +181,9 @@ class EngineClient:
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         """Stream a generation (``/generate``). Leaving the context aborts it.
 
-        ``sampling``: SGLang's sampling parameters. ``expected_output_tokens``: for an engine
-        that schedules by it.
+        Args:
+            sampling: SGLang's sampling parameters.
+            expected_output_tokens: for an engine that schedules by it.
         """
         body = {
             "text": text,
@@ -205,8 +193,8 @@ class EngineClient:
             "expected_output_tokens": expected_output_tokens,
             "stream": True,
         }
-        async with self._events("/generate", body) as events:
-            yield generation(events)
+        async with events(self._http, self.url, "/generate", body) as found:
+            yield generation(found)
 
     @asynccontextmanager
     async def chat(
@@ -218,7 +206,8 @@ class EngineClient:
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         """Stream a chat completion. Leaving the context aborts it.
 
-        ``parameters``: of OpenAI's chat completions, and SGLang's own.
+        Args:
+            parameters: those of OpenAI's chat completions, and SGLang's own.
         """
         body = {
             "model": "default",
@@ -228,8 +217,8 @@ class EngineClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with self._events("/v1/chat/completions", body) as events:
-            yield chat_completion(events)
+        async with events(self._http, self.url, "/v1/chat/completions", body) as found:
+            yield chat_completion(found)
 
     async def next_logprobs(
         self,
@@ -239,15 +228,15 @@ class EngineClient:
         continuation: Sequence[int] = (),
         prompt_stream_id: str | None = None,
     ) -> NextLogprobs:
-        """Log-probabilities of what may follow a prompt, from one prefill; nothing is decoded.
+        """Return log-probabilities of what may follow a prompt.
 
-        Stock SGLang does it, too.
+        They come from one prefill; nothing is decoded. Stock SGLang can do it, too.
 
         Args:
             token_ids: tokens that may follow the prompt and its continuation.
             continuation: tokens that follow the prompt.
 
-        Raises: MalformedRequest for a prompt that is too long, or a token there is not.
+        Raises: MalformedRequest for a prompt that is too long, or a token outside the vocabulary.
         """
         body = {
             "input_ids": [*input_ids, *continuation],
@@ -255,7 +244,7 @@ class EngineClient:
             # log-probabilities are then those at their temperatures.
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            # SGLang tells them from the token after this one on, and of nothing before it.
+            # SGLang gives them from the token after this one on, and none before it.
             "logprob_start_len": len(input_ids) - 1 if continuation else -1,
             "token_ids_logprob": list(token_ids) or None,
             "prompt_stream_id": prompt_stream_id,
@@ -266,89 +255,44 @@ class EngineClient:
     async def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """The tokens of each text, by the engine's tokenizer."""
+        """Return the tokens of each text, by the engine's tokenizer."""
         body = {"prompt": list(texts), "add_special_tokens": add_special_tokens}
-        return (await self._call("POST", "/tokenize", _EachTokens, body)).tokens
+        return (await self._call("POST", "/tokenize", wire.TextsTokens, body)).tokens
 
     async def tokenize_chat(
         self, messages: Messages, *, template_args: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """The tokens of the prompt that the engine's chat template makes of ``messages``."""
+        """Return the tokens of the prompt that the engine's chat template makes of ``messages``."""
         body = {"messages": list(messages), "chat_template_kwargs": template_args or None}
-        return (await self._call("POST", "/tokenize", _Tokens, body)).tokens
+        return (await self._call("POST", "/tokenize", wire.PromptTokens, body)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones and all."""
+        """Return the text of tokens, with that of special ones."""
         body = {"tokens": list(token_ids), "skip_special_tokens": False}
-        return (await self._call("POST", "/detokenize", _Rendered, body)).text
+        return (await self._call("POST", "/detokenize", wire.RenderedText, body)).text
 
     async def embed(self, texts: Sequence[str], *, model: str = "default") -> list[list[float]]:
-        """A vector for each text, of an engine that serves an embedding model."""
+        """Return a vector for each text; the engine must serve an embedding model."""
         body = {"model": model, "input": list(texts)}
-        answer = await self._call("POST", "/v1/embeddings", _Embedded, body)
-        return [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
+        answer = await self._call("POST", "/v1/embeddings", wire.Embeddings, body)
+        return answer.in_order()
 
     async def _call(
         self,
         method: str,
         path: str,
-        answer: type[Answer] | None,
+        answer: type[Answer],
         body: Mapping[str, Any] | None = None,
     ) -> Answer:
-        sent = None if body is None else {k: v for k, v in body.items() if v is not None}
-        with translated(self.url):
-            response = await self._http.request(method, path, json=sent)
-        if response.is_error:
-            raise refusal(response, self.url)
-        if answer is None:
-            return _Ignored()  # type: ignore[return-value]
+        content = await request(self._http, self.url, method, path, body)
         try:
-            return answer.model_validate_json(response.content)
+            return answer.model_validate_json(content)
         except ValidationError as error:
             raise errors.BadAnswer(not_an_engine(self.url, path)) from error
 
-    @asynccontextmanager
-    async def _events(
-        self, path: str, body: Mapping[str, Any]
-    ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-        sent = {k: v for k, v in body.items() if v is not None}
-        with translated(self.url):
-            async with self._http.stream("POST", path, json=sent) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise refusal(response, self.url)
-                if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                    raise errors.BadAnswer(not_an_engine(self.url, path))
-                yield data_events(response)
-
 
 def checked_ttl(seconds: float) -> float:
-    """A prompt stream's lifetime, in seconds. Raises: ValueError."""
+    """Return a prompt stream's lifetime in seconds, once checked. Raises: ValueError."""
     if not (isfinite(seconds) and seconds > 0):
         raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
     return seconds
-
-
-class _Rendered(BaseModel):
-    text: str
-
-
-class _Tokens(BaseModel):
-    tokens: list[int]
-
-
-class _EachTokens(BaseModel):
-    tokens: list[list[int]]
-
-
-class _Vector(BaseModel):
-    index: int
-    embedding: list[float]
-
-
-class _Embedded(BaseModel):
-    data: list[_Vector]
-
-
-class _Ignored(BaseModel):
-    pass

@@ -25,19 +25,19 @@ import httpx
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
-from flashmoa.engine.errors import EngineError
+from flashmoa.errors import EngineError
 
-# Arguments of engines that are measured on a CPU: nothing overlaps there, so that SGLang's overlap
-# schedule would only tell each token a step late.
+# Arguments of engines that are measured on a CPU. Nothing overlaps there, so that SGLang's overlap
+# schedule would only deliver each token a step late.
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 _START_SECONDS = 180.0
 _STOP_SECONDS = 5.0
-# Below those that connections get, and SGLang's own.
+# Below the ports that the system gives to connections and those that SGLang derives.
 _PORTS = range(15_000, 28_000)
 
 
 class LocalEngine:
-    """A running engine. ``url``: its root; ``log``: its output so far."""
+    """A running engine. ``url`` is its root, ``log`` the file with its output."""
 
     def __init__(self, pid: int, port: int, log: Path) -> None:
         self.pid = pid
@@ -45,15 +45,19 @@ class LocalEngine:
         self.log = log
 
     def is_running(self) -> bool:
+        """Return whether a process of the engine is alive."""
         return _group_exists(self.pid)
 
     async def wait_until_ready(self) -> None:
-        """Raises: EngineError with the end of the log if the engine gives up."""
+        """Wait until the engine answers.
+
+        Raises: EngineError with the end of the log if it ends, or takes longer than three minutes.
+        """
         deadline = time.monotonic() + _START_SECONDS
         async with httpx.AsyncClient() as http:
             while time.monotonic() < deadline:
                 if not self.is_running():
-                    raise EngineError(f"the engine ended at start:\n{self.tail()}")
+                    raise EngineError(f"the engine ended at start; its log:\n{self.tail()}")
                 try:
                     answer = await http.get(f"{self.url}/model_info", timeout=5)
                     if answer.status_code in (200, 401):
@@ -61,22 +65,27 @@ class LocalEngine:
                 except httpx.TransportError:
                     pass
                 await anyio.sleep(0.1)
-        raise EngineError(f"the engine was not ready in {_START_SECONDS:.0f} s:\n{self.tail()}")
+        raise EngineError(
+            f"the engine was not ready within {_START_SECONDS:.0f} s; its log:\n{self.tail()}"
+        )
 
     def tail(self, lines: int = 25) -> str:
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     async def stop(self) -> None:
-        """End the engine and every process of it, at once: nobody else uses it, and nothing
-        of it is kept, so that there is nothing to wait for."""
+        """Kill the engine and every process of it.
+
+        No one else uses it and nothing of it is kept, so that there is nothing to wait for.
+        """
         _signal_group(self.pid, signal.SIGKILL)
         with anyio.move_on_after(_STOP_SECONDS):
-            while self.is_running():  # noqa: ASYNC110 - a process tells nobody
+            while self.is_running():  # noqa: ASYNC110 - no event tells of it
                 await anyio.sleep(0.02)
 
 
 class LocalEngines:
-    """Starts engines; made by :func:`local_engines`."""
+    """The engines of one forkserver; made by :func:`local_engines`."""
 
     def __init__(self, process: Process, logs: Path) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -87,6 +96,7 @@ class LocalEngines:
         self._engines: list[LocalEngine] = []
 
     async def line(self) -> str:
+        """Return the forkserver's next line. Raises: EngineError once there is none."""
         while "\n" not in self._rest:
             try:
                 self._rest += await self._answers.receive()
@@ -96,6 +106,7 @@ class LocalEngines:
         return line
 
     def problems(self) -> str:
+        """Return the end of what the forkserver wrote to its standard error."""
         return (self._logs / "forkserver.log").read_text(errors="replace")[-2000:]
 
     async def start(
@@ -107,7 +118,10 @@ class LocalEngines:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> LocalEngine:
-        """Start an engine on ``model``, pinned to ``core``; ``arguments`` are SGLang's own."""
+        """Start an engine on ``model``, pinned to ``core``; ``arguments`` are SGLang's own.
+
+        Raises: EngineError where it does not become ready and ``wait`` is true.
+        """
         port = free_port()
         log = self._logs / f"engine-{port}.log"
         order: dict[str, Any] = {
@@ -131,6 +145,7 @@ class LocalEngines:
         return engine
 
     async def stop(self) -> None:
+        """Kill all engines."""
         async with anyio.create_task_group() as group:
             for engine in self._engines:
                 group.start_soon(engine.stop)
@@ -138,7 +153,7 @@ class LocalEngines:
 
 @asynccontextmanager
 async def local_engines() -> AsyncGenerator[LocalEngines]:
-    """A forkserver; leaving the context ends it and every engine started by it."""
+    """Start a forkserver. Leaving the context ends it and every engine started by it."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-engines-") as folder:
         logs = Path(folder)
         with (logs / "forkserver.log").open("wb") as errors:
@@ -165,8 +180,8 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, for a moment."""
-    # A connection could take one that the system gives, before it is listened on.
+    """Return a port of this machine that is free at the moment. Raises: OSError."""
+    # A port that the system chooses could be taken by a connection before a server listens on it.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

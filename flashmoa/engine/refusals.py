@@ -1,4 +1,4 @@
-"""What went wrong with a request, as one of our exceptions."""
+"""Turn what went wrong with a request into one of our exceptions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,33 @@ from typing import Any
 
 import httpx
 
-from flashmoa.engine import errors
+from flashmoa import errors
+
+# What an engine's ``code`` says is wrong; its other codes (``engine_failed``) have no class.
+_BY_CODE: dict[str, type[errors.RequestRefused]] = {
+    "malformed": errors.MalformedRequest,
+    "unknown_stream": errors.StreamUnknown,
+    "out_of_order": errors.StreamOutOfOrder,
+    "stream_gone": errors.StreamGone,
+    "too_large": errors.PromptTooLarge,
+    "too_many_streams": errors.TooManyStreams,
+    "engine_busy": errors.EngineDraining,
+    "draining": errors.EngineDraining,
+}
+# SGLang's own refusals, and a router's, carry no code but their status. Only these statuses mean
+# the same there; a 429 of a proxy, for one, is not about prompt streams.
+_BY_STATUS: dict[int, type[errors.RequestRefused]] = {
+    400: errors.MalformedRequest,
+    413: errors.PromptTooLarge,
+    503: errors.EngineDraining,
+}
 
 
 def not_an_engine(url: str, path: str) -> str:
+    """Return the message for an answer that is not what the API promises."""
     return (
-        f"{url}{path} answered something else than an engine does. Is the URL right? "
-        f"`flashmoa doctor --engine {url}` looks closer."
+        f"the answer of {url}{path} is not an engine's. Is the URL right? "
+        f"`flashmoa doctor --engine {url}` checks it."
     )
 
 
@@ -43,43 +63,54 @@ class translated:
 
 
 def refusal(response: httpx.Response, url: str) -> errors.EngineError:
-    try:
-        problem = response.json()["error"]
-        message, code = str(problem["message"]), str(problem["code"])
-    except (ValueError, KeyError, TypeError):
-        if response.status_code in (404, 405):
-            return errors.PluginMissing(
-                f"{url} does not have {response.request.url.path}: it runs without the "
-                "flashmoa-sglang plugin, or is no engine (`flashmoa doctor --engine "
-                f"{url}` tells)"
-            )
-        if response.status_code in (401, 403):
-            return errors.RequestRefused(
-                f"{url} takes another API key, or needs one; give it as api_key",
-                response.status_code,
-                "unauthorized",
-            )
-        message, code = _message(response), "error"
-    kind = errors.BY_STATUS.get(response.status_code, errors.RequestRefused)
-    if kind is errors.StreamUnknown and code != "unknown_stream":
+    """Return the exception that an answer with an error stands for.
+
+    The API's stable ``code`` in the body decides; the HTTP status only where there is none.
+    """
+    status = response.status_code
+    code, message = _code_and_message(response)
+    if code in _BY_CODE:
+        return _BY_CODE[code](message, status, code)
+    if code is None and status in (404, 405):
+        return errors.PluginMissing(
+            f"{url} does not have {response.request.url.path}: it runs without the "
+            f"flashmoa-sglang plugin, or it is not an engine. `flashmoa doctor --engine {url}` "
+            "tells which."
+        )
+    if code is None and status in (401, 403):
+        return errors.RequestRefused(
+            f"{url} refuses this API key, or needs one; give it as api_key", status, "unauthorized"
+        )
+    if status == 404:  # ``decodes_only``, or another server's code.
         return errors.PluginMissing(f"{url} has no prompt streams: {message}")
-    return kind(message, response.status_code, code)
+    return _by_status(status)(message, status, code or "error")
 
 
 def aborted(reason: dict[str, Any]) -> errors.RequestRefused:
-    """SGLang took a request and ended it before it ran: a full queue, a server that shuts down.
+    """Return the exception for a request that SGLang took and ended before it ran.
 
-    ``reason``: its ``finish_reason``.
+    That happens when its queue is full or its server shuts down.
+
+    Args:
+        reason: the request's ``finish_reason``.
     """
     status = int(reason.get("status_code") or 503)
-    kind = errors.BY_STATUS.get(status, errors.RequestRefused)
-    return kind(str(reason.get("message") or reason["type"]), status, "aborted")
+    return _by_status(status)(str(reason.get("message") or reason["type"]), status, "aborted")
 
 
-def _message(response: httpx.Response) -> str:
-    """SGLang says what is wrong as ``{"error": {"message"}}``, as ``{"message"}``, or as it is."""
+def _by_status(status: int) -> type[errors.RequestRefused]:
+    return _BY_STATUS.get(status, errors.RequestRefused)
+
+
+def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
+    """Return an error's code, ``None`` without one, and its message.
+
+    SGLang writes it as ``{"error": {"message"}}``, as ``{"message"}``, or as plain text.
+    """
     try:
-        said: Any = response.json()
-        return str(said.get("error", said)["message"])
+        body: Any = response.json()
+        problem: Any = body.get("error", body)
+        code, message = problem.get("code"), str(problem["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        return response.text[:500]
+        return None, response.text[:500]
+    return (None if code is None or problem is body else str(code)), message

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 
 Action = Literal["abort", "finalize"]
 Failure = Literal["error", "cancel", "timeout", "stall"]
 
 
 class UpstreamCancelled(FlashMoAError):
-    """Whoever was writing a text was cancelled."""
+    """Raised when the writer of a text was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from typing import Protocol
 import anyio
 
 from flashmoa.engine.client import EngineClient
-from flashmoa.engine.errors import (
+from flashmoa.engine.wire import StreamState
+from flashmoa.errors import (
     EngineError,
     EngineTimeout,
     PluginMissing,
     StreamGone,
     StreamUnknown,
 )
-from flashmoa.engine.wire import StreamState
 
 logger = logging.getLogger(__name__)
 

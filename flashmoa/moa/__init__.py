@@ -1,17 +1,23 @@
-"""Mixture-of-Agents: proposers answer, aggregators make one answer of theirs. And debates."""
+"""Mixture-of-Agents, staircases and debates on self-hosted models."""
 
-from flashmoa.moa.answers import AgentAnswer, DebateResult, Decision, MixtureFailed, MixtureResult
+from flashmoa.moa.agents import Model
+from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.debate import Debate
-from flashmoa.moa.debate_prompt import DebatePrompt
-from flashmoa.moa.early_exit import EarlyExit, Embedder, Quality
-from flashmoa.moa.embedders import EngineEmbedder, LocalEmbedder
+from flashmoa.moa.early_exit import EarlyExit, Quality
+from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
-from flashmoa.moa.models import Model
-from flashmoa.moa.prompts import AggregationPrompt
+from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
+from flashmoa.moa.results import (
+    AgentAnswer,
+    DebateResult,
+    Decision,
+    MixtureFailed,
+    MixtureResult,
+    StaircaseResult,
+    Vote,
+)
 from flashmoa.moa.staircase import Staircase
-from flashmoa.moa.steps import Schedule, Steps
 from flashmoa.moa.topology import Topology
-from flashmoa.moa.vote import Vote
 
 __all__ = [
     "AgentAnswer",
@@ -31,6 +37,7 @@ __all__ = [
     "Quality",
     "Schedule",
     "Staircase",
+    "StaircaseResult",
     "Steps",
     "Topology",
     "Vote",

@@ -1,99 +1,158 @@
-"""The agents of one question: their requests, who follows them, and what became of them."""
+"""The agents of a mixture or a debate: models on engines, and what one answer of them needs."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from flashmoa.engine import EngineError
-from flashmoa.linking.failure_policy import UpstreamCancelled
-from flashmoa.moa.answers import AgentAnswer, MixtureFailed
-from flashmoa.moa.cluster import Cluster, Member, Room, Slot
-from flashmoa.moa.early_exit import Answers
-from flashmoa.moa.models import Model
+import anyio
+
+from flashmoa import EngineClient, Text, UpstreamCancelled
+from flashmoa.engine import EngineError, PluginMissing
+from flashmoa.moa.results import AgentAnswer, MixtureFailed
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
-from flashmoa.workflow import Answer, Workflow
+
+# Tokens of context kept free for an aggregator whose max_tokens is not set.
+_RESERVE = 1024
+# The context length of each engine, asked for once; ``None``: the engine has no plugin to say it.
+_CONTEXTS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
 
 
-class Agents:
-    """Agents in layers; each is called ``LAYER.PLACE``, from 1.
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on an engine.
 
-    Args:
-        times: listens to the workflow.
-        stall_seconds: how long to wait for an answer's next piece, once it has begun.
+    Attributes:
+        model: the name under which the engine serves it.
+        sampling: parameters of chat completions (``temperature``, ``max_tokens``, ...), and
+            SGLang's own.
     """
 
-    def __init__(self, flow: Workflow, times: Times, stall_seconds: float) -> None:
-        self._flow = flow
-        self._times = times
-        self._stall_seconds = stall_seconds
-        self._records: list[list[AgentAnswer]] = []
-        self._answers: list[list[Answer]] = []
-        self._waiting: dict[int, int] = {}
+    engine: EngineClient
+    model: str = "default"
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def ask(
-        self, layer: int, model: Model, messages: Sequence[Mapping[str, Any]], **more: Any
-    ) -> Answer:
-        """One more agent of a layer; its request goes out when what it mentions is complete."""
-        if layer == len(self._answers):
-            self._answers.append([])
-            self._records.append([])
-        place = len(self._answers[layer])
-        parameters: dict[str, Any] = {"model": model.model, **model.sampling, **more}
-        name = f"{layer + 1}.{place + 1}"
-        answer = self._flow.ask(messages, engine=model.engine, name=name, **parameters)
-        self._answers[layer].append(answer)
-        self._records[layer].append(AgentAnswer(layer, place, model.model, model.engine.url))
-        return answer
+    @property
+    def max_tokens(self) -> int | None:
+        """Return how many tokens an answer may have, if ``sampling`` limits it."""
+        return self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
 
-    def member(self, layer: int, place: int, *forms: tuple[str, str]) -> Member:
-        """An agent that will be read, with a slot for each form: what stands before its answer,
-        and what stands there without one."""
-        answer = self._answers[layer][place]
-        slots = [Slot(self._flow.version(answer), title, absent) for title, absent in forms]
-        return Member(answer, self._records[layer][place], slots)
+    async def free_tokens(
+        self, empty_prompt: Sequence[Mapping[str, Any]], answer_limits: Sequence[int | None]
+    ) -> int | None:
+        """Return how many tokens of context a prompt leaves for the answers in it.
 
-    def follow(
-        self, members: Sequence[Member], room: Room, answers: Answers | None = None
-    ) -> Cluster:
-        """Have their answers go into their slots."""
-        for member in members:
-            self._waiting[id(member.answer)] = self._waiting.get(id(member.answer), 0) + 1
-        cluster = Cluster(
-            members,
-            room=room,
-            stall_seconds=self._stall_seconds,
-            answers=answers,
-            leave=self._leave,
-        )
-        self._flow.start_soon(cluster.run)
-        return cluster
+        Args:
+            empty_prompt: the prompt without the answers.
+            answer_limits: how many tokens each answer can have, if that is known.
 
-    def _leave(self, member: Member) -> None:
-        """A cluster does not wait for an agent any more; maybe others do."""
-        self._waiting[id(member.answer)] -= 1
-        if not self._waiting[id(member.answer)]:
-            member.record.status = "left out"
-            member.answer.cancel()
+        Returns: ``None`` if the answers certainly fit, or if the engine does not say how long its
+            context is.
 
-    def cancel(self) -> None:
-        """Have every agent stop; harmless for those that have."""
-        for layer in self._answers:
-            for answer in layer:
-                answer.cancel()
+        Raises: EngineError.
+        """
+        context = await self.context_length()
+        if context is None:
+            return None
+        free = context - (self.max_tokens or _RESERVE)
+        if None not in answer_limits:
+            needed = sum(limit or 0 for limit in answer_limits)
+            if needed + _upper_bound(empty_prompt) <= free:
+                return None
+        return max(0, free - await self._count(empty_prompt))
 
-    def records(self) -> list[list[AgentAnswer]]:
-        """What every agent wrote, and when, by layer and place."""
-        for answers, records in zip(self._answers, self._records, strict=True):
-            for answer, record in zip(answers, records, strict=True):
-                record.text, record.usage = answer.written, answer.usage
-                self._times.fill(record, answer.name)
-        return self._records
+    async def context_length(self) -> int | None:
+        """Return the engine's context length in tokens, ``None`` if it does not say."""
+        if self.engine not in _CONTEXTS:
+            try:
+                _CONTEXTS[self.engine] = (await self.engine.info()).context_length
+            except PluginMissing:
+                _CONTEXTS[self.engine] = None
+            except EngineError:
+                return None
+        return _CONTEXTS[self.engine]
+
+    async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
+        """Return whether a context has room for a prompt and a whole answer after it."""
+        free = context - (self.max_tokens or _RESERVE)
+        if _upper_bound(prompt) <= free:
+            return True
+        try:
+            return await self._count(prompt) <= free
+        except EngineError:
+            return True  # If there is too little room, the request itself will fail and say so.
+
+    async def _count(self, prompt: Sequence[Mapping[str, Any]]) -> int:
+        template_args = self.sampling.get("chat_template_kwargs")
+        return len(await self.engine.tokenize_chat(list(prompt), template_args=template_args))
 
 
-class Times:
-    """When agents' calls began and ended (a ``Listener``)."""
+def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many tokens a prompt can have at most."""
+    # No token is shorter than a byte; a chat template adds less than the rest.
+    return sum(len(str(message["content"]).encode()) for message in prompt) + 256
+
+
+async def room_for_answers(
+    readers: Iterable[Model],
+    empty_prompt: Sequence[Mapping[str, Any]],
+    answer_limits: Sequence[int | None],
+) -> int | None:
+    """Return how many tokens of answers fit into the prompt of every reader; ``None``: all do.
+
+    Takes what :meth:`Model.free_tokens` takes. An engine that cannot be asked is left out: if it
+    has too little room, its request will fail and say so.
+    """
+    rooms: list[int] = []
+    for reader in {(one.engine.url, one.model): one for one in readers}.values():
+        try:
+            room = await reader.free_tokens(empty_prompt, answer_limits)
+        except EngineError:
+            continue
+        if room is not None:
+            rooms.append(room)
+    return min(rooms, default=None)
+
+
+async def read_with_timeout(text: Text, stall_seconds: float | None) -> AsyncGenerator[str]:
+    """Yield a text's pieces as they are written.
+
+    Args:
+        stall_seconds: how long to wait for the next piece once the text has begun; ``None``: for
+            ever.
+
+    Raises:
+        TimeoutError: no piece came for so long.
+        Exception: what the text failed with.
+    """
+    pieces, timeout, piece = aiter(text), None, None
+    while True:
+        with anyio.move_on_after(timeout) as waiting:
+            piece = await anext(pieces, None)
+        if waiting.cancelled_caught:
+            raise TimeoutError(f"it stalled: nothing came for {timeout:g} s")
+        if piece is None:
+            return
+        timeout = stall_seconds
+        yield piece
+
+
+@contextmanager
+def raise_as_mixture_failed(who: str) -> Generator[None]:
+    """Turn the failure of the agent that writes the answer into a :class:`MixtureFailed`."""
+    try:
+        yield
+    except (MixtureFailed, UpstreamCancelled):
+        raise
+    except Exception as error:
+        raise MixtureFailed(f"{who} failed: {error}") from error
+
+
+class CallTimes:
+    """The times at which agents' calls began and ended, noted by listening to a workflow."""
 
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
@@ -101,6 +160,7 @@ class Times:
         self._finished: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
+        """Note the time of an event (a ``Listener``)."""
         if isinstance(event, CallStarted):
             self._started[event.agent] = event.at
         elif isinstance(event, FirstToken):
@@ -109,35 +169,7 @@ class Times:
             self._finished[event.agent] = event.at
 
     def fill(self, record: AgentAnswer, agent: str) -> None:
+        """Set the times of an agent's record."""
         record.started = self._started.get(agent)
         record.first_token = self._first.get(agent)
         record.finished = self._finished.get(agent)
-
-
-async def room_of(
-    readers: Iterable[Model], empty: Sequence[Mapping[str, Any]], most: Sequence[int | None]
-) -> int | None:
-    """Tokens there are for answers in the prompt of each reader; ``None``: enough.
-
-    Args: as :meth:`Model.free_tokens`.
-    """
-    rooms: list[int] = []
-    for reader in {(one.engine.url, one.model): one for one in readers}.values():
-        try:
-            room = await reader.free_tokens(empty, most)
-        except EngineError:
-            continue  # It cannot be asked; if there is not enough, the request will say so.
-        if room is not None:
-            rooms.append(room)
-    return min(rooms, default=None)
-
-
-@contextmanager
-def explained(who: str) -> Generator[None]:
-    """What the one agent fails with that speaks for all is everybody's failure."""
-    try:
-        yield
-    except (MixtureFailed, UpstreamCancelled):
-        raise
-    except Exception as error:
-        raise MixtureFailed(f"{who} failed: {error}") from error

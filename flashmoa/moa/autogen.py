@@ -16,17 +16,18 @@ from autogen_agentchat.messages import (
 from autogen_core import CancellationToken
 from autogen_core.models import RequestUsage
 
-from flashmoa.linking.failure_policy import UpstreamCancelled
-from flashmoa.moa.answers import MixtureResult
+from flashmoa import UpstreamCancelled
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.prompts import Message
+from flashmoa.moa.results import MixtureResult
 
 
 class MoAAgent(BaseChatAgent):
-    """Answers with a mixture; in a team it is an agent like others.
+    """An agent that answers with a mixture; in a team it is an agent like any other.
 
-    What others say are user messages to it, and what it has said are its own. Its message's
-    ``metadata`` says how many agents were used, left out and failed; its usage is that of all.
+    Messages of other agents are user messages to it, and its own are assistant messages. Its
+    message's ``metadata`` counts the agents that were used, left out and failed; its usage adds
+    up all agents.
 
     Args:
         system_message: stands before the conversation, for every agent of the mixture.
@@ -52,28 +53,38 @@ class MoAAgent(BaseChatAgent):
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
+        """Return the types of messages that the agent answers with."""
         return (TextMessage,)
 
     async def on_messages(
         self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
     ) -> Response:
-        """Raises: MixtureFailed, and what cancelling raises."""
+        """Answer the messages with the mixture.
+
+        Raises:
+            MixtureFailed: as :meth:`MixtureOfAgents.answer`.
+            CancelledError: the token was cancelled.
+        """
         async for item in self.on_messages_stream(messages, cancellation_token):
             if isinstance(item, Response):
                 return item
-        raise AssertionError("a stream of messages ends with its response")
+        raise AssertionError("the stream of messages ended without a response")
 
     async def on_messages_stream(
         self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
     ) -> AsyncGenerator[BaseAgentEvent | BaseChatMessage | Response]:
+        """Yield the pieces of the answer, if asked to, and its response.
+
+        Raises: as :meth:`on_messages`.
+        """
         self._talk += [{"role": "user", "content": one.to_model_text()} for one in messages]
-        async with self._mixture.answering([*self._system, *self._talk]) as running:
-            cancellation_token.add_callback(running.cancel)
+        async with self._mixture.answering([*self._system, *self._talk]) as run:
+            cancellation_token.add_callback(run.cancel)
             try:
-                async for piece in running:
+                async for piece in run:
                     if self._streams:
                         yield ModelClientStreamingChunkEvent(content=piece, source=self.name)
-                result = await running.result()
+                result = await run.result()
             except UpstreamCancelled:
                 raise asyncio.CancelledError from None
         self._talk.append({"role": "assistant", "content": result.text})
@@ -96,4 +107,5 @@ class MoAAgent(BaseChatAgent):
         )
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None:
+        """Forget the conversation."""
         self._talk.clear()

@@ -1,4 +1,4 @@
-"""The agents that are read together: their texts into the slots of those who read them."""
+"""A cluster: agents that are read together, and the way of their answers into readers' prompts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from dataclasses import dataclass
 
 import anyio
 
-from flashmoa.linking.failure_policy import UpstreamCancelled
-from flashmoa.linking.streamed_text import Text
-from flashmoa.moa.answers import AgentAnswer, Decision, MixtureFailed
-from flashmoa.moa.early_exit import Answers
-from flashmoa.moa.patience import patiently
-from flashmoa.moa.shares import fair_shares
-from flashmoa.workflow import Answer
+from flashmoa import Answer, Text, UpstreamCancelled
+from flashmoa.moa.agents import read_with_timeout
+from flashmoa.moa.early_exit import ScoredAnswers
+from flashmoa.moa.results import AgentAnswer, Decision, MixtureFailed
 
 logger = logging.getLogger(__name__)
 
-# Tokens that answers of a cluster may have together.
+# How many tokens the answers of a cluster may have together; None: any number.
 Room = Callable[[], Awaitable[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where an answer stands in the prompts of its readers: behind ``title``; ``absent`` is what
-    stands there where it is left out."""
+class AnswerSlot:
+    """The place of an answer in its readers' prompts, behind ``title``; if the answer is left
+    out, ``absent`` stands there instead of both."""
 
     text: Text
     title: str = ""
@@ -35,36 +32,37 @@ class Slot:
 
 @dataclass(slots=True)
 class Member:
-    """One agent that is read, and its slots: one for each form in which it is."""
+    """An agent that is read, with a slot for each form in which prompts have its answer."""
 
     answer: Answer
     record: AgentAnswer
-    slots: Sequence[Slot]
-    # Whether its readers are told it: not known as long as it is being written.
+    slots: Sequence[AnswerSlot]
+    # Whether its readers are given its answer; None while that is open.
     used: bool | None = None
 
     @property
     def tokens(self) -> int:
-        """How long it is."""
+        """Return the answer's length in tokens, or in characters if its engine did not count."""
         usage = self.answer.usage
         return usage.completion_tokens if usage is not None else len(self.answer.written)
 
     def write(self, piece: str, *, first: bool) -> None:
-        """The next piece of its answer."""
+        """Append a piece of the answer to the slots, the first one behind the title."""
         for slot in self.slots:
             slot.text.write(slot.title + piece if first else piece)
 
     def finish(self, answer: str) -> None:
-        """This is what its readers are told."""
+        """Complete the slots with this answer."""
         for slot in self.slots:
             slot.text.finish(slot.title + answer)
 
     def leave_out(self) -> None:
+        """Complete the slots without an answer."""
         for slot in self.slots:
             slot.text.finish(slot.absent)
 
     def fail(self, error: Exception) -> None:
-        """Its readers cannot be told anything."""
+        """Fail the slots, and with them the readers' requests."""
         for slot in self.slots:
             slot.text.fail(error)
 
@@ -72,18 +70,18 @@ class Member:
 class Cluster:
     """Agents with the same readers, in the order of their slots.
 
-    An answer flows into its slots as it is written, behind their titles. One that fails, stalls
-    or is empty is left out. Where none is left, the slots of one fail.
+    An answer flows into its slots, behind their titles, while it is written. An answer that
+    fails, stalls or is empty is left out. If none remains, the slots of the last one fail.
 
     Args:
-        room: is asked how many tokens there are for all of them together.
+        room: is asked how many tokens there are for all answers together.
         stall_seconds: how long to wait for an answer's next piece, once it has begun.
-        answers: decides about leaving early, if anything does.
-        leave: is told of members that are not waited for any more.
+        scores: decides about early exit, if anything does.
+        leave: is called with each member that the cluster no longer waits for.
 
     Attributes:
         last: the member that was waited for longest.
-        deciding: seconds from its answer until the readers were told, where answers are judged.
+        deciding: seconds from its answer until the readers were given it, if answers are scored.
     """
 
     def __init__(
@@ -92,43 +90,41 @@ class Cluster:
         *,
         room: Room,
         stall_seconds: float,
-        answers: Answers | None,
+        scores: ScoredAnswers | None,
         leave: Callable[[Member], None],
     ) -> None:
         self.decisions: list[Decision] = []
         self.deciding = 0.0
         self.last = members[-1]
-        self._came = 0.0
-        self._is_judged = answers is not None
+        self._last_came = 0.0
+        self._is_scored = scores is not None
         self._members = members
         self._room = room
         self._stall_seconds = stall_seconds
-        self._answers = answers
+        self._scores = scores
         self._leave = leave
         self._left = False
-        self._judging = anyio.Lock()
+        self._scoring = anyio.Lock()
 
     async def run(self) -> None:
-        """Until every slot is complete, or one has failed."""
+        """Copy answers into their slots until every slot is complete or one has failed."""
         room = await self._room()
         share = None if room is None else room // len(self._members)
         async with anyio.create_task_group() as group:
             for member in self._members:
                 group.start_soon(self._follow, member, share, group.cancel_scope)
-        if self._is_judged:
-            self.deciding = time.perf_counter() - self._came
+        if self._is_scored:
+            self.deciding = time.perf_counter() - self._last_came
         used = [member for member in self._members if member.used]
         if room is not None:
             _cut(used, room)
         for slot in (slot for member in used for slot in member.slots):
             slot.text.close()
 
-    async def _follow(
-        self, member: Member, share: int | None, everybody: anyio.CancelScope
-    ) -> None:
+    async def _follow(self, member: Member, share: int | None, all_: anyio.CancelScope) -> None:
         problem = await self._copy(member, share)
         if member.used is None:
-            self.last, self._came = member, time.perf_counter()
+            self.last, self._last_came = member, time.perf_counter()
         if problem is not None:
             self._drop(member, problem)
         else:
@@ -136,16 +132,19 @@ class Cluster:
             if share is None or member.tokens <= share:
                 member.finish(member.answer.written)
         waiting = any(one.used is None for one in self._members)
-        # Once all are there, decisions under way are about nothing.
+        # Once all answers are there, decisions under way are pointless and are cancelled, too.
         if not waiting or (member.used and await self._suffices(member)):
-            everybody.cancel()
+            all_.cancel()
 
     async def _copy(self, member: Member, share: int | None) -> str | None:
-        """Into the slot as it comes, as far as there is certainly room. Returns: why its readers
-        are not told it; nothing to say where somebody has lost interest in it."""
+        """Copy an answer into its slots as it comes, as far as there is certainly room.
+
+        Returns: why its readers are not given it, ``""`` if it was cancelled; ``None`` if they
+        are.
+        """
         count = 0
         try:
-            async for piece in patiently(member.answer, self._stall_seconds):
+            async for piece in read_with_timeout(member.answer, self._stall_seconds):
                 count += 1
                 if share is None or count <= share:
                     member.write(piece, first=count == 1)
@@ -159,7 +158,7 @@ class Cluster:
         return "it called a tool" if called else "it answered nothing"
 
     def _drop(self, member: Member, problem: str) -> None:
-        """An answer that its readers will not be told."""
+        """Settle that readers are not given an answer."""
         if member.used is not None:
             return
         member.used = False
@@ -172,24 +171,24 @@ class Cluster:
             member.fail(MixtureFailed(f"no agent answered; {member.answer.name}: {problem}"))
 
     async def _suffices(self, member: Member) -> bool:
-        """Whether, with this one, the others are not needed any more; then they are dropped."""
-        if self._answers is None:
+        """Score an answer; if the complete ones suffice, drop the others and return True."""
+        if self._scores is None:
             return False
         began = time.perf_counter()
-        async with self._judging:
+        async with self._scoring:
             try:
-                quality = await self._answers.add(member.answer.written, member.answer.logprobs)
+                quality = await self._scores.add(member.answer.written, member.answer.logprobs)
             except Exception as error:
                 logger.warning("No early exit: the answers cannot be compared: %s", error)
-                self._answers = None
+                self._scores = None
                 return False
             waiting = [one for one in self._members if one.used is None]
             if not waiting:
-                return False  # What cannot be cancelled has come to its end.
-            left = not self._left and self._answers.suffice(quality)
+                return False  # The embedder could not be cancelled and finished too late.
+            left = not self._left and self._scores.suffice(quality)
             seconds = time.perf_counter() - began
             of = len(self._members)
-            self.decisions.append(Decision(len(self._answers), of, quality, left, seconds))
+            self.decisions.append(Decision(len(self._scores), of, quality, left, seconds))
         if left:
             self._left = True
             for one in waiting:
@@ -199,7 +198,7 @@ class Cluster:
 
 
 def _cut(used: Sequence[Member], room: int) -> None:
-    """What is longer than its fair share ends there."""
+    """Complete the slots of answers, each cut to its fair share of the room."""
     shares = fair_shares([member.tokens for member in used], room)
     for member, share in zip(used, shares, strict=True):
         text = member.answer.written
@@ -207,3 +206,17 @@ def _cut(used: Sequence[Member], room: int) -> None:
             member.record.cut_tokens = member.tokens - share
             text = text[: len(text) * share // member.tokens]
         member.finish(text)
+
+
+def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
+    """Return how much of each answer can stay so that all fit into ``room``.
+
+    Short answers stay whole and leave what they do not need to the longer ones, which are cut to
+    one length (max-min fairness). All numbers have the same unit, tokens or characters.
+    """
+    shares = [0] * len(lengths)
+    left = max(0, room)
+    for done, place in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
+        shares[place] = min(lengths[place], left // (len(lengths) - done))
+        left -= shares[place]
+    return shares

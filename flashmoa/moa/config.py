@@ -1,11 +1,11 @@
-"""A Mixture-of-Agents from a TOML file.
+"""The TOML file that describes a Mixture-of-Agents.
 
-name = "moa"                         # as clients ask for it
-topology = "9-3-1"                   # or 9x9x1: all-to-all; by default a tree
+name = "moa"                         # the model name that clients ask for
+topology = "9-3-1"                   # or 9x9x1, all-to-all; the default is a tree
 layout = "question-first"            # or answers-first
 
-[early_exit]                         # left out: everybody is waited for
-embedder = "local"                   # or the URL of an engine that embeds
+[early_exit]                         # without this table, every agent is waited for
+embedder = "local"                   # or the URL of an engine with an embedding model
 rule = "sample"
 
 [[layers]]                           # proposers first, the last aggregator last
@@ -24,24 +24,26 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flashmoa.engine import EngineClient, FlashMoAError
-from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule
-from flashmoa.moa.embedders import EngineEmbedder, LocalEmbedder
+from flashmoa import EngineClient, FlashMoAError
+from flashmoa.moa.agents import Model
+from flashmoa.moa.early_exit import EarlyExit, Rule
+from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
-from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt, Layout
 
 
 class ConfigError(FlashMoAError):
-    """A file that describes no mixture; says where it is wrong."""
+    """Raised when a file does not describe a mixture; says what is wrong in it and where."""
 
 
-class _Part(BaseModel):
+class _Table(BaseModel):
+    """A table of the file, which refuses keys that it does not know."""
+
     model_config = ConfigDict(extra="forbid")
 
 
 class ModelConfig(BaseModel):
-    """``repeat`` such agents. What is not named here is sampling: ``temperature``, ..."""
+    """``repeat`` agents with one model. Keys not named here are sampling parameters."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -52,15 +54,18 @@ class ModelConfig(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters: ``temperature``, ``max_tokens``, ..."""
         return self.model_extra or {}
 
 
-class LayerConfig(_Part):
+class LayerConfig(_Table):
+    """The models of one layer."""
+
     models: list[ModelConfig] = Field(min_length=1)
 
 
-class EarlyExitConfig(_Part):
-    """As :class:`EarlyExit`; ``embedder``: ``local``, or an engine's URL."""
+class EarlyExitConfig(_Table):
+    """The arguments of :class:`EarlyExit`; ``embedder`` is ``local`` or an engine's URL."""
 
     embedder: str = "local"
     tau: float = 0.7
@@ -71,8 +76,8 @@ class EarlyExitConfig(_Part):
     seed: int = 0
 
 
-class MixtureConfig(_Part):
-    """A whole file."""
+class MixtureConfig(_Table):
+    """The whole file."""
 
     name: str = "moa"
     topology: str | None = None
@@ -83,19 +88,33 @@ class MixtureConfig(_Part):
 
     @classmethod
     def read(cls, path: Path) -> MixtureConfig:
-        """Raises: OSError, ConfigError."""
+        """Read a file.
+
+        Raises:
+            OSError: it cannot be read.
+            ConfigError: it does not describe a mixture.
+        """
         try:
             return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is no TOML: {error}") from error
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors()
-            )
-            raise ConfigError(f"{path}: {problems}") from error
+            problems = [
+                f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}"
+                for one in error.errors()
+            ]
+            raise ConfigError(f"{path}: {'; '.join(problems)}") from error
 
     async def build(self, stack: AsyncExitStack) -> MixtureOfAgents:
-        """The mixture; ``stack`` closes its engines' clients. Raises: ConfigError."""
+        """Build the mixture.
+
+        Args:
+            stack: closes the clients of its engines.
+
+        Raises:
+            ConfigError: its parts do not fit together.
+            FlashMoAError: a package for ``embedder = "local"`` is missing.
+        """
         engines: dict[tuple[str, str | None], EngineClient] = {}
 
         async def engine(url: str, api_key: str | None = None) -> EngineClient:
@@ -116,13 +135,14 @@ class MixtureConfig(_Part):
             prompt = AggregationPrompt(self.layout)
             if self.instruction is not None:
                 prompt = AggregationPrompt(self.layout, self.instruction)
-            leave = None
+            early_exit = None
             if (chosen := self.early_exit) is not None:
-                url = chosen.embedder
-                embedder: Embedder = (
-                    LocalEmbedder() if url == "local" else EngineEmbedder(await engine(url))
-                )
-                leave = EarlyExit(embedder, **chosen.model_dump(exclude={"embedder"}))
-            return MixtureOfAgents(layers, self.topology, prompt=prompt, early_exit=leave)
+                embedder: Embedder
+                if chosen.embedder == "local":
+                    embedder = LocalEmbedder()
+                else:
+                    embedder = EngineEmbedder(await engine(chosen.embedder))
+                early_exit = EarlyExit(embedder, **chosen.model_dump(exclude={"embedder"}))
+            return MixtureOfAgents(layers, self.topology, prompt=prompt, early_exit=early_exit)
         except ValueError as error:
             raise ConfigError(str(error)) from error

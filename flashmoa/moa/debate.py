@@ -1,48 +1,49 @@
-"""Multi-agent debate: several models answer, read each other's answers, and answer anew."""
+"""Multi-agent debate: several models answer, read each other's answers and answer again."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from flashmoa import Answer, Text, UpstreamCancelled, Workflow
 from flashmoa.linking.link import Ahead
-from flashmoa.moa.agents import Times
-from flashmoa.moa.answers import DebateResult
-from flashmoa.moa.debate_climb import DebateClimb
-from flashmoa.moa.debate_prompt import DebatePrompt
-from flashmoa.moa.debating import Debating
-from flashmoa.moa.models import Model
-from flashmoa.moa.prompts import Question, conversation
-from flashmoa.moa.steps import Steps
-from flashmoa.moa.vote import Extract
+from flashmoa.moa.agents import CallTimes, Model, raise_as_mixture_failed, room_for_answers
+from flashmoa.moa.chunks import Steps
+from flashmoa.moa.layers import AgentLayers, StaircaseLayers
+from flashmoa.moa.prompts import AnswerForms, DebatePrompt, Messages, Question, conversation
+from flashmoa.moa.results import AgentAnswer, DebateResult, MixtureFailed, Vote
 from flashmoa.observe import Listener, both, contained, ignore
-from flashmoa.workflow import Workflow
+
+# Returns a number, a letter, ... that an answer concludes with; None if there is none in it.
+Extract = Callable[[str], str | None]
 
 
 class Debate:
     """Debaters who answer a question in rounds (Du et al. 2023, arXiv 2305.14325).
 
-    In the first round each answers alone, in every later one each reads what all of them said
-    in the round before. While they write, their answers flow into the prompts of the next
-    round. Answers that fail or are empty are left out; answers for which there is no room are
-    cut, the longest first. Both is said in the result.
+    In the first round each debater answers alone, in every later one it reads the answers that
+    all gave in the round before. While they write, their answers flow into the prompts of the
+    next round. Answers that fail or are empty are left out; answers that do not fit into a
+    reader's context are cut, the longest first. The result says so in both cases.
 
     Args:
         debaters: at least two.
-        rounds: how often each answers.
-        conclusion: how the last round's answers become one. A function is told each of them and
-            says what it comes to, or ``None``; what most come to is the debate's answer, and
-            where it is a tie, that of the first debater. A model is told all of them and writes
-            one of its own, as the last aggregator of a Mixture-of-Agents.
-        prompt: what debaters are told.
-        staircase: has them begin when all have written a chunk in the round before, and go on
-            chunk by chunk; an aggregator, too. By default they wait for whole answers.
-        ahead: of later rounds' prompts, what is prefilled before their requests; to compare with.
+        rounds: how often each debater answers.
+        conclusion: how the last round's answers become one. A function gets each of them and
+            returns its ballot, or ``None``; the most common ballot wins, and in a tie that of the
+            first debater. A model reads all of them and writes an answer of its own, as the last
+            aggregator of a Mixture-of-Agents does.
+        prompt: the debaters' prompt.
+        staircase: has debaters, and an aggregator, begin when all debaters have written a chunk
+            in the round before, and go on chunk by chunk. By default they wait for whole answers.
+        ahead: what of later rounds' prompts is prefilled before their requests; for comparisons.
         stall_seconds: a debater that pauses for so long, once it has begun, is left out of the
             round.
-        listener: is told everything that happens; agents are called ``ROUND.PLACE``, from 1.
+        listener: is called with every event; agents are named ``ROUND.PLACE``, from 1.
 
-    Raises: ValueError where that is no debate.
+    Raises: ValueError without two debaters or a round.
     """
 
     def __init__(  # noqa: PLR0913 - all but three have a default
@@ -57,8 +58,10 @@ class Debate:
         stall_seconds: float = 60.0,
         listener: Listener = ignore,
     ) -> None:
-        if len(debaters) < 2 or rounds < 1:
-            raise ValueError("a debate needs at least two debaters and one round")
+        if len(debaters) < 2:
+            raise ValueError(f"a debate needs at least two debaters; there are {len(debaters)}")
+        if rounds < 1:
+            raise ValueError(f"a debate needs at least one round; rounds is {rounds}")
         self.debaters = debaters
         self.rounds = rounds
         self.conclusion = conclusion
@@ -69,33 +72,216 @@ class Debate:
         self.listener = contained(listener)
 
     async def answer(self, question: Question) -> DebateResult:
-        """The debate's answer, when it is complete.
+        """Return the debate's answer when it is complete.
 
         Args:
             question: a text, or messages of which the last is a user's.
 
         Raises:
-            ValueError: nobody is asked anything.
-            MixtureFailed: no debater could answer in some round, or not the aggregator.
+            ValueError: the last message is not a user's.
+            MixtureFailed: no debater could answer in some round, or the aggregator could not.
+            Exception: what ``conclusion`` raises.
         """
-        async with self.answering(question) as debating:
-            return await debating.result()
+        async with self.answering(question) as run:
+            return await run.result()
 
     @asynccontextmanager
-    async def answering(self, question: Question) -> AsyncGenerator[Debating | DebateClimb]:
-        """The answer as it is written; leaving the context ends every agent that still writes.
+    async def answering(self, question: Question) -> AsyncGenerator[DebateRun]:
+        """Give the answer as it is written; leaving the context ends every agent that writes.
 
         Raises: as :meth:`answer`.
         """
-        times = Times()
+        times = CallTimes()
         listener = both(self.listener, times)
         async with Workflow(self.debaters[0].engine, ahead=self.ahead, listener=listener) as flow:
             talk = conversation(question)
             if self.staircase is None:
-                debating = Debating(self, flow, talk, times)
+                run = _WholeAnswers(self, flow, talk, times)
             else:
-                debating = DebateClimb(self, self.staircase, flow, talk, times)
+                run = _OnStaircase(self, flow, talk, times, self.staircase)
             try:
-                yield debating
+                yield run
             finally:
-                debating.cancel()
+                run.cancel()
+
+
+class DebateRun(ABC):
+    """One question in a debate; ``async for`` yields the pieces of the aggregator's answer, or
+    after a vote the whole answer."""
+
+    def __init__(self, debate: Debate) -> None:
+        self._debate = debate
+        # The aggregator's answer; None if debaters vote.
+        self._aggregate: Text | None = None
+
+    async def __aiter__(self) -> AsyncGenerator[str]:
+        """Yield the pieces of the answer. Raises: as :meth:`result`."""
+        if self._aggregate is None:
+            yield (await self.result()).text
+            return
+        with raise_as_mixture_failed("the aggregator"):
+            async for piece in self._aggregate:
+                yield piece
+
+    async def result(self) -> DebateResult:
+        """Return the result when the answer is complete.
+
+        Raises:
+            MixtureFailed: no debater could answer in some round, or the aggregator could not.
+            Exception: what ``conclusion`` raises.
+        """
+        if self._aggregate is not None:
+            with raise_as_mixture_failed("the aggregator"):
+                text = await self._aggregate
+            *rounds, [aggregate] = await self._records()
+            return DebateResult(text, aggregate.finish_reason, rounds, aggregate=aggregate)
+        rounds = await self._records()
+        texts = [one.text if one.status == "used" else "" for one in rounds[-1]]
+        if not any(texts):
+            problems = "; ".join(one.problem for one in rounds[-1])
+            raise MixtureFailed(f"no agent answered; {problems}")
+        assert not isinstance(self._debate.conclusion, Model)
+        decided = vote(texts, self._debate.conclusion)
+        reason = rounds[-1][decided.place].finish_reason
+        return DebateResult(texts[decided.place], reason, rounds, vote=decided)
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Stop every agent; does nothing to those that have finished."""
+
+    @abstractmethod
+    async def _records(self) -> list[list[AgentAnswer]]:
+        """Wait for the debaters' last answers and return what every agent wrote, by round."""
+
+
+class _WholeAnswers(DebateRun):
+    """A debate whose rounds begin when the answers of the round before are complete."""
+
+    def __init__(
+        self, debate: Debate, flow: Workflow, question: Messages, times: CallTimes
+    ) -> None:
+        super().__init__(debate)
+        self._question = question
+        self._agents = AgentLayers(flow, times, debate.stall_seconds)
+        self._places = range(len(debate.debaters))
+        # The last round's answers as the vote reads them.
+        self._voted_on: list[Text] = []
+        rounds: list[list[AnswerForms]] = []
+        for number in range(debate.rounds):
+            for place, model in enumerate(debate.debaters):
+                messages = debate.prompt.messages(question, place, rounds)
+                self._agents.ask(number, model, messages)
+            if number < debate.rounds - 1:
+                rounds.append(self._follow(number))
+        if isinstance(debate.conclusion, Model):
+            self._aggregate = self._ask_aggregator(debate.conclusion)
+        else:
+            members = [self._agents.member(debate.rounds - 1, n, ("", "")) for n in self._places]
+            self._agents.follow(members, _unlimited)
+            self._voted_on = [member.slots[0].text for member in members]
+
+    def cancel(self) -> None:
+        """Stop every agent; does nothing to those that have finished."""
+        for text in self._voted_on:
+            text.fail(UpstreamCancelled("the debate was cancelled"))
+        self._agents.cancel()
+
+    async def _records(self) -> list[list[AgentAnswer]]:
+        for text in self._voted_on:
+            await text
+        return self._agents.records()
+
+    def _follow(self, number: int) -> list[AnswerForms]:
+        """Have a round's answers flow into slots; return the slots' marks."""
+        prompt = self._debate.prompt
+        members = [
+            self._agents.member(number, place, ("", prompt.absent), (prompt.title(place + 1), ""))
+            for place in self._places
+        ]
+        self._agents.follow(members, self._room)
+        return [AnswerForms(*(f"{slot.text}" for slot in member.slots)) for member in members]
+
+    def _ask_aggregator(self, model: Model) -> Answer:
+        """Have the last round's answers flow into the prompt of an aggregator, and ask it."""
+        debate, prompt = self._debate, self._debate.prompt.aggregation
+        titles = [prompt.title(place + 1) for place in self._places]
+        members = [
+            self._agents.member(debate.rounds - 1, place, (title, ""))
+            for place, title in enumerate(titles)
+        ]
+
+        async def room() -> int | None:
+            limits = [model.max_tokens for model in debate.debaters]
+            return await room_for_answers([model], prompt.messages(self._question, titles), limits)
+
+        self._agents.follow(members, room)
+        slots = [f"{member.slots[0].text}" for member in members]
+        return self._agents.ask(debate.rounds, model, prompt.messages(self._question, slots))
+
+    async def _room(self) -> int | None:
+        """Return how many tokens the answers of one round may have together; None: any number."""
+        debate = self._debate
+        titles = [AnswerForms("", debate.prompt.title(place + 1)) for place in self._places]
+        rounds = debate.prompt.remembered([titles] * (debate.rounds - 1))
+        empty_prompt = debate.prompt.messages(self._question, 0, rounds)
+        limits = [model.max_tokens for model in debate.debaters] * len(rounds)
+        room = await room_for_answers(debate.debaters, empty_prompt, limits)
+        return None if room is None else room // len(rounds)
+
+
+class _OnStaircase(DebateRun):
+    """A debate whose rounds write along with the round before (Staircase Streaming,
+    arXiv 2510.05059)."""
+
+    def __init__(
+        self, debate: Debate, flow: Workflow, question: Messages, times: CallTimes, steps: Steps
+    ) -> None:
+        super().__init__(debate)
+        self._times = times
+        self._layers = StaircaseLayers(
+            flow,
+            question,
+            debate.debaters,
+            steps,
+            listener=debate.listener,
+            stall_seconds=debate.stall_seconds,
+        )
+        prompts = [debate.prompt.on_staircase(place) for place in range(len(debate.debaters))]
+        for _ in range(1, debate.rounds):
+            self._layers.add(prompts, debate.debaters)
+        if isinstance(debate.conclusion, Model):
+            [writer] = self._layers.add([debate.prompt.aggregation], [debate.conclusion])
+            self._aggregate = writer.answer
+
+    def cancel(self) -> None:
+        """Stop every agent; does nothing to those that have finished."""
+        self._layers.cancel()
+
+    async def _records(self) -> list[list[AgentAnswer]]:
+        return await self._layers.records(self._times)
+
+
+async def _unlimited() -> None:
+    """Return that answers may have any number of tokens, as a vote reads each by itself."""
+
+
+def vote(answers: Sequence[str], extract: Extract) -> Vote:
+    """Return the most common ballot that ``extract`` finds in answers; an empty one has none.
+
+    In a tie the ballot that comes first wins. If no answer has a ballot, ``place`` is that of the
+    first answer that is not empty.
+
+    Raises:
+        ValueError: all answers are empty.
+        Exception: what ``extract`` raises.
+    """
+    given = [place for place, answer in enumerate(answers) if answer]
+    if not given:
+        raise ValueError(f"a vote needs an answer; all {len(answers)} are empty")
+    ballots = tuple(extract(answer) if answer else None for answer in answers)
+    # Of equally common ballots, most_common gives the first one.
+    common = Counter(ballot for ballot in ballots if ballot is not None).most_common(1)
+    if not common:
+        return Vote(ballots, None, 0, given[0])
+    winner, count = common[0]
+    return Vote(ballots, winner, count, ballots.index(winner))

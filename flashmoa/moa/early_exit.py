@@ -1,6 +1,8 @@
-"""When the answers there are suffice, and those still being written can be left out.
+"""Early exit: go on with the answers that are complete when they are good enough.
 
-Faster-MoA Algorithm 1: a score from how confident the answers are and how much they agree.
+Faster-MoA Algorithm 1 scores the complete answers of a cluster by how confident they are and how
+much they agree; the agents that still write may then be cancelled. Line numbers are those of the
+algorithm.
 """
 
 from __future__ import annotations
@@ -9,33 +11,27 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
-from flashmoa.moa.similarity import frobenius_cosine, normalised
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from flashmoa.moa.similarity import Embedding
+from flashmoa.moa.embedding import Embedder, Embedding
 
 Rule = Literal["sample", "threshold"]
 
-
-class Embedder(Protocol):
-    """Makes the embeddings that answers are compared by; one for all models."""
-
-    async def embed(self, text: str) -> Embedding:
-        """Last-layer hidden states, ``[tokens or sentences, hidden]``."""
-        ...
+_TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What the answers so far are worth, each in [0, 1].
+    """The score of the answers so far and its parts, each in [0, 1].
 
     Attributes:
         confidence: root mean square of the answers' confidences (line 5).
-        agreement: their similarity, weighted by confidence, P (line 13).
-        balance: how near P is to what is wanted of it, B (line 14): answers that are all the
-            same add nothing to each other, answers that have nothing in common do not convince.
+        agreement: mean similarity of the answers, weighted by confidence, P (line 13).
+        balance: how near P is to the wanted similarity, B (line 14). Answers that are all the
+            same add nothing to each other; answers that have nothing in common do not convince.
         score: Q (line 15).
     """
 
@@ -47,17 +43,19 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
-    """Whether a cluster's remaining proposers are worth waiting for.
+    """The policy that decides whether a cluster's remaining agents are worth waiting for.
 
     Args:
-        embedder: for the answers' similarity.
-        tau: the similarity that is wanted (0.7 in the paper).
-        rule: leave with probability Q (``sample``, as the paper has it), or where Q is at least
-            ``threshold``.
-        min_answers: never leave before so many are there.
-        diagonal: count each answer as similar to itself, as Algorithm 1's loops do. Then one
-            answer alone has P = 1, and a cluster may well leave with it.
-        seed: of the coin.
+        embedder: gives the embeddings by which answers are compared.
+        tau: the wanted similarity (0.7 in the paper).
+        rule: ``sample`` leaves with probability Q, as in the paper; ``threshold`` leaves when Q
+            is at least ``threshold``.
+        min_answers: never leave before so many answers are complete.
+        diagonal: count each answer as similar to itself, as Algorithm 1's loops do. A single
+            answer then has P = 1, so a cluster may well leave with one answer.
+        seed: of the random numbers that ``sample`` draws.
+
+    Raises: ValueError if a number is out of its range.
     """
 
     embedder: Embedder
@@ -69,27 +67,31 @@ class EarlyExit:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.tau <= 1 or not 0 <= self.threshold <= 1 or self.min_answers < 1:
-            raise ValueError("tau is in (0, 1], threshold in [0, 1], min_answers at least 1")
+        if not 0 < self.tau <= 1:
+            raise ValueError(f"tau is {self.tau}; it must be in (0, 1]")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it must be in [0, 1]")
+        if self.min_answers < 1:
+            raise ValueError(f"min_answers is {self.min_answers}; it must be at least 1")
 
     @classmethod
     def as_published(cls, embedder: Embedder, seed: int = 0) -> EarlyExit:
-        """Algorithm 1 to the letter."""
+        """Return the policy that follows Algorithm 1 to the letter."""
         return cls(embedder, min_answers=1, diagonal=True, seed=seed)
 
-    def judges(self, agents: int) -> bool:
-        """Whether a cluster of so many can be left at all, so that its answers are scored."""
+    def applies_to(self, agents: int) -> bool:
+        """Return whether a cluster of so many agents can be left early at all."""
         return agents > self.min_answers
 
 
 @dataclass(slots=True)
-class Answers:
-    """The answers of one cluster, in the order in which they were finished."""
+class ScoredAnswers:
+    """The complete answers of one cluster, in the order in which they were completed."""
 
     policy: EarlyExit
-    coin: random.Random
+    rng: random.Random
     _confidences: list[float] = field(default_factory=list[float])
-    _embeddings: list[Embedding] = field(default_factory=list["Embedding"])
+    _embeddings: list[Embedding] = field(default_factory=list[Embedding])
     # Row i: similarities to the answers before i.
     _similarities: list[list[float]] = field(default_factory=list[list[float]])
 
@@ -97,7 +99,13 @@ class Answers:
         return len(self._confidences)
 
     async def add(self, text: str, logprobs: Sequence[float]) -> Quality:
-        """One more answer, with its tokens' log-probabilities (natural)."""
+        """Add an answer and return the quality of all answers so far.
+
+        Args:
+            logprobs: natural log-probabilities of the answer's tokens.
+
+        Raises: what the embedder raises.
+        """
         new = normalised(await self.policy.embedder.embed(text))
         self._similarities.append([frobenius_cosine(old, new) for old in self._embeddings])
         self._embeddings.append(new)
@@ -108,17 +116,17 @@ class Answers:
         )
 
     def suffice(self, found: Quality) -> bool:
-        """Whether to go on without the others."""
+        """Return whether to go on without the other answers; ``sample`` draws a number."""
         policy = self.policy
         if len(self._confidences) < policy.min_answers:
             return False
         if policy.rule == "threshold":
             return found.score >= policy.threshold
-        return self.coin.random() < found.score
+        return self.rng.random() < found.score
 
 
 def confidence(logprobs: Sequence[float]) -> float:
-    """Geometric mean of the tokens' probabilities (line 4); 0 for an answer without any."""
+    """Return the geometric mean of the tokens' probabilities (line 4); 0 without tokens."""
     return math.exp(sum(logprobs) / len(logprobs)) if logprobs else 0.0
 
 
@@ -129,11 +137,11 @@ def quality(
     tau: float,
     diagonal: bool,
 ) -> Quality:
-    """Lines 5 and 12 to 15 of Algorithm 1.
+    """Compute lines 5 and 12 to 15 of Algorithm 1.
 
     Args:
         similarities: of each answer to those before it: row ``i`` has ``i`` numbers.
-        diagonal: see :class:`EarlyExit`. Without, one answer alone has the score 0.
+        diagonal: see :class:`EarlyExit`. Without it, a single answer has the score 0.
     """
     mean = (sum(one * one for one in confidences) / len(confidences)) ** 0.5
     pairs = [
@@ -149,3 +157,28 @@ def quality(
     agreement = sum(product * similarity for product, similarity in pairs) / weight
     balance = min(1.0, max(0.0, 1 - abs(agreement - tau) / tau))
     return Quality(mean, agreement, balance, (mean * balance) ** 0.5)
+
+
+def normalised(embedding: Embedding) -> Embedding:
+    """Scale columns to length 1, so that ``X.T @ X`` is the features' correlation (lines 1, 2).
+
+    Takes and returns ``[n, hidden]``.
+    """
+    lengths = np.linalg.norm(embedding, axis=0, keepdims=True)
+    return (embedding / np.maximum(lengths, _TINY)).astype(np.float32)
+
+
+def frobenius_cosine(one: Embedding, other: Embedding) -> float:
+    """Return the Frobenius cosine similarity, in [0, 1], of two embeddings (lines 8, 9).
+
+    Takes :func:`normalised` embeddings, ``[n, hidden]`` and ``[m, hidden]``. With
+    ``Corr = X.T @ X``, ``<Corr_u, Corr_v>`` is ``||X_u @ X_v.T||**2``: ``n * m`` products of
+    ``hidden`` numbers instead of ``hidden**2`` of ``n``, and no ``hidden x hidden`` matrix.
+    """
+    both = _squares(one @ other.T)
+    alone = (_squares(one @ one.T) * _squares(other @ other.T)) ** 0.5
+    return min(1.0, both / alone) if alone > _TINY else 0.0
+
+
+def _squares(matrix: NDArray[np.float32]) -> float:
+    return float(np.sum(np.square(matrix, dtype=np.float64)))

@@ -1,4 +1,4 @@
-"""Mixture-of-Agents on self-hosted engines: what users call."""
+"""Mixture-of-Agents on self-hosted engines (Faster-MoA, arXiv 2512.18126)."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
+from flashmoa import Answer, Workflow
 from flashmoa.linking.link import Ahead
-from flashmoa.moa.agents import Times
-from flashmoa.moa.answers import MixtureResult
-from flashmoa.moa.early_exit import EarlyExit
-from flashmoa.moa.models import Model
-from flashmoa.moa.prompts import AggregationPrompt, Question, conversation
-from flashmoa.moa.running import Running
-from flashmoa.moa.topology import Topology
+from flashmoa.moa.agents import CallTimes, Model, raise_as_mixture_failed, room_for_answers
+from flashmoa.moa.cluster import Cluster
+from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
+from flashmoa.moa.layers import AgentLayers
+from flashmoa.moa.prompts import AggregationPrompt, Messages, Question, conversation
+from flashmoa.moa.results import MixtureResult
+from flashmoa.moa.topology import ClusterKey, Reads, Topology
 from flashmoa.observe import Listener, both, contained, ignore
-from flashmoa.workflow import Workflow
 
 
 class MixtureOfAgents:
-    """Proposers answer a question, and layers of aggregators make one answer of theirs.
+    """Proposers answer a question, and layers of aggregators make one answer of their answers.
 
-    While agents write, their answers flow into the prompts of those who will read them
-    (Faster-MoA §4.3), and with ``early_exit`` agents that are not needed any more are cancelled
-    (§4.2). Answers that fail or are empty are left out; answers for which there is no room are
-    cut, the longest first. Both is said in the result.
+    While agents write, their answers flow into the prompts of their readers (Faster-MoA §4.3),
+    and with ``early_exit`` agents that are no longer needed are cancelled (§4.2). Answers that
+    fail or are empty are left out; answers that do not fit into a reader's context are cut, the
+    longest first. The result says so in both cases.
 
     Args:
-        layers: the models, the proposers' first, the last aggregator's last.
-        topology: who reads whom: a :class:`Topology`, ``9-3-1`` for a tree, ``9x9x1`` for
-            all-to-all. By default a tree of the layers' widths.
-        prompt: what aggregators are told.
-        early_exit: applies to every cluster that is read, whatever its layer.
-        ahead: of aggregators' prompts, what is prefilled before their requests; to compare with.
+        layers: the models, from the proposers' layer to the last aggregator's.
+        topology: who reads whom: a :class:`Topology`, ``9-3-1`` for a tree or ``9x9x1`` for
+            all-to-all. The default is a tree of the layers' widths.
+        prompt: the aggregators' prompt.
+        early_exit: applies to every cluster, whatever its layer.
+        ahead: what of aggregators' prompts is prefilled before their requests; for comparisons.
         stall_seconds: an agent that pauses for so long, once it has begun, is left out.
-        listener: is told everything that happens; agents are called ``LAYER.PLACE``, from 1.
+        listener: is called with every event; agents are named ``LAYER.PLACE``, from 1.
 
-    Raises: ValueError where layers and topology do not go together.
+    Raises: ValueError if the layers do not match the topology.
     """
 
     def __init__(  # noqa: PLR0913 - all but the layers have a default
@@ -56,7 +56,10 @@ class MixtureOfAgents:
         elif isinstance(topology, str):
             topology = Topology.parse(topology)
         if topology.widths != widths:
-            raise ValueError(f"there are {widths} models for a topology of {topology.widths}")
+            raise ValueError(
+                f"there are {widths} models for a topology of {topology.widths}; "
+                "give each layer as many models as the topology has agents in it"
+            )
         self.topology = topology
         self.models = layers
         self.prompt = prompt or AggregationPrompt()
@@ -64,34 +67,126 @@ class MixtureOfAgents:
         self.ahead: Ahead = ahead
         self.stall_seconds = stall_seconds
         self.listener = contained(listener)
-        self.coin = random.Random(early_exit.seed if early_exit is not None else 0)
+        self.rng = random.Random(early_exit.seed if early_exit is not None else 0)
 
     async def answer(self, question: Question) -> MixtureResult:
-        """The answer, when it is complete.
+        """Return the answer when it is complete.
 
         Args:
             question: a text, or messages of which the last is a user's.
 
         Raises:
-            ValueError: nobody is asked anything.
-            MixtureFailed: no agent of a cluster, or not the last aggregator, could answer.
+            ValueError: the last message is not a user's.
+            MixtureFailed: no agent of a cluster could answer, or the last aggregator could not.
         """
-        async with self.answering(question) as running:
-            return await running.result()
+        async with self.answering(question) as run:
+            return await run.result()
 
     @asynccontextmanager
-    async def answering(self, question: Question) -> AsyncGenerator[Running]:
-        """The answer as it is written; leaving the context ends every agent that still writes.
+    async def answering(self, question: Question) -> AsyncGenerator[MixtureRun]:
+        """Give the answer as it is written; leaving the context ends every agent that writes.
 
         Raises: as :meth:`answer`.
         """
-        times = Times()
+        times = CallTimes()
         flow = Workflow(
             self.models[-1][0].engine, ahead=self.ahead, listener=both(self.listener, times)
         )
         async with flow:
-            running = Running(self, flow, conversation(question), times)
+            run = MixtureRun(self, flow, conversation(question), times)
             try:
-                yield running
+                yield run
             finally:
-                running.cancel()
+                run.cancel()
+
+
+class MixtureRun:
+    """One question on its way through a mixture; ``async for`` yields the last answer's pieces."""
+
+    def __init__(
+        self, mixture: MixtureOfAgents, flow: Workflow, question: Messages, times: CallTimes
+    ) -> None:
+        self._mixture = mixture
+        self._question = question
+        self._agents = AgentLayers(flow, times, mixture.stall_seconds)
+        self._clusters: dict[ClusterKey, Cluster] = {}
+        for layer in range(len(mixture.models)):
+            self._final = self._ask_layer(layer)
+
+    async def __aiter__(self) -> AsyncGenerator[str]:
+        """Yield the pieces of the last aggregator's answer. Raises: MixtureFailed."""
+        with raise_as_mixture_failed("the last aggregator"):
+            async for piece in self._final:
+                yield piece
+
+    async def result(self) -> MixtureResult:
+        """Return the result when the answer is complete. Raises: MixtureFailed."""
+        with raise_as_mixture_failed("the last aggregator"):
+            text = await self._final
+        clusters = self._clusters
+        # Only the decisions on the critical path delayed the answer.
+        path = self._mixture.topology.critical_path(lambda one: clusters[one].last.record.place)
+        return MixtureResult(
+            text,
+            self._final.finish_reason,
+            self._agents.records(),
+            [one for cluster in clusters.values() for one in cluster.decisions],
+            sum(clusters[one].deciding for one in path),
+        )
+
+    def cancel(self) -> None:
+        """Stop every agent; does nothing to those that have finished."""
+        self._agents.cancel()
+
+    def _ask_layer(self, layer: int) -> Answer:
+        """Make a layer's requests, which go out when what they read is complete.
+
+        Returns: the answer of the layer's last agent.
+        """
+        mixture = self._mixture
+        reads = mixture.topology.layers[layer]
+        slots = {cluster: self._follow(layer, cluster) for cluster in set(reads) if cluster}
+        answers: list[Answer] = []
+        for place, model in enumerate(mixture.models[layer]):
+            messages = self._question
+            if reads[place]:
+                messages = mixture.prompt.messages(messages, slots[reads[place]])
+            # An engine mixes no prefill into decode steps of requests with log-probabilities, so
+            # only answers that early exit scores have them.
+            more = {"logprobs": True} if self._is_scored(layer, place) else {}
+            answers.append(self._agents.ask(layer, model, messages, **more))
+        return answers[-1]
+
+    def _follow(self, layer: int, reads: Reads) -> list[str]:
+        """Have answers that agents of a layer read flow into slots; return the slots' marks."""
+        mixture = self._mixture
+        members = [
+            self._agents.member(layer - 1, place, (mixture.prompt.title(number), ""))
+            for number, place in enumerate(reads, 1)
+        ]
+        policy = self._policy(reads)
+        scores = ScoredAnswers(policy, mixture.rng) if policy is not None else None
+        cluster = self._agents.follow(members, lambda: self._room(layer, reads), scores)
+        self._clusters[layer, reads] = cluster
+        return [f"{member.slots[0].text}" for member in members]
+
+    def _is_scored(self, layer: int, place: int) -> bool:
+        """Return whether an agent's answer is scored in any cluster."""
+        topology = self._mixture.topology
+        readers = topology.readers(layer, place)
+        return any(self._policy(topology.layers[layer + 1][reader]) for reader in readers)
+
+    def _policy(self, reads: Reads) -> EarlyExit | None:
+        """Return the early exit policy of a cluster, if one applies."""
+        policy = self._mixture.early_exit
+        return policy if policy is not None and policy.applies_to(len(reads)) else None
+
+    async def _room(self, layer: int, reads: Reads) -> int | None:
+        """Return how many tokens a cluster's answers may have for all its readers; None: any."""
+        mixture = self._mixture
+        agents = zip(mixture.models[layer], mixture.topology.layers[layer], strict=True)
+        readers = [model for model, theirs in agents if theirs == reads]
+        limits = [mixture.models[layer - 1][place].max_tokens for place in reads]
+        titles = [mixture.prompt.title(number) for number in range(1, len(reads) + 1)]
+        empty_prompt = mixture.prompt.messages(self._question, titles)
+        return await room_for_answers(readers, empty_prompt, limits)

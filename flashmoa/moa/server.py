@@ -15,17 +15,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from flashmoa._starlette import while_connected
-from flashmoa.moa.answers import MixtureFailed, MixtureResult
 from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.mixture import MixtureOfAgents
-from flashmoa.moa.prompts import conversation
+from flashmoa.moa.prompts import Messages, conversation
+from flashmoa.moa.results import MixtureFailed, MixtureResult
 
 
 def application(config: MixtureConfig) -> Starlette:
-    """``/v1/chat/completions``, streaming or not, ``/v1/models`` and ``/health``.
+    """Return an application with ``/v1/chat/completions``, ``/v1/models`` and ``/health``.
 
-    Sampling is the configuration's; of a request's body ``messages`` and ``stream`` count. Usage
-    has the last aggregator's tokens, and under ``flashmoa`` those of all agents.
+    Sampling parameters come from the configuration. Of a request's body, only ``messages``,
+    ``model`` and ``stream`` are read. Usage has the last aggregator's tokens, and under
+    ``flashmoa`` those of all agents.
     """
     served: dict[str, MixtureOfAgents] = {}
 
@@ -40,9 +41,10 @@ def application(config: MixtureConfig) -> Starlette:
             body = await request.json()
             question = conversation(body["messages"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return _refusal(400, f"that is no chat completion request: {error}")
+            return _refusal(400, f"the body is not a chat completion request: {error}")
         if body.get("model", config.name) != config.name:
-            return _refusal(404, f"there is no model {body['model']!r} here, only {config.name!r}")
+            wanted = f"there is no model {body['model']!r}; ask for {config.name!r}"
+            return _refusal(404, wanted)
         mixture = served[config.name]
         if body.get("stream"):
             chunks = _chunks(mixture, config.name, question)
@@ -53,7 +55,7 @@ def application(config: MixtureConfig) -> Starlette:
                 return JSONResponse(_completion(config.name, result))
         except MixtureFailed as error:
             return _refusal(502, str(error))
-        return Response(status_code=499)  # To nobody.
+        return Response(status_code=499)  # The client has disconnected and will not read this.
 
     async def models(_request: Request) -> Response:
         model = {"id": config.name, "object": "model", "owned_by": "flashmoa"}
@@ -85,9 +87,8 @@ def _completion(model: str, result: MixtureResult) -> dict[str, Any]:
     return {**_head("chat.completion", model), "choices": [choice], "usage": _usage(result)}
 
 
-async def _chunks(
-    mixture: MixtureOfAgents, model: str, question: list[dict[str, Any]]
-) -> AsyncGenerator[str]:
+async def _chunks(mixture: MixtureOfAgents, model: str, question: Messages) -> AsyncGenerator[str]:
+    """Yield the server-sent events of an answer."""
     head = _head("chat.completion.chunk", model)
 
     def event(delta: dict[str, Any], reason: str | None = None, **more: Any) -> str:
@@ -95,11 +96,11 @@ async def _chunks(
         return f"data: {json.dumps({**head, 'choices': [choice], **more})}\n\n"
 
     try:
-        async with mixture.answering(question) as running:
+        async with mixture.answering(question) as run:
             yield event({"role": "assistant", "content": ""})
-            async for piece in running:
+            async for piece in run:
                 yield event({"content": piece})
-            result = await running.result()
+            result = await run.result()
         yield event({}, result.finish_reason or "stop", usage=_usage(result))
     except MixtureFailed as error:
         yield f"data: {json.dumps({'error': {'message': str(error), 'code': 502}})}\n\n"

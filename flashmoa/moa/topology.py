@@ -1,8 +1,9 @@
 """Who reads whom in a Mixture-of-Agents; pure.
 
-Layers of agents: the first one's read the question only, each later one's read some of the layer
-before, and the last layer is one agent. In the dense form everybody reads everybody; in a tree
-each agent reads a cluster of its own, and need not wait for other clusters (Faster-MoA §4.1).
+The agents of the first layer read the question only, those of a later layer read some agents of
+the layer before, and the last layer is one agent. In the dense form every agent reads the whole
+layer before; in a tree each agent reads a cluster of its own and need not wait for other clusters
+(Faster-MoA §4.1).
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Self
 
-# Of an agent: the places, in the layer before, of those it reads.
+# The agents that one agent reads, by their places in the layer before.
 Reads = tuple[int, ...]
 Layer = tuple[Reads, ...]
-# A layer, and whom some of its agents read.
+# A cluster: the layer of its readers, and what they read.
 ClusterKey = tuple[int, Reads]
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which agents of the layer before each agent reads, in the order of its answer slots.
+    """A layered graph: for each agent, the agents that it reads, in the order of its slots.
 
     ``layers[0]`` are the proposers, ``layers[-1]`` is the last aggregator alone, and
-    ``layers[i][j]`` are the places in layer ``i - 1`` of those that agent ``j`` reads.
+    ``layers[i][j]`` are the places in layer ``i - 1`` of the agents that agent ``j`` reads.
 
-    Raises: ValueError where that is no layered graph with one agent at its end.
+    Raises: ValueError if an agent is read by no one, reads no one in a later layer, or reads one
+        that is not there or twice; if the last layer is not one agent.
     """
 
     layers: tuple[Layer, ...]
@@ -37,7 +39,7 @@ class Topology:
 
     @classmethod
     def dense(cls, *widths: int) -> Self:
-        """All-to-all, the usual Mixture-of-Agents: ``dense(9, 9, 1)``."""
+        """Return all-to-all layers, the usual Mixture-of-Agents: ``dense(9, 9, 1)``."""
         _check_widths(widths)
         layers: list[Layer] = [((),) * widths[0]]
         layers += [(tuple(range(before)),) * width for before, width in pairwise(widths)]
@@ -45,48 +47,57 @@ class Topology:
 
     @classmethod
     def tree(cls, *widths: int) -> Self:
-        """Clusters of neighbours, as equal as can be: ``tree(9, 3, 1)`` has three of three."""
+        """Return a tree of clusters of neighbours, of sizes that differ by at most one.
+
+        ``tree(9, 3, 1)`` has three clusters of three, and one of the three aggregators.
+        """
         _check_widths(widths)
         layers: list[Layer] = [((),) * widths[0]]
         for before, width in pairwise(widths):
             if width > before:
-                raise ValueError(f"{width} agents cannot have a cluster each of {before} agents")
+                raise ValueError(
+                    f"a layer of {width} agents follows one of {before}; in a tree each agent "
+                    "reads a cluster of its own, so a layer cannot be larger than the one before"
+                )
             layers.append(_clusters([before // width + (n < before % width) for n in range(width)]))
         return cls(tuple(layers))
 
     @classmethod
     def clusters(cls, *sizes: Sequence[int]) -> Self:
-        """A tree by the sizes of its clusters: ``clusters([4, 3, 2], [3])``."""
+        """Return a tree from the sizes of its clusters: ``clusters([4, 3, 2], [3])``."""
         if not sizes:
-            raise ValueError("say the sizes of the first layer's clusters at least")
+            raise ValueError("there are no cluster sizes; give at least those of the first layer")
         layers: list[Layer] = [((),) * sum(sizes[0])]
         layers += [_clusters(layer) for layer in sizes]
         return cls(tuple(layers))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """``9-3-1`` is a tree, ``9x9x1`` is all-to-all. Raises: ValueError."""
+        """Read ``9-3-1`` as a tree, ``9x9x1`` as all-to-all. Raises: ValueError for other texts."""
         for mark, make in (("-", cls.tree), ("x", cls.dense)):
             if re.fullmatch(rf"\d+({mark}\d+)+", text):
                 return make(*map(int, text.split(mark)))
-        raise ValueError(f"{text!r} is no topology; write a tree as 9-3-1 and all-to-all as 9x9x1")
+        raise ValueError(
+            f"{text!r} is not a topology; write a tree as 9-3-1 and all-to-all as 9x9x1"
+        )
 
     @property
     def widths(self) -> tuple[int, ...]:
+        """Return the number of agents of each layer."""
         return tuple(len(layer) for layer in self.layers)
 
     def readers(self, layer: int, place: int) -> tuple[int, ...]:
-        """Places in the next layer of those that read an agent."""
+        """Return the agents that read an agent, by their places in the next layer."""
         if layer + 1 == len(self.layers):
             return ()
         after = self.layers[layer + 1]
         return tuple(reader for reader, reads in enumerate(after) if place in reads)
 
     def critical_path(self, last: Callable[[ClusterKey], int]) -> list[ClusterKey]:
-        """The clusters that the answer waited for, the last aggregator's first.
+        """Return the clusters that the answer waited for, from the last aggregator's back.
 
         Args:
-            last: the place of the agent that was waited for longest in a cluster.
+            last: returns the place of the agent that a cluster waited for longest.
         """
         path: list[ClusterKey] = []
         place = 0
@@ -103,20 +114,35 @@ def _clusters(sizes: Sequence[int]) -> Layer:
 
 def _check_widths(widths: Sequence[int]) -> None:
     if len(widths) < 2 or min(widths) < 1:
-        raise ValueError(f"{widths} are no widths: at least two layers of at least one agent")
+        raise ValueError(
+            f"the layers' widths are {tuple(widths)}; give at least two layers, each of at least "
+            "one agent"
+        )
 
 
 def _check(layers: Sequence[Layer]) -> None:
-    if len(layers) < 2 or any(layers[0]):
-        raise ValueError("a topology has proposers, who read nobody, and at least one layer more")
+    if len(layers) < 2:
+        raise ValueError(f"there are {len(layers)} layers; proposers and one more are needed")
+    for place, reads in enumerate(layers[0]):
+        if reads:
+            raise ValueError(f"agent {place} of layer 0 reads {reads}; proposers read no agent")
     if len(layers[-1]) != 1:
-        raise ValueError(f"the last layer is one agent, not {len(layers[-1])}")
+        raise ValueError(f"the last layer has {len(layers[-1])} agents; it must have one")
     for number, (before, layer) in enumerate(pairwise(layers), 1):
-        for reads in layer:
+        for place, reads in enumerate(layer):
             if not reads or len(set(reads)) < len(reads):
-                raise ValueError(f"an agent of layer {number} reads nobody, or somebody twice")
-        read = {place for reads in layer for place in reads}
-        if not read <= set(range(len(before))):
-            raise ValueError(f"layer {number} reads agents that layer {number - 1} does not have")
-        if unread := set(range(len(before))) - read:
-            raise ValueError(f"nobody reads agents {sorted(unread)} of layer {number - 1}")
+                raise ValueError(
+                    f"agent {place} of layer {number} reads {reads}; it must read at least one "
+                    "agent, and none twice"
+                )
+        read, there = {place for reads in layer for place in reads}, set(range(len(before)))
+        if missing := read - there:
+            raise ValueError(
+                f"layer {number} reads agents {sorted(missing)}, but layer {number - 1} has only "
+                f"{len(before)} agents, counted from 0"
+            )
+        if unread := there - read:
+            raise ValueError(
+                f"no agent reads agents {sorted(unread)} of layer {number - 1}; leave them out or "
+                f"let layer {number} read them"
+            )

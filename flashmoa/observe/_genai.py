@@ -1,17 +1,20 @@
-"""What our events say, in the names of OpenTelemetry's GenAI semantic conventions; pure.
+"""Events as attributes and measurements in OpenTelemetry's GenAI semantic conventions.
 
 Source: open-telemetry/semantic-conventions-genai, docs/gen-ai (spans, agent spans, metrics), all
-of it in development. What the conventions have no name for is under ``flashmoa.``.
+of it in development. What the conventions have no name for is under ``flashmoa.``. OpenTelemetry
+need not be installed for this module.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
+    CallEvent,
     CallFailed,
     CallFinished,
     CallStarted,
@@ -24,6 +27,9 @@ from flashmoa.observe.events import (
     UpstreamFailed,
 )
 
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
+
 Attributes = dict[str, str | bool | int | float | tuple[str, ...]]
 
 OPERATION, AGENT, ERROR_TYPE = "gen_ai.operation.name", "gen_ai.agent.name", "error.type"
@@ -34,37 +40,40 @@ REASON = "flashmoa.link.reason"
 # The conventions' list of providers has no inference engine; others are named freely.
 _PROVIDER = {"gen_ai.provider.name": "sglang"}
 UNKNOWN_ERROR = "_OTHER"
+# The buckets that the conventions give for the histograms.
+_SECONDS = [0.01 * 2**power for power in range(14)]
+_TOKENS = [float(4**power) for power in range(14)]
 _TOOL_CALLS = ("tool_calls", "function_calls")
-# Whatever else ends a link is an error.
+# Any other end of a link is an error.
 _ORDINARY_ENDS = frozenset(
     {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
 )
 
 
 def request(call: CallStarted) -> Attributes:
-    """Of a span or a measurement of a model call."""
+    """Return the attributes of a span, or of a measurement, of a model call."""
     return {OPERATION: "chat", **_PROVIDER, **_model(call), **_server(call.engine)}
 
 
 def own_request(call: CallStarted) -> Attributes:
-    """What else its span says."""
+    """Return what only its span says."""
     stream: Attributes = {STREAM: call.stream_id} if call.stream_id is not None else {}
     return {AGENT: call.agent, "flashmoa.link.late": call.late, **stream}
 
 
 def agent(event: Event) -> Attributes:
-    """Of a span of an agent's turn."""
+    """Return the attributes of a span of an agent's turn."""
     model = _model(event) if isinstance(event, CallStarted) else {}
     return {OPERATION: "invoke_agent", **_PROVIDER, AGENT: event.agent, **model}
 
 
 def is_agent(attributes: Mapping[str, object], name: str) -> bool:
-    """Whether these are the attributes of a span of that agent's turn."""
+    """Return whether these are the attributes of a span of that agent's turn."""
     return attributes.get(OPERATION) == "invoke_agent" and attributes.get(AGENT) == name
 
 
 def answer(call: CallFinished, content: bool) -> Attributes:
-    """Of a span of a call that is over. ``content``: also what was answered."""
+    """Return what a call's span says once it is over; with ``content`` also the answer."""
     found: Attributes = {} if call.usage is None else _usage(call.usage)
     if call.finish_reason is not None:
         found["gen_ai.response.finish_reasons"] = (call.finish_reason,)
@@ -77,12 +86,16 @@ def answer(call: CallFinished, content: bool) -> Attributes:
 
 
 def error_type(call: CallFailed) -> str:
+    """Return the value of ``error.type``."""
     return call.error_type or UNKNOWN_ERROR
 
 
 def prompt_sources(usage: PromptUsage) -> dict[str, int]:
-    """A prompt's tokens by where their KV came from: computed by the call's link before it
-    (``streamed``), in the cache for another reason, or computed when it came (``late``)."""
+    """Return a prompt's tokens by where their KV came from.
+
+    They were computed by the call's link before it (``streamed``), in the cache for another reason
+    (``cached``), or computed when the call came (``late``).
+    """
     if usage.cached_tokens is None:
         return {}
     streamed = usage.streamed_tokens or 0
@@ -91,7 +104,7 @@ def prompt_sources(usage: PromptUsage) -> dict[str, int]:
 
 
 def link(opened: LinkOpened) -> Attributes:
-    """Of a span of a link."""
+    """Return the attributes of a link's span."""
     return {
         AGENT: opened.agent,
         STREAM: opened.stream_id,
@@ -101,12 +114,12 @@ def link(opened: LinkOpened) -> Attributes:
 
 
 def link_error(reason: str) -> str | None:
-    """The error a link ended with, if it did: the class of what was raised."""
+    """Return the class of the error that a link ended with, ``None`` without one."""
     return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
 
 
 def happening(event: Event) -> tuple[str, Attributes] | None:
-    """Something about a link, as the name and the attributes of a span event."""
+    """Return the name and the attributes of a span event about a link."""
     match event:
         case LinkAdvanced():
             return "flashmoa.link.advanced", {
@@ -155,3 +168,61 @@ def _usage(usage: PromptUsage) -> Attributes:
         "flashmoa.link.status": usage.prompt_stream.status if usage.prompt_stream else None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+class Meters:
+    """Measures calls, their tokens, and how links ended."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._duration = meter.create_histogram(
+            "gen_ai.client.operation.duration",
+            "s",
+            "GenAI operation duration.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._first_chunk = meter.create_histogram(
+            "gen_ai.client.operation.time_to_first_chunk",
+            "s",
+            "Time to receive the first chunk of a streamed answer.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._tokens = meter.create_histogram(
+            "gen_ai.client.token.usage",
+            "{token}",
+            "Number of input and output tokens used.",
+            explicit_bucket_boundaries_advisory=_TOKENS,
+        )
+        self._prompt = meter.create_counter(
+            "flashmoa.prompt.tokens",
+            "{token}",
+            "Prompt tokens, by where their KV came from: streamed, cached or late.",
+        )
+        self._links = meter.create_counter(
+            "flashmoa.linking.link", "{link}", "Links that are over, by why they ended."
+        )
+
+    def finished(self, call: CallStarted, first_token: float | None, event: CallFinished) -> None:
+        """Record an answered call; ``first_token`` in Unix seconds."""
+        of = request(call)
+        self._took(call, event, of)
+        if first_token is not None:
+            self._first_chunk.record(first_token - call.at, of)
+        if event.usage is not None:
+            types = {"input": event.usage.prompt_tokens, "output": event.usage.completion_tokens}
+            for kind, tokens in types.items():
+                self._tokens.record(tokens, {**of, "gen_ai.token.type": kind})
+            for source, tokens in prompt_sources(event.usage).items():
+                self._prompt.add(tokens, {**of, "flashmoa.prompt.source": source})
+
+    def failed(self, call: CallStarted, event: CallFailed) -> None:
+        """Record a call that failed."""
+        kind = error_type(event)
+        self._took(call, event, {**request(call), ERROR_TYPE: kind})
+
+    def link_over(self, event: LinkClosed) -> None:
+        """Record how a link ended."""
+        error = link_error(event.reason)
+        self._links.add(1, {REASON: error or event.reason})
+
+    def _took(self, call: CallStarted, end: CallEvent, of: Attributes) -> None:
+        self._duration.record(end.at - call.at, of)

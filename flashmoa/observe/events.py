@@ -1,7 +1,7 @@
 """Everything that happens, as one stream of typed events.
 
 Times are Unix seconds (``time.time()``), so that events of several processes on one machine
-line up. Whoever wants to look (timeline, bench, a user's logger) passes a ``Listener``.
+line up. A ``Listener`` gets them: the timeline, the benchmarks, a user's logger.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """``agent`` and ``engine`` (its URL) say whose event it is."""
+    """Something that happened to ``agent`` on ``engine`` (its URL)."""
 
     agent: str
     engine: str
@@ -27,17 +27,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEvent(Event):
-    """Of one call of an agent; the events of a call have the same ``call_id``."""
+    """An event of one call; the events of a call have the same ``call_id``."""
 
     call_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted(CallEvent):
-    """An agent's request goes out; ``stream_id`` if it uses a prompt stream.
+    """An agent's request goes out; ``stream_id`` is set if it uses a prompt stream.
 
-    ``model``: as the request names it. ``late``: its link was still being made, so that it came
-    before its stream.
+    ``model`` is named as in the request. ``late`` says that the request came before its stream,
+    since its link was still being made.
     """
 
     model: str = ""
@@ -54,7 +54,7 @@ class FirstToken(CallEvent):
 class CallFinished(CallEvent):
     """The answer is complete; ``text`` is empty where it is a tool call.
 
-    ``finish_reason``: why it ended, as the client says it (``stop``, ``length``...).
+    ``finish_reason`` says why it ended, in the client's words (``stop``, ``length``...).
     """
 
     text: str = ""
@@ -80,7 +80,7 @@ class LinkOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkAdvanced(Event):
-    """More of it was sent: tokens that are certain, and that have their KV."""
+    """More of a prompt was sent; how many of its tokens are certain, and how many have their KV."""
 
     stream_id: str
     received_tokens: int
@@ -89,7 +89,7 @@ class LinkAdvanced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkWaits(Event):
-    """The link to ``agent`` gets no text of ``upstream`` as it is written, and why."""
+    """The link to ``agent`` does not get the text of ``upstream`` as it is written; says why."""
 
     upstream: str
     reason: str
@@ -97,8 +97,10 @@ class LinkWaits(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamFailed(Event):
-    """The link to ``agent`` waits for ``upstream``, which failed (``error``, ``cancel``,
-    ``timeout``, ``stall``); ``action`` is what its policy says."""
+    """The link to ``agent`` waits for ``upstream``, which failed.
+
+    ``failure`` is ``error``, ``cancel``, ``timeout`` or ``stall``; ``action`` is the policy's.
+    """
 
     upstream: str
     failure: str
@@ -107,15 +109,17 @@ class UpstreamFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkDeclined(Event):
-    """There is no link to ``agent`` this time, and why."""
+    """There is no link to ``agent`` this time; says why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClosed(Event):
-    """The link is over. ``reason``: ``used``, ``abort``, ``mispredicted``, ``unused``,
-    ``closed``, or an error."""
+    """The link is over.
+
+    ``reason`` is ``used``, ``abort``, ``mispredicted``, ``unused``, ``closed``, or an error.
+    """
 
     stream_id: str | None
     reason: str
@@ -125,7 +129,7 @@ Listener = Callable[[Event], None]
 
 
 def contained(listener: Listener) -> Listener:
-    """A listener whose exceptions are logged and go no further: watching changes nothing."""
+    """Wrap a listener so that its exceptions are logged and go no further."""
     if listener is ignore:
         return ignore
 
@@ -139,7 +143,7 @@ def contained(listener: Listener) -> Listener:
 
 
 def both(one: Listener, other: Listener) -> Listener:
-    """Two listeners as one."""
+    """Join two listeners."""
 
     def listen(event: Event) -> None:
         one(event)
@@ -149,4 +153,4 @@ def both(one: Listener, other: Listener) -> Listener:
 
 
 def ignore(_event: Event) -> None:
-    """The listener of whoever does not want to know."""
+    """Do nothing: the listener of those who want no events."""

@@ -1,4 +1,4 @@
-"""What somebody who looks at a run wants to have pointed out, and why it happened."""
+"""What went wrong or otherwise than planned in a run, and why."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from flashmoa.observe.events import (
     UpstreamFailed,
 )
 
-Kind = Literal["failed", "upstream failed", "mispredicted", "late", "declined", "waits", "ended"]
+NoteKind = Literal[
+    "failed", "upstream failed", "mispredicted", "late", "declined", "waits", "ended"
+]
 
-# How a link ends that did what it was for, or ended with its team.
+# How a link ends that served its call, or ended with its team.
 _ORDINARY = ("used", "closed")
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """``engine`` may be empty: an agent that was not linked has told none."""
+    """One remark; ``engine`` is empty where the event names none: of an agent without a link."""
 
     at: float
     agent: str
     engine: str
-    kind: Kind
+    kind: NoteKind
     text: str
 
 
 def notes(events: Sequence[Event]) -> list[Note]:
-    """In the order of their times."""
+    """Return the notes of a run in the order of their times."""
     found = [note for event in events if (note := _of_event(event)) is not None]
     found += [note for call in calls(events) if (note := _of_call(call)) is not None]
     return sorted(found, key=lambda note: note.at)
 
 
 def _of_event(event: Event) -> Note | None:
-    def note(kind: Kind, text: str) -> Note:
+    def note(kind: NoteKind, text: str) -> Note:
         return Note(event.at, event.agent, event.engine, kind, text)
 
     match event:
@@ -56,7 +58,7 @@ def _of_event(event: Event) -> Note | None:
                 "upstream failed", f"{event.upstream} failed ({event.failure}): {event.action}"
             )
         case LinkClosed(reason="mispredicted"):
-            return note("mispredicted", "the conversation went on otherwise; the link was closed")
+            return note("mispredicted", "the conversation took another course; the link was closed")
         case LinkClosed() if event.reason not in _ORDINARY:
             return note("ended", f"the link ended: {event.reason}")
         case _:
@@ -67,7 +69,7 @@ def _of_call(call: Call) -> Note | None:
     started = call.started
     stream = call.usage.prompt_stream if call.usage is not None else None
     if stream is not None and stream.status == "mispredicted":
-        text = "its prompt was not what its stream had; the engine computed it anew"
+        text = "its prompt differs from its stream; the engine computed the rest with the request"
         return Note(started.at, call.agent, started.engine, "mispredicted", text)
     if started.late:
         text = "its request went out before its prompt stream was open"

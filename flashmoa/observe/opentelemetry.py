@@ -27,14 +27,12 @@ from flashmoa.observe.events import (
 
 try:
     from opentelemetry import context, metrics, trace
-
-    from flashmoa.observe._meters import Meters
 except ImportError as missing:
     raise ImportError(
         "OpenTelemetry is not installed; pip install 'flashmoa[opentelemetry]'"
     ) from missing
 
-# What is kept of calls, links and agents that nothing more is heard of; the oldest go first.
+# How many calls, links and agents without further events are kept; the oldest go first.
 _KEPT = 1024
 _HAPPENINGS = 128
 _FORGOTTEN = "nothing more was heard of it"
@@ -56,7 +54,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Link:
-    """``span``: once it is known whose it is: its call's, or that of whoever opened it."""
+    """``span`` is made once its parent is known: its call's, or the one in which it was opened."""
 
     opened: LinkOpened
     context: context.Context
@@ -70,11 +68,11 @@ class OpenTelemetry:
     Args:
         tracer_provider: by default the global one.
         meter_provider: by default the global one.
-        content: whether spans say what agents answered (prompts never are); by default as
+        content: whether spans hold what agents answered (they never hold prompts); by default what
             OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT of the environment says.
 
-    Spans are children of what is current where an agent calls. Each ends with its call, however
-    that ends; :meth:`close` ends those of calls that nobody goes on with.
+    Spans are children of the span that is current where an agent calls. Each ends with its call,
+    however that ends; :meth:`close` ends those of calls that were abandoned.
     """
 
     def __init__(
@@ -85,12 +83,12 @@ class OpenTelemetry:
         content: bool | None = None,
     ) -> None:
         self._tracer = trace.get_tracer("flashmoa", tracer_provider=tracer_provider)
-        self._meters = Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
+        self._meters = _genai.Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
         wanted = os.environ.get(_CONTENT, "").lower() in ("true", "span_only", "span_and_event")
         self._content = wanted if content is None else content
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._links: OrderedDict[str, _Link] = OrderedDict()
-        # What was said of an agent's links while there was none, for its next call.
+        # Events about an agent's links while it had none; its next call shows them.
         self._loose: OrderedDict[str, deque[Event]] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
@@ -112,7 +110,7 @@ class OpenTelemetry:
                 self._happen(event)
 
     def close(self) -> None:
-        """End the spans of whatever has not ended."""
+        """End the spans of calls and links that have not ended."""
         while self._calls:
             self._give_up_call(self._calls.popitem()[1])
         while self._links:
@@ -165,7 +163,7 @@ class OpenTelemetry:
 
     def _fail(self, event: CallFailed) -> None:
         call = self._calls.pop(event.call_id, None)
-        if call is None:  # What it was to read failed: no request went out.
+        if call is None:  # A text that it was to read failed: no request went out.
             if _is_current_agent(event.agent):
                 return
             name, around = f"invoke_agent {event.agent}", context.get_current()
@@ -177,7 +175,7 @@ class OpenTelemetry:
             _end_with_error(span, event.at, event.error, _genai.error_type(event))
 
     def _happen(self, event: Event) -> None:
-        """Add what happened to the link it is about, or keep it for the agent's next call."""
+        """Add an event to the link it is about, or keep it for the agent's next call."""
         link = self._link_of(event)
         if isinstance(event, LinkClosed):  # Of one that never had a stream.
             self._meters.link_over(event)
@@ -192,7 +190,7 @@ class OpenTelemetry:
             link.happenings.append(event)
 
     def _link_of(self, event: Event) -> _Link | None:
-        """By its stream, else the newest one to that agent."""
+        """Find an event's link by its stream, else take the newest one to that agent."""
         stream: str | None = getattr(event, "stream_id", None)
         if stream is not None:
             return self._links.get(stream)
@@ -238,7 +236,7 @@ class OpenTelemetry:
 
 
 def _is_current_agent(name: str) -> bool:
-    """Whether what is current is a span of that agent's turn, as AutoGen makes them."""
+    """Return whether the current span is one of that agent's turn, as AutoGen makes them."""
     attributes = getattr(trace.get_current_span(), "attributes", None)
     return attributes is not None and _genai.is_agent(attributes, name)
 

@@ -1,33 +1,120 @@
-"""A run in a few figures."""
+"""A run in figures: what was prefilled ahead of each call, the whole run, a table of its calls.
+
+A call's prompt stream says when the engine prefilled it. What of that lies before the call went
+out is ahead of it; what remains is the time from the call to its first token. That is not time
+saved: a prefill's span includes waiting for its turn and forwards shared with others, and the time
+of a run without links is only known from one (``flashmoa bench workflows``). Engine and client
+stamp times with their own clocks; on two machines these must agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from flashmoa.observe.calls import Call
 from flashmoa.observe.events import CallFailed
-from flashmoa.observe.overlap import Overlap, overlaps
 
-OVERLAP = """\
+_Intervals = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What was prefilled ahead of a call that found its prompt stream (``hit``).
+
+    Attributes:
+        ahead: seconds of its stream's prefills before the request went out.
+        under_decode: the part of these while another call was decoding.
+        left: seconds from the request to the first token, which is the rest of the prefill, the
+            queue, the network and one decode step.
+        ahead_tokens: prompt tokens that the stream computed.
+        left_tokens: those that were computed after the request came.
+    """
+
+    ahead: float
+    under_decode: float
+    left: float
+    ahead_tokens: int
+    left_tokens: int
+
+
+def overlaps(found: Sequence[Call]) -> dict[str, Overlap]:
+    """Return the overlap of each call that found its prompt stream, by ``call_id``.
+
+    A call's own decode comes after its prefill, so that the decodes of all calls can stand for
+    those of the others.
+    """
+    decodes = _union(
+        (call.first_token, call.ended.at)
+        for call in found
+        if call.first_token is not None and call.ended is not None
+    )
+    of = {call.started.call_id: _overlap(call, decodes) for call in found}
+    return {call_id: overlap for call_id, overlap in of.items() if overlap is not None}
+
+
+def _overlap(call: Call, decodes: _Intervals) -> Overlap | None:
+    usage, sent = call.usage, call.started.at
+    stream = usage.prompt_stream if usage is not None else None
+    if usage is None or stream is None or stream.status != "hit" or call.first_token is None:
+        return None
+    spans = _union((span.start, min(span.end, sent)) for span in stream.prefills)
+    return Overlap(
+        ahead=sum(end - start for start, end in spans),
+        under_decode=sum(_within(decodes, start, end) for start, end in spans),
+        left=call.first_token - sent,
+        ahead_tokens=usage.streamed_tokens or 0,
+        left_tokens=usage.late_tokens or 0,
+    )
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> _Intervals:
+    """Return the same times as disjoint intervals in order, without empty ones."""
+    merged: _Intervals = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _within(disjoint: _Intervals, start: float, end: float) -> float:
+    """Return the seconds of ``disjoint`` between ``start`` and ``end``."""
+    total = 0.0
+    first = max(0, bisect_right(disjoint, (start, start)) - 1)
+    for left, right in disjoint[first:]:
+        if left >= end:
+            break
+        total += max(0.0, min(right, end) - max(left, start))
+    return total
+
+
+EXPLANATION = """\
 Prefilled ahead: the time in which the engine prefilled a call's prompt stream before the call's \
 request went out, and the tokens it computed. The time is that of the stream's prefill spans, cut \
-at the request; a span has in it that the prefill waited for its turn and shared forwards with \
-others. Streams that the call did not hit do not count. Under decode: the part of that time in \
+at the request; a span includes waiting for its turn and forwards shared with others. Streams \
+that the call did not hit do not count. Under decode: the part of that time in \
 which another call was decoding, first token to last. Left: from the request to its first token, \
 which is the rest of the prefill, the queue, the network and one decode step. So this is time of \
-engine prefill taken off the path between two agents, added up over calls. It is no measured \
+engine prefill taken off the path between two agents, added up over calls. It is not a measured \
 comparison with a run without links; flashmoa bench workflows makes one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Seconds, and numbers of calls.
+    """A run as a whole.
 
-    ``end_to_end``: from the first request to the end of the last call. ``first_token``: median
-    over the calls, from request to first token; ``None`` without any. ``overlap``: the sum over
-    the ``linked`` calls, which found their prompt streams.
+    Attributes:
+        end_to_end: seconds from the first request to the end of the last call.
+        calls, failed: how many there were, and how many of them failed.
+        first_token: median of the seconds from request to first token; ``None`` without any.
+        linked: how many calls found their prompt streams.
+        overlap: the sum over these.
     """
 
     end_to_end: float
@@ -48,7 +135,7 @@ class Summary:
 
 
 def summary(found: Sequence[Call]) -> Summary:
-    """Of the calls of a run."""
+    """Return the figures of a run, given its calls."""
     starts = [call.started.at for call in found]
     ends = [call.ended.at for call in found if call.ended is not None]
     waits = [call.first_token - call.started.at for call in found if call.first_token is not None]
@@ -70,9 +157,57 @@ def summary(found: Sequence[Call]) -> Summary:
 
 
 def seconds(value: float) -> str:
-    """For readers: ``412 ms``, ``3.21 s``, ``39 min 37 s``."""
+    """Write a time for readers: ``412 ms``, ``3.21 s``, ``39 min 37 s``."""
     if abs(value) < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 600:
         return f"{value:.2f} s"
     return f"{int(value // 60)} min {int(value % 60)} s"
+
+
+COLUMNS = (
+    "agent",
+    "prompt",
+    "cached",
+    "streamed",
+    "late",
+    "written",
+    "ahead",
+    "first token",
+    "link",
+)
+"""The columns of a table of calls: tokens, but for the times ``ahead`` and ``first token``."""
+
+
+def row(call: Call, overlap: Overlap | None) -> list[str]:
+    """Return one cell per column; empty where the engine does not say."""
+    usage = call.usage
+    numbers = (
+        (
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.streamed_tokens,
+            usage.late_tokens,
+            usage.completion_tokens,
+        )
+        if usage is not None
+        else (None,) * 5
+    )
+    ahead = seconds(overlap.ahead) if overlap is not None else ""
+    tokens = ["" if number is None else str(number) for number in numbers]
+    return [call.agent, *tokens, ahead, _first_token(call), link_status(call)]
+
+
+def link_status(call: Call) -> str:
+    """Return ``hit``, ``mispredicted``, ``late``, why its stream was missing, or ``""``."""
+    if call.usage is not None and call.usage.prompt_stream is not None:
+        return call.usage.prompt_stream.status
+    return "late" if call.started.late else ""
+
+
+def _first_token(call: Call) -> str:
+    waited = seconds(call.first_token - call.started.at) if call.first_token is not None else ""
+    state = "failed" if isinstance(call.ended, CallFailed) else ""
+    if call.ended is None:
+        state = "not ended"
+    return ", ".join(part for part in (waited, state) if part)

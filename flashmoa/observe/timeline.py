@@ -1,26 +1,31 @@
-"""A run as lanes of bars, one lane per agent, drawn in a terminal."""
+"""A run as lanes of bars, one lane per agent: drawn in a terminal, or written for Perfetto."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flashmoa.observe.calls import calls
-from flashmoa.observe.events import Event
+from flashmoa.observe.events import Event, LinkAdvanced, LinkClosed, LinkOpened, UpstreamFailed
 
-Kind = Literal["ahead", "waiting", "decode"]
+BarKind = Literal["ahead", "waiting", "decode"]
 
 # Later kinds are drawn over earlier ones.
-_MARKS: dict[Kind, str] = {"ahead": "░", "waiting": "·", "decode": "█"}
+_MARKS: dict[BarKind, str] = {"ahead": "░", "waiting": "·", "decode": "█"}
+_PERFETTO_NAMES: dict[BarKind, str] = {
+    "ahead": "prefill ahead",
+    "waiting": "waiting for the first token",
+    "decode": "decode",
+}
 LEGEND = "░ prefilled ahead   · request sent, no token yet   █ decode"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """``start`` and ``end`` in Unix seconds; ``tokens`` that were computed or written."""
+    """From ``start`` to ``end`` in Unix seconds; ``tokens`` were computed or written."""
 
-    kind: Kind
+    kind: BarKind
     start: float
     end: float
     tokens: int | None = None
@@ -36,7 +41,7 @@ class Lane:
 
 
 def lanes(events: Sequence[Event]) -> list[Lane]:
-    """One lane per agent, in the order of their first calls."""
+    """Return one lane per agent, in the order of their first calls."""
     found: dict[str, Lane] = {}
     for call in calls(events):
         lane = found.setdefault(call.agent, Lane(call.agent, call.started.engine))
@@ -54,7 +59,7 @@ def lanes(events: Sequence[Event]) -> list[Lane]:
 
 
 def draw(run: Sequence[Lane], columns: int = 80) -> str:
-    """Lanes as text, ``columns`` characters wide."""
+    """Draw lanes as text, ``columns`` characters wide."""
     bars = [bar for lane in run for bar in lane.bars]
     if not bars:
         return "(nothing happened)"
@@ -74,3 +79,63 @@ def draw(run: Sequence[Lane], columns: int = 80) -> str:
         rows.append(f"{lane.agent:>{name}} |{''.join(row)}|")
     axis = f"{'':>{name}}  0{f'{end - begin:.2f} s':>{width - 1}}"
     return "\n".join([*rows, axis, f"{'':>{name}}  {LEGEND}"])
+
+
+def perfetto(events: Sequence[Event]) -> dict[str, Any]:
+    """Return a run in the format that ui.perfetto.dev and Chrome's tracing open.
+
+    Engines are processes, agents are threads; times in microseconds since the first event.
+
+    Source: the Trace Event Format (complete, instant, counter and metadata events).
+    """
+    run = lanes(events)
+    begin = min((event.at for event in events), default=0.0)
+    begin = min([begin, *(bar.start for lane in run for bar in lane.bars)])
+    engines = {url: number for number, url in enumerate(dict.fromkeys(x.engine for x in run), 1)}
+    places = {
+        lane.agent: {"pid": engines[lane.engine], "tid": number}
+        for number, lane in enumerate(run, 1)
+    }
+    found: list[dict[str, Any]] = [
+        _named("process_name", pid=number, tid=0, name=url) for url, number in engines.items()
+    ]
+    for lane in run:
+        where = places[lane.agent]
+        found.append(_named("thread_name", **where, name=lane.agent))
+        found += [_complete(bar, begin, where) for bar in lane.bars]
+    for event in events:
+        if event.agent in places:
+            found += _others(event, round((event.at - begin) * 1e6), places[event.agent])
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(bar: Bar, begin: float, where: dict[str, int]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": _PERFETTO_NAMES[bar.kind],
+        "cat": bar.kind,
+        "ts": round((bar.start - begin) * 1e6),
+        "dur": round((bar.end - bar.start) * 1e6),
+        "args": {} if bar.tokens is None else {"tokens": bar.tokens},
+        **where,
+    }
+
+
+def _others(event: Event, at: int, where: dict[str, int]) -> list[dict[str, Any]]:
+    if isinstance(event, LinkAdvanced):
+        tokens = {"certain": event.received_tokens, "prefilled": event.prefilled_tokens}
+        name = f"prompt of {event.agent}, tokens"
+        return [{"ph": "C", "name": name, "ts": at, "pid": where["pid"], "args": tokens}]
+    if isinstance(event, LinkOpened):
+        name = f"link opened, from {', '.join(event.upstream) or 'no agent'}"
+    elif isinstance(event, LinkClosed):
+        name = f"link closed: {event.reason}"
+    elif isinstance(event, UpstreamFailed):
+        name = f"{event.upstream} failed ({event.failure}): {event.action}"
+    else:
+        return []
+    return [{"ph": "i", "s": "t", "name": name, "ts": at, **where}]

@@ -1,5 +1,7 @@
-"""A run as a file: one event per line, as it happens, so that what a program that dies has
-done until then can be read."""
+"""A run as a file: one event per line, written as it happens.
+
+What a program that dies has done until then can be read.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 from flashmoa.observe.events import CallEvent, Event
 
 logger = logging.getLogger(__name__)
@@ -23,20 +25,20 @@ _KINDS: dict[str, type[Event]] = {
 
 
 class TraceError(FlashMoAError):
-    """A file that is no trace."""
+    """Raised when a file is not a trace."""
 
 
 class Trace:
     """Writes events to a file (a ``Listener``), and keeps nothing open between them.
 
     Args:
-        path: of the file; a trace that was there is replaced.
+        path: of the file; an existing trace is replaced.
 
     Where an event cannot be written (the disk is full), that is logged, and the trace ends there.
 
     Raises:
         OSError: the file cannot be made.
-        ValueError: the path is that of a web page, or of a file that is no trace.
+        ValueError: the path is that of a web page, or of an existing file that is not a trace.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -44,8 +46,8 @@ class Trace:
         if self._path.suffix.lower() in (".html", ".htm"):
             trace = self._path.with_suffix(".jsonl")
             raise ValueError(
-                f"a trace is one event per line, and no page: write trace={str(trace)!r} and then "
-                f"run: flashmoa trace {trace} --html {self._path}"
+                f"{self._path} names a web page, and a trace has one event per line; give "
+                f"trace={str(trace)!r}, then run: flashmoa trace {trace} --html {self._path}"
             )
         self._begin()
         self._is_over = False
@@ -58,7 +60,7 @@ class Trace:
                 file.write(json.dumps(_as_json(event)) + "\n")
         except OSError as error:
             self._is_over = True
-            logger.warning("The trace ends here: %s", error)
+            logger.warning("The trace %s ends here: %s", self._path, error)
 
     def _begin(self) -> None:
         if self._path.exists() and self._path.stat().st_size:
@@ -66,24 +68,24 @@ class Trace:
                 read(self._path)
             except TraceError as error:
                 raise ValueError(
-                    f"{self._path} is there and no trace; it is not overwritten. Give another name."
+                    f"{self._path} exists and is not a trace; give another name, or delete it"
                 ) from error
         self._path.write_text("")
 
 
 def read(path: Path | str) -> list[Event]:
-    """The events of a trace, in their order; a last line that is cut off is left out.
+    """Return the events of a trace, in their order; a last line that is cut off is left out.
 
     Raises:
         OSError: the file cannot be read.
-        TraceError: it is something else than a trace.
+        TraceError: it does not exist, or is not a trace.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is no trace: it is not text") from error
+        raise TraceError(f"{path} is not a trace: it is not text") from error
     except FileNotFoundError as error:
-        raise TraceError(f"there is no file {path}") from error
+        raise TraceError(f"the file {path} does not exist") from error
     found: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -92,8 +94,8 @@ def read(path: Path | str) -> list[Event]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise TraceError(
-                f"{path} is no trace, which link(team, trace=FILE) writes; its line {number} is no "
-                f"event: {error}"
+                f"{path} is not a trace, as link(team, trace=FILE) writes it; its line {number} is "
+                f"not an event: {error}"
             ) from error
     return found
 

@@ -1,68 +1,98 @@
-"""The router's server: engines behind one address."""
+"""The router's server: several engines behind one address."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import httpx
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa._starlette import while_connected
 from flashmoa.engine.connections import CONNECTIONS
-from flashmoa.router.blocks import Blocks
-from flashmoa.router.bodies import (
-    BadBody,
-    TooLarge,
+from flashmoa.router.client_requests import (
+    ANYWHERE,
+    ROUTED,
+    STREAMS,
+    ForwardedRequest,
+    Handler,
+    hide_stream_ids,
     json_answer,
-    read_body,
     refusal,
     request_object,
+    respond,
 )
-from flashmoa.router.connections import EngineLost, connections
-from flashmoa.router.counters import Counters
-from flashmoa.router.dispatcher import Dispatcher, NoEngine, Place, QueueFull
-from flashmoa.router.engines import Engine, Watch
-from flashmoa.router.fleet import Fleet, Refused, merged
-from flashmoa.router.forwarding import Call, Relay, Tally, api_key, forward
-from flashmoa.router.logs import hide_streams
-from flashmoa.router.options import RouterOptions
-from flashmoa.router.paths import ANYWHERE, ROUTED, STREAMS
+from flashmoa.router.connections import connections
+from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.engine_pool import EnginePool, merged_info
+from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
+from flashmoa.router.errors import EngineLost, NoEngine
+from flashmoa.router.forwarding import PlacementObserver, RelayedStream, forward
+from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
+from flashmoa.router.metrics import RouterMetrics
+from flashmoa.router.policies import Policy
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.progress import Progress
-from flashmoa.router.prompts import Prompts
+from flashmoa.router.prompts import PromptHasher
 
-_ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
+_ANY_ENGINE_TELLS = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How a router works.
+
+    Attributes:
+        engines: URLs.
+        policy: decides where requests go; :class:`PrefixAware` if it is ``None``.
+        api_key: for the router's own questions; requests carry their clients' own.
+        model_config: the model's ``config.json``, where the path that its engines name cannot be
+            read here.
+        saturation_margin: kappa of the threshold; with 0 engines take every request.
+        tokenize: whether engines are asked for prompts' tokens, which takes milliseconds for each
+            new prompt; ``None``: if one of them publishes KV events, which are about tokens.
+        max_body_bytes: the largest body of a request.
+        max_waiting: the most requests in the queue.
+        watch_seconds: between two probes of an engine.
+        hung_seconds: until an engine that accepts connections and does not answer counts as gone.
+    """
+
+    engines: Sequence[str]
+    policy: Policy | None = None
+    api_key: str | None = None
+    model_config: Mapping[str, Any] | None = None
+    saturation_margin: float = 1.2
+    tokenize: bool | None = None
+    max_body_bytes: int = 32 << 20
+    max_waiting: int = 10_000
+    watch_seconds: float = 2.0
+    hung_seconds: float = 40.0
 
 
 def application(options: RouterOptions) -> Starlette:
-    """OpenAI's and SGLang's routes and prompt streams over all engines, and ``/metrics``."""
-    hide_streams()
+    """Return a server of OpenAI's and SGLang's routes, prompt streams and ``/metrics``."""
+    hide_stream_ids()
     router = _Router(options)
     one = f"{STREAMS}/{{id}}"
     routes = [
         *(router.serve(path, router.route, "POST") for path in ROUTED),
         *(router.serve(path, router.to_any, "POST") for path in ANYWHERE),
-        *(router.serve(path, router.to_any, "GET") for path in _ASKED),
+        *(router.serve(path, router.to_any, "GET") for path in _ANY_ENGINE_TELLS),
         router.serve(STREAMS, router.streams, "GET"),
         router.serve(one, router.to_its_engine, "GET", "DELETE"),
         router.serve(f"{one}/append", router.to_its_engine, "POST"),
         router.serve(f"{one}/keep_alive", router.to_its_engine, "POST"),
         router.serve("/flush_cache", router.flush, "POST"),
         router.serve("/flashmoa/info", router.info, "GET"),
-        # As SGLang's own, these need no API key.
+        # These need no API key, as SGLang's own do not.
         Route("/health", router.health),
         Route("/metrics", router.metrics),
     ]
     return Starlette(routes=routes, lifespan=router.lifespan)
-
-
-_How = Callable[[Request, Call], Awaitable[Response]]
 
 
 class _Router:
@@ -70,8 +100,8 @@ class _Router:
         self._options = options
         policy = options.policy or PrefixAware()
         self._dispatcher = Dispatcher(policy, options.max_waiting)
-        self._engines = {url: Engine(url) for url in options.engines}
-        self._counters = Counters(self._dispatcher, self._engines.values(), policy)
+        self._engines = {url: RoutedEngine(url) for url in options.engines}
+        self._metrics = RouterMetrics(self._dispatcher, self._engines.values(), policy)
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
@@ -81,27 +111,27 @@ class _Router:
         async with (
             connections() as self._connections,
             httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
-            httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as asking,
+            httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as probing,
         ):
-            self._watch = Watch(
-                asking,
+            self._monitor = EngineMonitor(
+                probing,
                 self._dispatcher,
                 config=options.model_config,
                 saturation_margin=options.saturation_margin,
-                every=options.watch_seconds,
+                interval=options.watch_seconds,
                 hung_seconds=options.hung_seconds,
             )
-            self._prompts = Prompts(http, self._tokenizes)
-            self._fleet = Fleet(self._connections, self._engines)
-            self._progress = {url: Progress(asking, url) for url in self._engines}
+            self._prompts = PromptHasher(http, self._tokenizes)
+            self._pool = EnginePool(self._connections, self._engines)
+            self._pollers = {url: PrefillPoller(probing, url) for url in self._engines}
             async with anyio.create_task_group() as group:
                 async with anyio.create_task_group() as first:
                     for engine in self._engines.values():
-                        first.start_soon(self._watch.look, engine)
+                        first.start_soon(self._monitor.probe, engine)
                 for url, engine in self._engines.items():
-                    group.start_soon(self._watch.run, engine)
+                    group.start_soon(self._monitor.run, engine)
                     group.start_soon(self._subscribe, engine)
-                    group.start_soon(self._progress[url].run)
+                    group.start_soon(self._pollers[url].run)
                 yield
                 group.cancel_scope.cancel()
 
@@ -110,68 +140,44 @@ class _Router:
             return any(engine.events for engine in self._engines.values())
         return self._options.tokenize
 
-    async def _subscribe(self, engine: Engine) -> None:
-        await engine.known.wait()
-        if not engine.events:
-            return
-        from flashmoa.router.subscriber import EngineBlocks, Subscriber
-
+    async def _subscribe(self, engine: RoutedEngine) -> None:
+        await engine.described.wait()
         blocks = EngineBlocks(self._dispatcher, engine.url, len(engine.events))
         async with anyio.create_task_group() as group:
             for source in engine.events:
-                group.start_soon(Subscriber(blocks, source).run)
+                group.start_soon(KvEventSubscriber(blocks, source).run)
 
-    def serve(self, path: str, how: _How, *methods: str) -> Route:
-        """A route, and what is answered where an engine does not."""
+    def serve(self, path: str, handler: Handler, *methods: str) -> Route:
+        """Return a route whose handler's errors are answered as the router answers them."""
 
-        async def answered(request: Request) -> Response:
-            return await self._answer(request, how)
+        async def endpoint(request: Request) -> Response:
+            return await respond(request, self._options.max_body_bytes, handler)
 
-        return Route(path, answered, methods=list(methods))
+        return Route(path, endpoint, methods=list(methods))
 
-    async def _answer(self, request: Request, how: _How) -> Response:
-        try:
-            body = await read_body(request, self._options.max_body_bytes)
-            async with while_connected(request):
-                call = Call.of(request, body)
-                return await how(request, call)
-        except BadBody as error:
-            return refusal(400, str(error))
-        except TooLarge as error:
-            return refusal(413, str(error))
-        except QueueFull:
-            return refusal(429, "too many requests wait already; try again later")
-        except NoEngine:
-            return refusal(503, "no engine answers; they are asked again every few seconds")
-        except EngineLost as error:
-            return refusal(502, f"the engine is gone: {error}")
-        except Refused as error:
-            told = error.told
-            return Response(told.content, told.status, media_type=told.form)
-        except ClientDisconnect:
-            pass
-        return Response(status_code=499)  # To nobody.
+    async def route(self, _request: Request, call: ForwardedRequest) -> Response:
+        """Send a request with a prompt where the policy says, or where its prompt stream is.
 
-    async def route(self, _request: Request, call: Call) -> Response:
-        """A request with a prompt, or the first piece of a prompt stream: all of it stays there.
-
-        Where the policy says; elsewhere if that engine is lost before it answers.
+        If that engine is lost before it answers, the request goes to another one.
         """
         body = request_object(call.body)
         reached = False
-        if (at := await self._engine_of_stream(body, call)) is not None:
+        if (engine := await self._engine_of_stream(body, call)) is not None:
             try:
-                return await self._place_at(at, body, call)
+                return await self._place(body, call, engine)
             except EngineLost as error:
-                # The stream was a hint; the request has its whole prompt.
+                # The stream was only a hint: the request has its whole prompt.
                 reached = error.reached
-        return await self._again(lambda: self._place(body, call), reached)
+        return await self._try_engines(lambda: self._place(body, call), reached)
 
-    async def _again(
+    async def _try_engines(
         self, send: Callable[[], Awaitable[Response]], reached: bool = False
     ) -> Response:
-        """Twice to engines that may get it: one that ends engines must not end all of them."""
-        # Engines that are gone do not count; there are only so many.
+        """Send a request to other engines while engines are lost.
+
+        At most two of them may have received it: a request that crashes engines must not crash all.
+        """
+        # Engines that cannot have received it do not count, so every engine may be tried.
         for _ in self._engines:
             try:
                 return await send()
@@ -181,109 +187,107 @@ class _Router:
                 reached |= error.reached
         return await send()
 
-    async def _engine_of_stream(self, body: Mapping[str, Any], call: Call) -> str | None:
+    async def _engine_of_stream(
+        self, body: Mapping[str, Any], call: ForwardedRequest
+    ) -> str | None:
         stream = body.get("prompt_stream_id")
         if not isinstance(stream, str):
             return None
         try:
-            return await self._fleet.find(stream, api_key(call.headers))
+            return await self._pool.engine_of(stream, call.api_key)
         except NoEngine:
-            return None  # It is a hint; the request itself may wait for one.
+            return None  # The stream is a hint; the request itself may wait for an engine.
 
-    async def _place(self, body: Mapping[str, Any], call: Call) -> Response:
-        blocks = await self._prompts.blocks(body, self._fleet.any(), api_key(call.headers))
-        async with AsyncExitStack() as stack:
-            place = await stack.enter_async_context(self._dispatcher.place(blocks))
-            if not body.get("stream") and not self._engines[place.engine].events:
-                stack.enter_context(self._progress[place.engine].follow(place))
-            answer = await self._placed(place, blocks, call, stack)
-            if call.path == STREAMS:
-                self._fleet.opened(answer.body, place.engine)
-            return answer
-        raise AssertionError  # Left by return or raise.
-
-    async def _place_at(self, engine: str, body: Mapping[str, Any], call: Call) -> Response:
-        """On the engine that has its prompt stream."""
-        blocks = self._prompts.at_once(body)
-        async with AsyncExitStack() as stack:
-            place = stack.enter_context(self._dispatcher.place_at(engine, blocks))
-            return await self._placed(place, blocks, call, stack)
-        raise AssertionError  # Left by return or raise.
-
-    async def _placed(
-        self, place: Place, blocks: Blocks, call: Call, stack: AsyncExitStack
+    async def _place(
+        self, body: Mapping[str, Any], call: ForwardedRequest, engine: str | None = None
     ) -> Response:
-        self._counters.sent(place.engine, blocks.length)
-        tally = Tally(self._counters, place.engine, place)
-        return await self._forwarded(call, place.engine, tally, stack)
+        """Send a request to ``engine``, which has its prompt stream, or where the policy says."""
+        async with AsyncExitStack() as stack:
+            if engine is not None:
+                blocks = self._prompts.known_blocks(body)
+                place = stack.enter_context(self._dispatcher.place_at(engine, blocks))
+            else:
+                blocks = await self._prompts.blocks(body, self._pool.any(), call.api_key)
+                place = await stack.enter_async_context(self._dispatcher.place(blocks))
+                if not body.get("stream") and not self._engines[place.engine].events:
+                    stack.enter_context(self._pollers[place.engine].follow(place))
+            self._metrics.sent(place.engine, blocks.length)
+            observer = PlacementObserver(self._metrics, place.engine, place)
+            answer = await self._forward(call, place.engine, observer, stack)
+            if call.path == STREAMS:
+                self._pool.stream_opened(answer.body, place.engine)
+            return answer
+        raise AssertionError  # The context never suppresses an exception.
 
-    async def to_any(self, _request: Request, call: Call) -> Response:
-        """Any engine can answer it."""
-        return await self._again(lambda: self._send(call, self._fleet.any()))
+    async def to_any(self, _request: Request, call: ForwardedRequest) -> Response:
+        """Send a request to any engine."""
+        return await self._try_engines(lambda: self._send(call, self._pool.any()))
 
-    async def to_its_engine(self, request: Request, call: Call) -> Response:
-        """The engine that has a prompt stream, and sees the client's key, whoever finds it."""
+    async def to_its_engine(self, request: Request, call: ForwardedRequest) -> Response:
+        """Send a request about a prompt stream to its engine, which checks the client's key."""
         stream = request.path_params["id"]
-        engine = await self._fleet.find(stream, api_key(call.headers))
+        engine = await self._pool.engine_of(stream, call.api_key)
         if engine is None:
             code = {"code": "unknown_stream"}
-            return refusal(404, f"no engine has a prompt stream {stream!r}", code)
+            return refusal(404, f"no engine has a prompt stream {stream!r}; open it again", code)
         answer = await self._send(call, engine)
         if request.method == "DELETE" and answer.status_code == 200:
-            self._fleet.forget(stream)
+            self._pool.forget_stream(stream)
         return answer
 
-    async def _send(self, call: Call, engine: str) -> Response:
+    async def _send(self, call: ForwardedRequest, engine: str) -> Response:
         async with AsyncExitStack() as stack:
-            return await self._forwarded(call, engine, Tally(self._counters, engine), stack)
-        raise AssertionError  # Left by return or raise.
+            observer = PlacementObserver(self._metrics, engine)
+            return await self._forward(call, engine, observer, stack)
+        raise AssertionError  # The context never suppresses an exception.
 
-    async def _forwarded(
-        self, call: Call, engine: str, tally: Tally, stack: AsyncExitStack
+    async def _forward(
+        self,
+        call: ForwardedRequest,
+        engine: str,
+        observer: PlacementObserver,
+        stack: AsyncExitStack,
     ) -> Response:
         try:
-            attended = self._engines[engine].attended
-            with attended():
-                answer = await forward(self._connections, call, engine, tally, stack)
-                if isinstance(answer, Relay):
-                    answer.attended = attended
+            until_hung = self._engines[engine].until_hung
+            with until_hung():
+                answer = await forward(self._connections, call, engine, observer, stack)
+                if isinstance(answer, RelayedStream):
+                    answer.until_hung = until_hung
                 return answer
-            tally.ended("lost")
+            observer.ended("lost")
             raise EngineLost(f"{engine} hangs")
         except EngineLost:
-            # Perhaps it was only this connection.
-            await self._watch.doubt(self._engines[engine])
+            # Perhaps only this connection is broken.
+            await self._monitor.recheck(self._engines[engine])
             self._prompts.forget(engine)
             raise
 
-    async def streams(self, _request: Request, call: Call) -> Response:
-        """How many prompt streams are open."""
-        return json_answer({"open": await self._fleet.open_streams(api_key(call.headers))})
+    async def streams(self, _request: Request, call: ForwardedRequest) -> Response:
+        """Answer how many prompt streams are open."""
+        return json_answer({"open": await self._pool.open_streams(call.api_key)})
 
-    async def flush(self, _request: Request, call: Call) -> Response:
-        """Every engine's cache."""
-        answers = await self._fleet.ask("POST", call.target, api_key(call.headers))
-        for engine, answer in answers.items():
-            if answer.is_success:
+    async def flush(self, _request: Request, call: ForwardedRequest) -> Response:
+        """Empty every engine's cache."""
+        replies = await self._pool.ask("POST", call.target, call.api_key)
+        for engine, reply in replies.items():
+            if reply.is_success:
                 self._dispatcher.cleared(engine)
-        worst = max(answers.values(), key=lambda one: one.status)
-        return Response(worst.content, worst.status, media_type=worst.form)
+        worst = max(replies.values(), key=lambda one: one.status)
+        return Response(worst.content, worst.status, media_type=worst.media_type)
 
-    async def info(self, _request: Request, call: Call) -> Response:
-        """What all engines can do, as one."""
-        answers = await self._fleet.agreed("GET", "/flashmoa/info", api_key(call.headers))
-        told = merged([one.object() for one in answers])
-        return json_answer({**told, "router": self._state()})
-
-    def _state(self) -> dict[str, Any]:
+    async def info(self, _request: Request, call: ForwardedRequest) -> Response:
+        """Answer what all engines can do, as one engine would, and the router's own state."""
+        replies = await self._pool.successes("GET", "/flashmoa/info", call.api_key)
         engines = [
             {"url": one.url, "is_up": one.is_up, "unit": one.unit, "saturation": one.saturation}
             for one in self._engines.values()
         ]
-        return {"engines": engines, "waiting": self._dispatcher.waiting}
+        state = {"engines": engines, "waiting": self._dispatcher.waiting}
+        return json_answer({**merged_info([one.object() for one in replies]), "router": state})
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self._dispatcher.engines else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(self._counters.page(), media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")

@@ -1,4 +1,4 @@
-"""A router's connections to engines: kept between requests, and given up before they break."""
+"""A router's connections to engines: kept between requests, and closed before they break."""
 
 from __future__ import annotations
 
@@ -14,34 +14,24 @@ from aiohttp.connector import Connection
 from yarl import URL
 
 from flashmoa.engine.connections import KEPT_SECONDS
-from flashmoa.router.paths import Repeat
+from flashmoa.router.client_requests import Repeat
+from flashmoa.router.errors import EngineLost
 
-# Answers take as long as they take; the server's clients decide for how long.
+# Answers may take any time: the router's clients decide how long they wait.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-# However long an answer takes, a host that is gone without a word is found out in half a minute.
+# A host that vanishes without closing its connections is noticed within half a minute, however
+# long its answers take.
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# Headers that aiohttp would add.
+# Headers that aiohttp would add by itself.
 _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-# A connection that was closed before the answer's first byte; later that is a ClientPayloadError.
+# The connection was closed before the answer's first byte; later that is a ClientPayloadError.
 _CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
-
-
-class EngineLost(Exception):
-    """The engine's connection broke before anything of its answer was passed on.
-
-    Attributes:
-        reached: whether the engine can have got the request, and so have been ended by it.
-    """
-
-    def __init__(self, why: str, *, reached: bool = True) -> None:
-        super().__init__(why)
-        self.reached = reached
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """``reused``: on a connection that had been used before."""
+    """One attempt to send a request. ``reused``: over a connection that had been used before."""
 
     reused: bool = False
 
@@ -52,7 +42,11 @@ class _Attempt:
 
 
 class Connections:
-    """Sends requests to engines. httpx's work for each is most of what a router would do."""
+    """Sends requests to engines over aiohttp: httpx would take most of the router's own time.
+
+    Args:
+        kept: keeps connections between requests; ``fresh``: opens one for each request.
+    """
 
     def __init__(self, kept: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
         self._kept = kept
@@ -61,7 +55,7 @@ class Connections:
     async def exchange(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes, repeat: Repeat
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """An engine's answer and its content; ``None`` where it is a stream, which is not read yet.
+        """Return an engine's answer and its content; ``None`` for a stream, which is not read yet.
 
         The caller closes the answer. Raises: EngineLost.
         """
@@ -74,7 +68,7 @@ class Connections:
         try:
             return await self._send(self._fresh, method, url, headers, body, _Attempt())
         except EngineLost as lost:
-            lost.reached = True  # The first time it may have been.
+            lost.reached = True  # The first attempt may have reached the engine.
             raise
 
     async def _send(
@@ -104,14 +98,14 @@ class Connections:
 
 
 def reason(error: Exception) -> str:
-    """What is said of a connection that broke."""
+    """Return why a connection broke, for messages."""
     return str(error) or type(error).__name__
 
 
-class _Answer(aiohttp.ClientResponse):
-    """After an error of the engine's own, nothing more is sent over its connection.
+class _EngineResponse(aiohttp.ClientResponse):
+    """An answer after whose 5xx status nothing more is sent over its connection.
 
-    Stock SGLang's web server closes it then, milliseconds after an answer that says nothing of it.
+    Stock SGLang's web server closes it then, milliseconds after an answer that does not say so.
     """
 
     async def start(self, connection: Connection) -> Self:
@@ -120,41 +114,43 @@ class _Answer(aiohttp.ClientResponse):
         if self.status >= 500 and used is not None:
             used.force_close()
             if self.connection is None:
-                # The answer was there at once, and its connection counts as free already.
+                # The whole answer was there at once, so its connection counts as free already.
                 used.close()
         return self
 
 
 @asynccontextmanager
 async def connections() -> AsyncGenerator[Connections]:
-    """Connections that are closed in the end."""
-    heard = aiohttp.TraceConfig()
-    heard.on_connection_reuseconn.append(_reused)
-    # SGLang closes connections that were idle for 5 s; a request on its way then would be lost.
+    """Open connections, and close them when the context is left."""
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_reused)
+    # SGLang closes connections that were idle for 5 s, and a request on its way then would be lost.
     kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_probed)
     fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_probed)
-    async with _session(kept, heard) as usual, _session(fresh) as again:
+    async with _session(kept, trace) as usual, _session(fresh) as again:
         yield Connections(usual, again)
 
 
-def _session(connector: aiohttp.TCPConnector, *heard: aiohttp.TraceConfig) -> aiohttp.ClientSession:
+def _session(
+    connector: aiohttp.TCPConnector, *traces: aiohttp.TraceConfig
+) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
         timeout=_TIMEOUT,
         auto_decompress=False,
         skip_auto_headers=_ADDED,
         cookie_jar=aiohttp.DummyCookieJar(),
-        response_class=_Answer,
-        trace_configs=list(heard),
+        response_class=_EngineResponse,
+        trace_configs=list(traces),
     )
 
 
-async def _reused(_http: aiohttp.ClientSession, context: SimpleNamespace, _told: object) -> None:
+async def _reused(_http: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
     context.trace_request_ctx.reused = True
 
 
 def _probed(address: tuple[Any, ...]) -> socket.socket:
-    """For aiohttp; ``address``: as ``getaddrinfo`` says it."""
+    """Return a socket for aiohttp that probes its peer. ``address``: as of ``getaddrinfo``."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():

@@ -1,14 +1,11 @@
-"""One request on its way to an engine and back."""
+"""One request on its way to an engine, and its answer on the way back."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import dataclass
-from typing import Protocol, Self
-from urllib.parse import quote
 
 import aiohttp
 import anyio
@@ -17,190 +14,130 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._starlette import while_connected
-from flashmoa.router.connections import Connections, EngineLost, reason
-from flashmoa.router.counters import Counters
-from flashmoa.router.dispatcher import Place
-from flashmoa.router.paths import Repeat, repeat
+from flashmoa.router.client_requests import ForwardedRequest, passed_on
+from flashmoa.router.connections import Connections, reason
+from flashmoa.router.dispatcher import Placement
+from flashmoa.router.errors import EngineLost
+from flashmoa.router.metrics import RouterMetrics
 
-# Those of one connection, and those that the client and the server write themselves.
-_NOT_PASSED_ON = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    # The body is here.
-    "expect",
-    "host",
-    "content-length",
-    "content-encoding",
-    "accept-encoding",
-    "date",
-    "server",
-}
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
-_NOT_SENT = re.compile(rb"[^\x21-\x7e]")
-# Bytes of a stream's end in which its usage stands.
-_END = 4096
+# The usage of a streamed answer is within this many bytes of its end.
+_USAGE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A request as it is passed on.
+class AnswerObserver:
+    """Hears an answer as it passes through the router."""
 
-    Attributes:
-        path: by which it was routed. target: the path and the query as they were sent, in ASCII.
+    def heard(self, piece: bytes) -> None:
+        """Take the next piece of a stream, or all of an answer that is not streamed."""
+
+    def computed(self, content: bytes | None = None) -> None:
+        """Note that the prompt is computed. ``content``: the answer's end, once it is there."""
+
+    def ended(self, ending: str) -> None:
+        """Note how the answer ended: ``answered``, ``refused``, ``left`` or ``lost``."""
+
+
+class PlacementObserver(AnswerObserver):
+    """Learns from an answer that its prompt is computed, and how much of it was cached.
+
+    Args:
+        placement: of the request, if it was placed by the policy.
     """
 
-    method: str
-    path: str
-    target: str
-    headers: Mapping[str, str]
-    body: bytes
+    def __init__(
+        self, metrics: RouterMetrics, engine: str, placement: Placement | None = None
+    ) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._placement = placement
 
-    @property
-    def repeat(self) -> Repeat:
-        """When it may be sent again."""
-        return repeat(self.method, self.path)
+    def computed(self, content: bytes | None = None) -> None:
+        if self._placement is not None:
+            self._placement.computed()
+        if content and (found := _CACHED.search(content)):
+            self._metrics.cached(self._engine, int(found[1]))
 
-    @classmethod
-    def of(cls, request: Request, body: bytes) -> Self:
-        """What a router was asked."""
-        path: str = request.scope["path"]
-        # Not from the request's URL, of which the client's Host header is a part.
-        raw: bytes = request.scope.get("raw_path") or quote(path).encode()
-        if query := request.scope["query_string"]:
-            raw += b"?" + query
-        # Some web servers let other bytes in, and all send only these.
-        target = _NOT_SENT.sub(lambda found: b"%%%02X" % found[0][0], raw).decode()
-        return cls(request.method, path, target, passed_on(request.headers), body)
-
-
-def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers that go on, the API key among them."""
-    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON}
-
-
-def api_key(headers: Mapping[str, str]) -> dict[str, str]:
-    """A client's API key, for questions that are asked on its behalf, and only with its rights."""
-    found = {name.lower(): value for name, value in headers.items()}
-    return {"authorization": found["authorization"]} if "authorization" in found else {}
+    def ended(self, ending: str) -> None:
+        self._metrics.ended(self._engine, ending)
 
 
 async def forward(
     connections: Connections,
-    call: Call,
+    call: ForwardedRequest,
     engine: str,
-    tally: Audience,
+    observer: AnswerObserver,
     stack: AsyncExitStack,
 ) -> Response:
-    """The engine's answer: whole, or as a stream that is passed on as it is read.
+    """Return the engine's answer: whole, or as a stream that is passed on as it is read.
 
-    ``stack`` is the caller's to close; that of a stream closes it itself when it is over. Nothing
-    of a stream is read ahead of its client, and leaving it aborts the engine's request.
-    Raises: EngineLost.
+    The caller closes ``stack``, but a stream takes over what is on it and closes that when it is
+    over. Nothing of a stream is read ahead of its client, and leaving it aborts the engine's
+    request. Raises: EngineLost.
     """
     try:
         answer, content = await connections.exchange(
             call.method, engine + call.target, call.headers, call.body, call.repeat
         )
     except EngineLost as error:
-        tally.ended("lost")
+        observer.ended("lost")
         raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
     stack.callback(answer.close)
     headers = passed_on(answer.headers)
     if content is None:
-        return Relay(answer, headers, tally, stack.pop_all())
+        return RelayedStream(answer, headers, observer, stack.pop_all())
     if answer.ok:
-        tally.heard(content)
-        tally.computed(content)
-    tally.ended("answered" if answer.ok else "refused")
+        observer.heard(content)
+        observer.computed(content)
+    observer.ended("answered" if answer.ok else "refused")
     return Response(content, answer.status, headers)
 
 
-class Audience(Protocol):
-    """Learns from an answer as it passes."""
+class RelayedStream(StreamingResponse):
+    """A stream on its way to the client. It frees everything even if the client never reads it.
 
-    def heard(self, piece: bytes) -> None:
-        """The next piece of a stream, or all of an answer that is none."""
-        ...
-
-    def computed(self, content: bytes | None = None) -> None:
-        """Its prompt is computed. ``content``: the answer's end, once it is there."""
-        ...
-
-    def ended(self, ending: str) -> None:
-        """``answered``, ``refused``, ``left`` or ``lost``."""
-        ...
-
-
-class Tally:
-    """What is learned from an answer: that the prompt is computed, and how much of it was."""
-
-    def __init__(self, counters: Counters, engine: str, place: Place | None = None) -> None:
-        self._counters = counters
-        self._engine = engine
-        self._place = place
-
-    def heard(self, piece: bytes) -> None:
-        """What an answer says is not the router's business."""
-
-    def computed(self, content: bytes | None = None) -> None:
-        if self._place is not None:
-            self._place.computed()
-        if content and (found := _CACHED.search(content)):
-            self._counters.cached(self._engine, int(found[1]))
-
-    def ended(self, ending: str) -> None:
-        self._counters.ended(self._engine, ending)
-
-
-class Relay(StreamingResponse):
-    """A stream on its way through; gives everything back even if its client never reads it."""
+    Attributes:
+        until_hung: cancels its body once nothing more can come from the engine.
+    """
 
     def __init__(
         self,
         answer: aiohttp.ClientResponse,
         headers: dict[str, str],
-        tally: Audience,
+        observer: AnswerObserver,
         stack: AsyncExitStack,
     ) -> None:
         self._pieces = self._read(answer)
         super().__init__(self._pieces, answer.status, headers)
-        self._tally = tally
+        self._observer = observer
         self._stack = stack
         self._ending = "left"
-        # Cancelled where nothing more will come.
-        self.attended: Callable[[], AbstractContextManager[anyio.CancelScope]] = anyio.CancelScope
+        self.until_hung: Callable[[], AbstractContextManager[anyio.CancelScope]] = anyio.CancelScope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with while_connected(Request(scope, receive)):
-                with self.attended() as waiting:
+                with self.until_hung() as waiting:
                     await self.stream_response(send)
                 if waiting.cancelled_caught:
                     self._ending = "lost"
-                    end = _lost("it hangs")
+                    end = _error_event("it hangs")
                     await send({"type": "http.response.body", "body": end, "more_body": False})
         finally:
-            await self._give_back()
+            await self._release()
 
     async def drain(self) -> None:
-        """Read it to its end for who listens, instead of passing it on."""
+        """Read the stream to its end for its observer, instead of passing it on."""
         try:
             async for _ in self._pieces:
                 pass
         finally:
-            await self._give_back()
+            await self._release()
 
-    async def _give_back(self) -> None:
+    async def _release(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._pieces.aclose()
-            self._tally.ended(self._ending)
+            self._observer.ended(self._ending)
             await self._stack.aclose()
 
     async def _read(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
@@ -208,18 +145,18 @@ class Relay(StreamingResponse):
         try:
             async for piece in answer.content.iter_any():
                 if not end:
-                    self._tally.computed()
-                self._tally.heard(piece)
-                end = (end + piece)[-_END:]
+                    self._observer.computed()
+                self._observer.heard(piece)
+                end = (end + piece)[-_USAGE_BYTES:]
                 yield piece
             self._ending = "answered"
-            self._tally.computed(end)
+            self._observer.computed(end)
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
-            yield _lost(reason(error))
+            yield _error_event(reason(error))
 
 
-def _lost(why: str) -> bytes:
-    """The last event of a stream that breaks."""
+def _error_event(why: str) -> bytes:
+    """Return the event that ends a stream whose engine was lost."""
     problem = {"message": f"The engine is gone: {why}", "code": 502}
     return f"data: {json.dumps({'error': problem})}\n\n".encode()

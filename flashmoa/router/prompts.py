@@ -1,4 +1,4 @@
-"""The prompts of requests, as blocks: what the router knows of a request's content."""
+"""The prompts of requests as blocks, which is what the router knows of a request's content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
 
-# What of a chat request goes into its prompt, and SGLang's /tokenize takes.
+# The fields of a chat request that shape its prompt and that SGLang's /tokenize takes.
 _CHAT = (
     "model",
     "messages",
@@ -26,47 +26,51 @@ _TOKENIZE = "/v1/tokenize"
 _SECONDS = 5.0
 
 
-class Prompts:
-    """Has engines tokenise prompts, and remembers what they said.
+class PromptHasher:
+    """Turns prompts into blocks of tokens, which engines tokenise and the router remembers.
 
     Where an engine does not tokenise, or not in time, and for prompts with more than text, the
     blocks are those of the text: requests with the same beginning still meet.
 
     Args:
-        remembered: blocks of prompts, at most.
-        tokenize: says whether to ask engines at all.
+        tokenize: tells whether to ask engines at all.
+        max_remembered: the most blocks of prompts that are remembered.
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, tokenize: Callable[[], bool], remembered: int = 1 << 20
+        self, http: httpx.AsyncClient, tokenize: Callable[[], bool], max_remembered: int = 1 << 20
     ) -> None:
         self._http = http
-        self._remembered = remembered
+        self._max_remembered = max_remembered
         self._tokenize = tokenize
-        # By a digest: prompts are long.
+        # By a digest, because prompts are long.
         self._known: OrderedDict[bytes, Blocks] = OrderedDict()
         self._held = 0
-        # Engines that have no such route.
-        self._silent: set[str] = set()
+        # Engines without such a route.
+        self._untokenizing: set[str] = set()
 
     async def blocks(
         self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> Blocks:
-        """The prompt of a request's body; ``engine``: who is asked, under the client's headers."""
+        """Return the prompt of a request's body.
+
+        Args:
+            engine: is asked to tokenise it, under the client's ``headers``.
+        """
         salt = _salt(body)
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
-        asked = _question(body)
-        key = blake2b(json.dumps([asked, salt]).encode(), digest_size=16).digest()
+        question = _question(body)
+        key = blake2b(json.dumps([question, salt]).encode(), digest_size=16).digest()
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
-        if (tokens := await self._tokens(asked, engine, headers)) is None:
-            return text_blocks(_text(asked), salt=salt)
+        if (tokens := await self._tokens(question, engine, headers)) is None:
+            return text_blocks(_text(question), salt=salt)
         return self._remember(key, token_blocks(tokens, salt=salt))
 
-    def at_once(self, body: Mapping[str, Any]) -> Blocks:
-        """The same without asking; of a prompt that would have to be tokenised, only its length."""
+    def known_blocks(self, body: Mapping[str, Any]) -> Blocks:
+        """Return the prompt without asking an engine: only its length, if that would be needed."""
         salt = _salt(body)
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
@@ -74,29 +78,29 @@ class Prompts:
         return Blocks((), blocks.length) if self._tokenize() else blocks
 
     def _remember(self, key: bytes, blocks: Blocks) -> Blocks:
-        if key not in self._known:  # Somebody may have asked the same meanwhile.
+        if key not in self._known:  # Another request may have asked the same meanwhile.
             self._known[key] = blocks
             self._held += 1 + len(blocks.hashes)
-        while self._held > self._remembered:
+        while self._held > self._max_remembered:
             _, forgotten = self._known.popitem(last=False)
             self._held -= 1 + len(forgotten.hashes)
         return blocks
 
     def forget(self, engine: str) -> None:
-        """The engine is another one now, and may tokenise."""
-        self._silent.discard(engine)
+        """Ask an engine again whether it tokenises: a different one may run at its address now."""
+        self._untokenizing.discard(engine)
 
     async def _tokens(
-        self, asked: Mapping[str, Any], engine: str, headers: Mapping[str, str]
+        self, question: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> list[int] | None:
-        if not asked or engine in self._silent or not self._tokenize():
+        if not question or engine in self._untokenizing or not self._tokenize():
             return None
         try:
             answer = await self._http.post(
-                engine + _TOKENIZE, json=asked, headers=dict(headers), timeout=_SECONDS
+                engine + _TOKENIZE, json=question, headers=dict(headers), timeout=_SECONDS
             )
             if answer.status_code in (404, 405):
-                self._silent.add(engine)
+                self._untokenizing.add(engine)
             tokens: Any = answer.json()["tokens"] if answer.is_success else None
             return tokens if _are_ids(tokens) else None
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
@@ -104,23 +108,23 @@ class Prompts:
 
 
 def _question(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``/v1/tokenize`` is asked about a body; nothing where it has no prompt."""
+    """Return what to ask ``/v1/tokenize`` about a body; nothing where it has no prompt."""
     if body.get("messages") is not None:
         return {name: body[name] for name in _CHAT if body.get(name) is not None}
-    # The last is that of /v1/embeddings and /v1/classify, which may be several texts.
+    # ``input`` is that of /v1/embeddings and /v1/classify, which may be several texts.
     text = _joined(body.get("text", body.get("prompt", body.get("input", _scored(body)))))
     if text is None:
         return {}
-    asked: dict[str, Any] = {"prompt": text}
+    question: dict[str, Any] = {"prompt": text}
     if isinstance(body.get("add_special_tokens"), bool):
-        asked["add_special_tokens"] = body["add_special_tokens"]
-    return asked
+        question["add_special_tokens"] = body["add_special_tokens"]
+    return question
 
 
 def _scored(body: Mapping[str, Any]) -> list[Any]:
-    """What /v1/score and /v1/rerank are given: a query, and what each prompt has behind it.
+    """Return the query of /v1/score or /v1/rerank, and the items that each follow it in a prompt.
 
-    The query is computed once, so that all of it is about as much work as one prompt.
+    The query is computed once, so all of it together is about as much work as one prompt.
     """
     items = body.get("items", body.get("documents"))
     query = body.get("query")
@@ -128,17 +132,17 @@ def _scored(body: Mapping[str, Any]) -> list[Any]:
 
 
 def _joined(text: object) -> str | None:
-    """A text, or several in one."""
+    """Return a text, or several texts as one; ``None`` for anything else."""
     if isinstance(text, list) and all(isinstance(one, str) for one in cast("list[Any]", text)):
         return "".join(cast("list[str]", text))
     return text if isinstance(text, str) else None
 
 
-def _text(asked: Mapping[str, Any]) -> str:
-    if isinstance(asked.get("prompt"), str):
-        return str(asked["prompt"])
-    # In the order in which templates use them, about.
-    return json.dumps([asked.get("tools"), asked.get("messages")]) if asked else ""
+def _text(question: Mapping[str, Any]) -> str:
+    if isinstance(question.get("prompt"), str):
+        return str(question["prompt"])
+    # Chat templates use them roughly in this order.
+    return json.dumps([question.get("tools"), question.get("messages")]) if question else ""
 
 
 def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
@@ -152,7 +156,7 @@ def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
 
 
 def _are_ids(value: object) -> bool:
-    """Token ids of one prompt, small enough to be hashed."""
+    """Return whether a value is the token ids of one prompt, small enough to be hashed."""
     if not isinstance(value, list):
         return False
     return all(type(one) is int and 0 <= one < 1 << 32 for one in cast("list[Any]", value))

@@ -1,9 +1,8 @@
-"""Prefill as a service: what a model thinks of given answers, without any of them being decoded."""
+"""Prefill as a service: how likely a model finds given answers, with nothing decoded."""
 
-from flashmoa.scoring.answers import PrefillUsage, Scores, Selection
-from flashmoa.scoring.candidates import Candidate, CandidateRefused
-from flashmoa.scoring.contexts import Context
+from flashmoa.scoring.candidates import Candidate, CandidateRefused, Context
 from flashmoa.scoring.scorer import Scorer
+from flashmoa.scoring.scores import PrefillUsage, Scores, Selection
 
 __all__ = [
     "Candidate",

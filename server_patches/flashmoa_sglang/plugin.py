@@ -22,8 +22,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
-from flashmoa_sglang.cpu import transfer
-from flashmoa_sglang.http import finals, metrics, rendering, usage, weights
+from flashmoa_sglang.cpu import host_memory
+from flashmoa_sglang.http import metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
@@ -102,7 +102,7 @@ def generate_request(
     original = RELEASE.forget_refused(original)
     if is_ours(obj):
         return original(manager, obj, request)
-    return finals.generate_request(original, manager, obj, request)
+    return stream_requests.generate_request(original, manager, obj, request)
 
 
 async def handle_chat(
@@ -110,11 +110,11 @@ async def handle_chat(
 ) -> Any:
     """Do the same for chat completions: around ``OpenAIServingChat.handle_request``."""
     try:
-        final = finals.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
+        final = stream_requests.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw_request)
-    return result if final is None else usage.annotate_chat(result, final)
+    return result if final is None else stream_requests.annotate_chat(result, final)
 
 
 SCHEDULER_HOOKS = [
@@ -139,16 +139,16 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
-    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", weights.update_from_disk),
+    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", asyncep.update_from_disk),
     *(
-        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", weights.update)
+        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", asyncep.update_weights)
         for source in ("distributed", "tensor", "ipc")
     ),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]
 
 
-CPU_HOOKS = [Hook(f"{_SCHEDULER}.init_disaggregation", "around", transfer.use_host_memory)]
+CPU_HOOKS = [Hook(f"{_SCHEDULER}.init_disaggregation", "around", host_memory.use_host_memory)]
 
 
 def register() -> None:

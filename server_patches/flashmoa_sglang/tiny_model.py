@@ -122,7 +122,7 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
             norm_topk_prob=True,
             decoder_sparse_step=1,
         )
-        model = Qwen3MoeForCausalLM(config)
+        model: Any = Qwen3MoeForCausalLM(config)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     silence_unprintable(model.lm_head.weight, tokenizer)

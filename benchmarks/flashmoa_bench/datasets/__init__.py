@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from flashmoa_bench.datasets import competition, gsm8k, instructions, multiple_choice
-from flashmoa_bench.datasets.files import Row, rows
-from flashmoa_bench.datasets.items import Item
+from flashmoa_bench.datasets import instructions, mathematics, multiple_choice
+from flashmoa_bench.datasets.files import Item, PublishedRow, rows
 
 __all__ = ["NAMES", "Item", "load"]
 
-_READERS: Mapping[str, Callable[[Row], Item]] = {
-    "gsm8k": gsm8k.read,
-    "math-500": competition.read_math,
-    "aime25": competition.read_aime,
+_READERS: Mapping[str, Callable[[PublishedRow], Item]] = {
+    "gsm8k": mathematics.read_gsm8k,
+    "math-500": mathematics.read_math,
+    "aime25": mathematics.read_aime,
     "mmlu-prox-lite": multiple_choice.read,
     "ifbench": instructions.read,
     "ifbench-strict": partial(instructions.read, loosely=False),
@@ -27,7 +26,7 @@ NAMES: tuple[str, ...] = tuple(_READERS)
 
 
 def load(name: str, file: Path) -> list[Item]:
-    """The questions of a dataset's file (JSONL or Parquet), in its order.
+    """Return the questions of a dataset's file (JSONL or Parquet), in its order.
 
     Everything that scoring needs is checked here, not after a run.
 

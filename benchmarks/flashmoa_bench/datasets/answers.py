@@ -27,7 +27,7 @@ _NUMBER = re.compile(
 
 
 def without_thoughts(text: str) -> str:
-    """What follows ``</think>``; nothing where thinking did not come to an end."""
+    """Return what follows ``</think>``; nothing if thinking did not come to an end."""
     _, closed, after = text.rpartition("</think>")
     if closed:
         return after
@@ -35,7 +35,7 @@ def without_thoughts(text: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    r"""What is in the last ``\boxed{...}`` that is closed."""
+    r"""Return what is in the last ``\boxed{...}`` that is closed."""
     for box in reversed(list(_BOX.finditer(text))):
         depth = 1
         for brace in _BRACES.finditer(text, box.end()):
@@ -46,12 +46,12 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> list[str]:
-    """What follows "the answer is" or "Answer:", the last one first."""
+    """Return what follows "the answer is" or "Answer:", the last one first."""
     return [found[1].strip(" *\n") for found in reversed(list(_STATED.finditer(text)))]
 
 
 def numbers(text: str) -> list[Fraction]:
-    """The numbers in a text: 1,234.50, -3, 3/4, LaTeX fractions; signs of currency left out."""
+    """Return the numbers in a text: 1,234.50, -3, 3/4, LaTeX fractions; without currency signs."""
     text = _FRACTION.sub(r" \1/\2", text.replace("−", "-").replace("{,}", ","))
     return [
         Fraction(found[1].replace(",", "")) / int(found[2] or 1)
@@ -60,7 +60,11 @@ def numbers(text: str) -> list[Fraction]:
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The number in the box, after ####, or after "the answer is"; else the last one."""
+    r"""Return the number in the box, after
+
+
+    , or after "the answer is"; else the last one.
+    """
     hashes = _HASHES.findall(text)
     if (given := boxed(text)) is not None or hashes:
         return _right_side(hashes[-1] if given is None else given)
@@ -72,5 +76,5 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _right_side(text: str) -> Fraction | None:
-    """The first number after the last =: of "3 x 4 = 12 apples in 2 bags", 12."""
+    """Return the first number after the last =: of "3 x 4 = 12 apples in 2 bags", 12."""
     return next(iter(numbers(text.rpartition("=")[2])), None)

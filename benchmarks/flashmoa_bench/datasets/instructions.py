@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_bench.datasets.answers import without_thoughts
-from flashmoa_bench.datasets.files import Row
-from flashmoa_bench.datasets.items import Item
-from flashmoa_bench.datasets.packages import package
+from flashmoa_bench.datasets.files import Item, PublishedRow, package
 
 _SOURCE = "git+https://github.com/allenai/IFBench"
 # Importing the package downloads it, where that is possible.
@@ -30,7 +28,7 @@ class Instruction:
     checkers: Mapping[str, Any]
 
     def is_followed(self, *answers: str) -> bool:
-        """By any of these. An answer of nothing but spaces follows nothing."""
+        """Tell whether any of these answers follows it; one of nothing but spaces does not."""
         checker = self.checkers[self.id](self.id)
         checker.build_description(**self.arguments)
         if "prompt" in (checker.get_instruction_args() or ()):
@@ -38,8 +36,8 @@ class Instruction:
         return any(answer.strip() and checker.check_following(answer) for answer in answers)
 
 
-def read(row: Row, *, loosely: bool = True) -> Item:
-    """Loosely is what IFBench's paper reports.
+def read(row: PublishedRow, *, loosely: bool = True) -> Item:
+    """Read a row of IFBench; it is scored loosely as IFBench's paper reports it, or strictly.
 
     Raises: ValueError where an instruction is unknown or cannot be checked; ModuleNotFoundError.
     """
@@ -63,8 +61,11 @@ def read(row: Row, *, loosely: bool = True) -> Item:
 
 
 def loose(answer: str) -> list[str]:
-    """The answer, and without its first line, its last line and its asterisks: an introduction, a
-    closing remark and Markdown are forgiven (IFEval, arXiv 2311.07911, §2.2)."""
+    """Return the answer with and without its first line, its last line and its asterisks.
+
+    An introduction, a closing remark and Markdown are thereby forgiven (IFEval, arXiv 2311.07911,
+    §2.2).
+    """
     lines = answer.split("\n")
     parts = (lines, lines[1:], lines[:-1], lines[1:-1])
     whole, *trimmed = ["\n".join(part) for part in parts]
@@ -80,7 +81,7 @@ def _is_followed(instruction: Instruction, answers: Sequence[str]) -> bool:
         return False
 
 
-def _instructions(row: Row) -> list[Instruction]:
+def _instructions(row: PublishedRow) -> list[Instruction]:
     registry = package("ifbench.instructions_registry", "IFBench", _SOURCE)
     checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
     ids, arguments = row.value("instruction_id_list"), row.value("kwargs")

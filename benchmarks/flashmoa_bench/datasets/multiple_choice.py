@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from flashmoa_bench.datasets.answers import boxed, stated, without_thoughts
-from flashmoa_bench.datasets.files import Row
-from flashmoa_bench.datasets.items import Item
+from flashmoa_bench.datasets.files import Item, PublishedRow
 
 _LETTERS = "ABCDEFGHIJ"
 _FORM = (
@@ -28,8 +27,11 @@ _BRACKETED = re.compile(r"[(（]([A-J])[)）]")
 _ALONE = re.compile(rf"{_OPEN}([A-J])[\s*_)$\]}}）」.。\\]*|([A-J])[.):]\s[^\n]*")
 
 
-def read(row: Row) -> Item:
-    """Raises: ValueError."""
+def read(row: PublishedRow) -> Item:
+    """Read a row of MMLU-ProX-Lite or MMLU-Pro.
+
+    Raises: ValueError if its answer is none of its options.
+    """
     options = _options(row)
     known = _known(row)
     if known not in options:
@@ -44,8 +46,11 @@ def read(row: Row) -> Item:
 
 
 def choice(answer: str) -> str | None:
-    """The option that an answer chooses: in a box or after "the answer is"; else the only one in
-    brackets on its last line, which may be in any language, or all that is said."""
+    """Return the option that an answer chooses, if it chooses one.
+
+    It is in a box or after "the answer is"; else it is the only one in brackets on the last line,
+    which may be in any language, or all that is said.
+    """
     given = [boxed(answer) or "", *stated(answer)]
     for said in given:
         if (found := _FIRST.match(said)) and not _WORD.match(said, found.start(1)):
@@ -58,7 +63,7 @@ def choice(answer: str) -> str | None:
     return (alone[1] or alone[2]) if alone else None
 
 
-def _options(row: Row) -> Mapping[str, str]:
+def _options(row: PublishedRow) -> Mapping[str, str]:
     listed = row.get("options")
     if not isinstance(listed, list | tuple):
         listed = [row.get(f"option_{number}") for number in range(len(_LETTERS))]
@@ -69,7 +74,7 @@ def _options(row: Row) -> Mapping[str, str]:
     return options
 
 
-def _known(row: Row) -> str:
+def _known(row: PublishedRow) -> str:
     known = row.get("answer")
     if isinstance(known, str) and known.strip() in tuple(_LETTERS):
         return known.strip()

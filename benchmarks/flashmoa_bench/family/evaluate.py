@@ -24,9 +24,10 @@ import torch
 from rich.console import Console
 
 from flashmoa.engine.local import local_engines
-from flashmoa.moa.prompts import conversation
-from flashmoa.moa.steps import CHARACTERS, Order, Schedule, last_words
-from flashmoa_bench.family.models import AGGREGATOR, SIZES, model_folder
+from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN, Schedule
+from flashmoa.moa.prompts import Order, conversation, last_words
+from flashmoa_bench.family import AGGREGATOR, SIZES, model_folder
+from flashmoa_bench.family.inference import FamilyModel, Reply
 from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, along, titled
 from flashmoa_bench.family.questions import (
     GRADES,
@@ -38,7 +39,6 @@ from flashmoa_bench.family.questions import (
     questions,
     slips,
 )
-from flashmoa_bench.family.speaker import Said, Speaker
 
 _DRAWS = 3
 _COMPARED = 7
@@ -51,12 +51,12 @@ Texts = Sequence[str]
 
 
 def questions_of(seed: int, count: int) -> list[Question]:
-    """``count`` held-out questions of every grade."""
+    """Return ``count`` held-out questions of every grade."""
     return [q for grade in GRADES for q in islice(questions(seed, grade, held_out=True), count)]
 
 
 def accuracy(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
-    """Share of right answers per grade, and of all."""
+    """Return the share of right answers per grade, and of all."""
     right, number = Counter[str](), Counter[str]()
     for question, text in zip(asked, texts, strict=True):
         for name in (question.grade, "all"):
@@ -66,7 +66,7 @@ def accuracy(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
 
 
 def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
-    """Share of wrong lines by operator, and of these the share that a carry made wrong."""
+    """Return the share of wrong lines by operator, and of these that off by a carry."""
     off: dict[str, list[int]] = {operator: [] for operator in OPERANDS}
     for question, text in zip(asked, texts, strict=True):
         for operator, by in slips(question, text):
@@ -77,10 +77,13 @@ def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
     return {name: round(share, 3) for name, share in {**shares, "by a carry": carried}.items()}
 
 
-def ranking(asked: Sequence[Question], said: Sequence[Said]) -> float | None:
-    """AUC: how often a right answer is more confident than a wrong one; None without both."""
+def ranking(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None:
+    """Return the AUC: how often a right answer is more confident than a wrong one.
+
+    ``None`` without answers of both kinds.
+    """
     sides: dict[bool, list[float]] = {True: [], False: []}
-    for question, answer in zip(asked, said, strict=True):
+    for question, answer in zip(asked, replies, strict=True):
         sides[is_right(question, answer.text)].append(answer.confidence)
     right, wrong = torch.tensor(sides[True])[:, None], torch.tensor(sides[False])
     if not len(right) or not len(wrong):
@@ -89,37 +92,37 @@ def ranking(asked: Sequence[Question], said: Sequence[Said]) -> float | None:
 
 
 def majority(texts: Sequence[str]) -> str:
-    """An answer with what most of the texts end with; the first of them where it is a draw."""
+    """Return an answer with what most of the texts end with; in a draw, with the first of them."""
     finals = Counter(final for text in texts if (final := final_answer(text)))
     return f"Answer: {finals.most_common(1)[0][0]}" if finals else ""
 
 
 def evaluate(
-    speakers: dict[str, Speaker], asked: Sequence[Question], temperature: float
+    models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Any]:
-    """Every size alone, and the aggregator on what all of them say at ``temperature``."""
+    """Evaluate every size alone, and the aggregator on what all of them say at ``temperature``."""
     prompts = [conversation(question.text) for question in asked]
-    alone = {size: speaker.say(prompts) for size, speaker in speakers.items()}
+    alone = {size: model.say(prompts) for size, model in models.items()}
     drawn = {
-        size: [_texts(speaker.say(prompts, temperature)) for _ in range(_DRAWS)]
-        for size, speaker in speakers.items()
+        size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
+        for size, model in models.items()
     }
     three, nine = _together(drawn)
     return {
-        "alone": {size: accuracy(asked, _texts(said)) for size, said in alone.items()},
+        "alone": {size: accuracy(asked, _texts(replies)) for size, replies in alone.items()},
         "alone, drawn": {size: accuracy(asked, draws[0]) for size, draws in drawn.items()},
         "wrong lines, drawn": {size: line_errors(asked, draws[0]) for size, draws in drawn.items()},
-        "AUC of confidence": {size: ranking(asked, said) for size, said in alone.items()},
+        "AUC of confidence": {size: ranking(asked, replies) for size, replies in alone.items()},
         "majority of 3": accuracy(asked, [majority(texts) for texts in three]),
         "majority of 9": accuracy(asked, [majority(texts) for texts in nine]),
-        "aggregator": combined(speakers[AGGREGATOR], asked, three, nine),
+        "aggregator": combined(models[AGGREGATOR], asked, three, nine),
     }
 
 
 def combined(
-    speaker: Speaker, asked: Sequence[Question], three: Sequence[Texts], nine: Sequence[Texts]
+    model: FamilyModel, asked: Sequence[Question], three: Sequence[Texts], nine: Sequence[Texts]
 ) -> dict[str, Scores]:
-    """An aggregator's accuracy on three and nine answers, and along with nine."""
+    """Return an aggregator's accuracy on three and nine answers, and on a staircase with nine."""
     scores = dict[str, Scores]()
     for name, answers in (("3 answers", three), ("9 answers", nine)):
         for layout, prompt in AGGREGATION.items():
@@ -127,16 +130,16 @@ def combined(
                 prompt.messages(question.text, titled(prompt, texts))
                 for question, texts in zip(asked, answers, strict=True)
             ]
-            scores[f"{name}, {layout}"] = accuracy(asked, _texts(speaker.say(prompts)))
+            scores[f"{name}, {layout}"] = accuracy(asked, _texts(model.say(prompts)))
     for order in ORDERS:
         scores[f"9 answers, staircase, {order}"] = accuracy(
-            asked, climbed(speaker, asked, nine, order)
+            asked, staircase_answers(model, asked, nine, order)
         )
     return scores
 
 
-def climbed(
-    speaker: Speaker,
+def staircase_answers(
+    model: FamilyModel,
     asked: Sequence[Question],
     answers: Sequence[Texts],
     order: Order,
@@ -144,21 +147,21 @@ def climbed(
     *,
     served: bool = False,
 ) -> list[str]:
-    """What an aggregator writes along with answers, in rounds as ``Staircase`` has them.
+    """Return what an aggregator writes along with answers, in rounds as ``Staircase`` has them.
 
     Args:
-        first: of the chunks, in tokens of ``CHARACTERS``.
+        first: of the chunks, in tokens of ``CHARACTERS_PER_TOKEN``.
         served: begin each interleaved turn with the last words of those before, as ``Staircase``
-            does and lessons do not.
+            does and examples do not.
     """
     prompt = AGGREGATION["question-first"]
-    said: list[list[str]] = [[] for _ in asked]
+    replies: list[list[str]] = [[] for _ in asked]
     turns: list[list[str]] = [[] for _ in asked]
     most = max(len(text) for texts in answers for text in texts)
     for number in count(1):
         sizes = list(islice(Schedule(first), number))
-        room = sum(sizes) * CHARACTERS
-        before = room - sizes[-1] * CHARACTERS
+        room = sum(sizes) * CHARACTERS_PER_TOKEN
+        before = room - sizes[-1] * CHARACTERS_PER_TOKEN
         if before >= most:
             break
         lasts = [all(len(text) <= room for text in texts) for texts in answers]
@@ -173,26 +176,26 @@ def climbed(
                 along(order, prompt, asked[row].text, answers[row], sizes, turns[row])
                 for row in rows
             ]
-            begun = ["".join(said[row]) for row in rows]
+            begun = ["".join(replies[row]) for row in rows]
             if order == "interleaved":
                 begun = [last_words(text) if served else "" for text in begun]
             longest = _LONGEST if last else sizes[-1]
             for row, start, one in zip(
-                rows, begun, speaker.say(prompts, 0.0, begun, longest), strict=True
+                rows, begun, model.say(prompts, 0.0, begun, longest), strict=True
             ):
-                said[row].append(one.text)
+                replies[row].append(one.text)
                 turns[row].append(start + one.text if order == "interleaved" else one.text)
-    return ["".join(texts) for texts in said]
+    return ["".join(texts) for texts in replies]
 
 
 def staircases(
-    speakers: dict[str, Speaker], asked: Sequence[Question], temperature: float
+    models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Scores]:
-    """The aggregator's accuracy along with three and nine answers, by first chunk and order."""
+    """Return the accuracy on a staircase with three and nine answers, by first chunk and order."""
     prompts = [conversation(question.text) for question in asked]
     drawn = {
-        size: [_texts(speaker.say(prompts, temperature)) for _ in range(_DRAWS)]
-        for size, speaker in speakers.items()
+        size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
+        for size, model in models.items()
     }
     ways: list[tuple[Order, bool]] = [(order, False) for order in ORDERS]
     ways.append(("interleaved", True))
@@ -201,28 +204,30 @@ def staircases(
         for first in _FIRST_CHUNKS:
             for order, served in ways:
                 name = f"{len(answers[0])} answers, first chunk {first}, {order}"
-                said = climbed(speakers[AGGREGATOR], asked, answers, order, first, served=served)
-                scores[name + " as served" * served] = accuracy(asked, said)
+                replies = staircase_answers(
+                    models[AGGREGATOR], asked, answers, order, first, served=served
+                )
+                scores[name + " as served" * served] = accuracy(asked, replies)
     return scores
 
 
 def _together(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Texts]]:
-    """The first draws of every size, and all draws, by question."""
+    """Return the first draws of every size, and all draws, by question."""
     three = zip(*(draws[0] for draws in drawn.values()), strict=True)
     nine = zip(*(draw for draws in drawn.values() for draw in draws), strict=True)
     return list(three), list(nine)
 
 
-def _texts(said: Sequence[Said]) -> list[str]:
-    return [answer.text for answer in said]
+def _texts(replies: Sequence[Reply]) -> list[str]:
+    return [answer.text for answer in replies]
 
 
-async def same_in_engine(folder: Path, asked: Sequence[Question], said: Sequence[Said]) -> int:
-    """How many of the answers an SGLang engine on this machine gives word for word."""
+async def same_in_engine(folder: Path, asked: Sequence[Question], replies: Sequence[Reply]) -> int:
+    """Count the answers that an SGLang engine on this machine gives word for word."""
     async with local_engines() as engines, httpx.AsyncClient(timeout=120) as client:
         engine = await engines.start(folder, core=0, arguments=["--max-total-tokens", "8192"])
         same = 0
-        for question, answer in zip(asked, said, strict=True):
+        for question, answer in zip(asked, replies, strict=True):
             body = {
                 "model": "family",
                 "messages": conversation(question.text),
@@ -250,23 +255,23 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
-    models: Path | None = arguments.models
-    folders = {size: models / size if models else model_folder(size) for size in SIZES}
-    speakers = {size: Speaker(folder) for size, folder in folders.items() if folder.exists()}
+    given: Path | None = arguments.models
+    folders = {size: given / size if given else model_folder(size) for size in SIZES}
+    models = {size: FamilyModel(folder) for size, folder in folders.items() if folder.exists()}
     asked = questions_of(arguments.seed, arguments.count)
     measure = staircases if arguments.staircases else evaluate
     report: dict[str, Any] = {
         "questions of each grade": arguments.count,
         "seed": arguments.seed,
         "temperature": arguments.temperature,
-        **measure(speakers, asked, arguments.temperature),
+        **measure(models, asked, arguments.temperature),
     }
     if arguments.engine:
         some = questions_of(arguments.seed, _COMPARED)
         prompts = [conversation(question.text) for question in some]
         report[f"of {len(some)} the same in SGLang"] = {
-            size: anyio.run(same_in_engine, folders[size], some, speaker.say(prompts))
-            for size, speaker in speakers.items()
+            size: anyio.run(same_in_engine, folders[size], some, model.say(prompts))
+            for size, model in models.items()
         }
     Console().print_json(data=report)
     if arguments.out:

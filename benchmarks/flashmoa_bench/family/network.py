@@ -23,7 +23,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class NetworkShape:
     """Sizes of a model; its heads have 32 numbers each."""
 
     layers: int
@@ -34,16 +34,16 @@ class Shape:
 
 
 SHAPES = {
-    "small": Shape(layers=3, hidden=96, intermediate=256, heads=4, kv_heads=2),
-    "medium": Shape(layers=4, hidden=128, intermediate=384, heads=4, kv_heads=2),
-    "large": Shape(layers=5, hidden=192, intermediate=512, heads=6, kv_heads=2),
+    "small": NetworkShape(layers=3, hidden=96, intermediate=256, heads=4, kv_heads=2),
+    "medium": NetworkShape(layers=4, hidden=128, intermediate=384, heads=4, kv_heads=2),
+    "large": NetworkShape(layers=5, hidden=192, intermediate=512, heads=6, kv_heads=2),
 }
 
 
 class Network(nn.Module):
     """Token ids of shape (batch, length) to hidden states of shape (batch, length, hidden)."""
 
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
+    def __init__(self, shape: NetworkShape, vocabulary: int) -> None:
         super().__init__()
         self.shape = shape
         self.model = Stack(shape, vocabulary)
@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
+    def __init__(self, shape: NetworkShape, vocabulary: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -80,7 +80,7 @@ class Stack(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.hidden)
         self.self_attn = Attention(shape)
@@ -93,7 +93,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.heads, self.kv_heads = shape.heads, shape.kv_heads
         self.q_proj = Linear(shape.hidden, shape.heads * HEAD)
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.gate_proj = Linear(shape.hidden, shape.intermediate)
         self.up_proj = Linear(shape.hidden, shape.intermediate)
@@ -187,8 +187,8 @@ def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return heads * cosine + torch.cat((right, left), -1) * sine
 
 
-def configuration(shape: Shape, tokenizer: Any) -> Any:
-    """The network's description for transformers and SGLang."""
+def configuration(shape: NetworkShape, tokenizer: Any) -> Any:
+    """Describe the network for transformers and SGLang."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from flashmoa.moa.prompts import AggregationPrompt, Layout, conversation
-from flashmoa.moa.steps import CHARACTERS, Order, prompt_of
+from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN
+from flashmoa.moa.prompts import (
+    AggregationPrompt,
+    Layout,
+    Order,
+    conversation,
+    staircase_messages,
+)
 
 _INSTRUCTION = "Combine the answers. Some are wrong."
 
@@ -31,7 +37,7 @@ WORDS = (
 
 
 def titled(prompt: AggregationPrompt, answers: Sequence[str]) -> list[str]:
-    """The slots of answers: each behind its title, one that has nothing without."""
+    """Return the slots of answers: each behind its title, an empty one without."""
     return [f"{prompt.title(n)}{text}" if text else "" for n, text in enumerate(answers, 1)]
 
 
@@ -41,15 +47,15 @@ def along(
     question: str,
     answers: Sequence[str],
     sizes: Sequence[int],
-    said: Sequence[str],
+    replies: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """What an aggregator is asked in a round of a ``Staircase``, as ``prompt_of`` has it.
+    """Build what a ``Staircase``'s aggregator is asked in a round, like ``staircase_messages``.
 
     ``answers``: whole; their chunks are cut here. ``sizes``: of the chunks that have come, in
-    tokens of ``CHARACTERS``. ``said``: the aggregator's own of the rounds before.
+    tokens of ``CHARACTERS_PER_TOKEN``. ``replies``: the aggregator's own of the rounds before.
     """
-    ends = list(accumulate((size * CHARACTERS for size in sizes), initial=0))
+    ends = list(accumulate((size * CHARACTERS_PER_TOKEN for size in sizes), initial=0))
     rounds = [[text[begin:end] for text in answers] for begin, end in pairwise(ends)]
     if order != "contiguous":
         rounds = [titled(prompt, chunks) for chunks in rounds]
-    return prompt_of(order, prompt, conversation(question), rounds, said)
+    return staircase_messages(order, prompt, conversation(question), rounds, replies)

@@ -11,7 +11,10 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
+
+from flashmoa_bench.datasets import Item
 
 Operator = Literal["+", "-", "*"]
 Grade = Literal["easy", "medium", "hard"]
@@ -34,7 +37,7 @@ _HELD_OUT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ProgramLine:
     """What a line does to the value before it."""
 
     operator: Operator
@@ -53,7 +56,7 @@ class Question:
     """A program: the first value, and the lines that follow."""
 
     start: int
-    lines: tuple[Line, ...]
+    lines: tuple[ProgramLine, ...]
 
     @property
     def grade(self) -> Grade:
@@ -67,7 +70,7 @@ class Question:
         return f"{', '.join(told)}. Find {NAMES[len(self.lines)]} modulo {MODULUS}."
 
     def values(self, slipped: Callable[[int, int], int] = lambda line, value: value) -> list[int]:
-        """The value of each line; ``slipped`` may put another in place of a line's own."""
+        """Return the value of each line; ``slipped`` may put another in place of a line's own."""
         values = [self.start]
         for number, line in enumerate(self.lines):
             values.append(slipped(number, line.value(values[-1])))
@@ -75,12 +78,12 @@ class Question:
 
     @property
     def solution(self) -> str:
-        """The right answer with its working."""
+        """Return the right answer with its working."""
         return worked(self.values())
 
     @property
     def answer(self) -> str:
-        """The two digits that are asked for."""
+        """Return the two digits that are asked for."""
         return f"{self.values()[-1]:02}"
 
     @property
@@ -89,13 +92,13 @@ class Question:
 
 
 def worked(values: Sequence[int]) -> str:
-    """An answer whose lines have these values."""
+    """Return an answer whose lines have these values."""
     lines = [f"{name} = {value:02}" for name, value in zip(NAMES[1:], values, strict=False)]
     return f"{', '.join(lines)}. Answer: {values[-1]:02}"
 
 
 def final_answer(text: str) -> str | None:
-    """The two digits that an answer ends with; None where it gives none."""
+    """Return the two digits that an answer ends with; None if it gives none."""
     found = _FINAL.findall(text)
     return found[-1] if found else None
 
@@ -105,8 +108,7 @@ def is_right(question: Question, text: str) -> bool:
 
 
 def slips(question: Question, text: str) -> list[tuple[Operator, int]]:
-    """Of the lines that an answer has: their operators, and how far each is off what follows from
-    the line before it."""
+    """Return each line's operator and how far it is off what follows from the line before it."""
     found = list[tuple[Operator, int]]()
     before = question.start
     for line, value in zip(question.lines, map(int, _VALUE.findall(text)), strict=False):
@@ -118,7 +120,7 @@ def slips(question: Question, text: str) -> list[tuple[Operator, int]]:
 def questions(
     seed: int, grade: Grade | None = None, held_out: bool = False, largest: int = MODULUS - 1
 ) -> Iterator[Question]:
-    """Random questions without end, the same for the same arguments.
+    """Yield random questions without end, the same for the same arguments.
 
     ``grade``: all of it, or every grade alike. ``held_out``: those for evaluation; otherwise
     those for training, which are never among them. ``largest``: of the operands.
@@ -135,5 +137,29 @@ def _random_question(dice: random.Random, grade: Grade, largest: int) -> Questio
     operators: list[Operator] = [dice.choice(_OPERATORS) for _ in range(count)]
     return Question(
         dice.randrange(MODULUS),
-        tuple(Line(operator, dice.choice(OPERANDS[operator][:largest])) for operator in operators),
+        tuple(
+            ProgramLine(operator, dice.choice(OPERANDS[operator][:largest]))
+            for operator in operators
+        ),
+    )
+
+
+def family_items(count: int, seed: int) -> list[Item]:
+    """Return ``count`` held-out questions of each grade as a dataset, no two alike.
+
+    They are the same for the same arguments.
+    """
+    found: list[Item] = []
+    for grade in GRADES:
+        asked = dict.fromkeys(islice(questions(seed, grade, held_out=True), 4 * count))
+        found += [_item(question) for question in islice(asked, count)]
+    return found
+
+
+def _item(question: Question) -> Item:
+    return Item(
+        question.text,
+        question.text,
+        question.grade,
+        lambda text: float(is_right(question, text)),
     )

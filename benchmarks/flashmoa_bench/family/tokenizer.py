@@ -25,7 +25,7 @@ _CHAT_TEMPLATE = """\
 
 
 def family_tokenizer(context: int) -> Any:
-    """A fast tokenizer for prompts of up to ``context`` tokens."""
+    """Make a fast tokenizer for prompts of up to ``context`` tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -2,7 +2,7 @@
 
 ``python -m flashmoa_bench.family.train --out DIR`` writes a folder per size that SGLang and
 transformers load. The smallest learns first, the next begins with what it has learned, and so
-on (see ``growth``). The same seed gives the same lessons; a run that was stopped goes on from
+on (see ``net2net``). The same seed gives the same examples; a run that was stopped goes on from
 its last checkpoint.
 """
 
@@ -25,45 +25,45 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from flashmoa_bench.family.courses import COURSES
-from flashmoa_bench.family.growth import grow
-from flashmoa_bench.family.lessons import Lesson
+from flashmoa_bench.family.net2net import widen
 from flashmoa_bench.family.network import CONTEXT, SHAPES, Network, configuration
+from flashmoa_bench.family.stages import STAGES
 from flashmoa_bench.family.tokenizer import family_tokenizer
+from flashmoa_bench.family.training_data import Example
 
 _SAVED_EVERY = 10
 _TOLD_EVERY = 10
 _IGNORED = -100
 # Muon's rate beside AdamW's.
 _MUON = 5.0
-# The lessons of a step are sorted by length and go through the network in parts of so many
+# The examples of a step are sorted by length and go through the network in parts of so many
 # tokens, which stay in the processor's cache.
 _PART = 5000
 # Token ids of a prompt and of its answer.
-Row = tuple[list[int], list[int]]
+EncodedExample = tuple[list[int], list[int]]
 
 
 class Training:
-    """A course of ``COURSES``: network, optimisers, how far it is and what that took.
+    """A stage of ``STAGES``: network, optimisers, how far it is and what that took.
 
-    ``folder``: where checkpoints are, its own and that of the course it has grown from.
+    ``folder``: where checkpoints are, its own and that of the stage it has grown from.
     """
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         torch.manual_seed(seed)
         self.name, self.seed, self.folder = name, seed, folder
-        self.course = COURSES[name]
-        self.shape = SHAPES[self.course.size]
+        self.stage = STAGES[name]
+        self.shape = SHAPES[self.stage.size]
         self.tokenizer = family_tokenizer(CONTEXT)
         self.network = Network(self.shape, len(self.tokenizer))
-        if self.course.grown_from:
-            self._grow(*self.course.grown_from)
+        if self.stage.starts_from:
+            self._start_from(*self.stage.starts_from)
         inner = [weight for weight in self.network.model.layers.parameters() if weight.dim() == 2]
         rest = [w for w in self.network.parameters() if not any(w is other for other in inner)]
         # Muon learns such a task in far fewer steps than AdamW, which keeps to the vectors.
         self.optimizers = [
-            torch.optim.Muon(inner, lr=self.course.rate, weight_decay=0.01),
-            torch.optim.AdamW(rest, lr=self.course.rate, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.Muon(inner, lr=self.stage.rate, weight_decay=0.01),
+            torch.optim.AdamW(rest, lr=self.stage.rate, betas=(0.9, 0.98), weight_decay=0.0),
         ]
         self.spent = {"step": 0, "tokens": 0, "wall_seconds": 0.0, "cpu_seconds": 0.0}
         if self._checkpoint().exists():
@@ -74,20 +74,20 @@ class Training:
             self.spent = kept["spent"]
 
     def _checkpoint(self, step: int | None = None) -> Path:
-        """The latest, or the one of a step that another size grows from."""
+        """Return the latest one's file, or that of a step that another size starts from."""
         return self.folder / f"{self.name}{'' if step is None else f'-{step}'}.checkpoint"
 
-    def _grow(self, name: str, step: int) -> None:
+    def _start_from(self, name: str, step: int) -> None:
         file = self.folder / f"{name}-{step}.checkpoint"
         if not file.exists():
             raise SystemExit(f"{self.name} grows from {file}: train {name} first")
         kept: dict[str, Any] = torch.load(file)
-        smaller = Network(SHAPES[COURSES[name].size], len(self.tokenizer))
+        smaller = Network(SHAPES[STAGES[name].size], len(self.tokenizer))
         smaller.load_state_dict(kept["network"])
-        grow(smaller, self.network)
+        widen(smaller, self.network)
 
     def run(self, console: Console) -> None:
-        while self.spent["step"] < self.course.steps:
+        while self.spent["step"] < self.stage.steps:
             before = time.perf_counter(), time.process_time()
             loss, tokens = self._step(int(self.spent["step"]))
             self.spent["step"] += 1
@@ -101,10 +101,10 @@ class Training:
         self._keep()
 
     def _step(self, step: int) -> tuple[float, int]:
-        vectors = self.course.rate_at(step)
+        vectors = self.stage.rate_at(step)
         for optimizer, rate in zip(self.optimizers, (vectors * _MUON, vectors), strict=True):
             optimizer.param_groups[0]["lr"] = rate
-        rows = encoded(self.tokenizer, self.course.lessons_at(self.seed, step))
+        rows = encoded(self.tokenizer, self.stage.examples_at(self.seed, step))
         answered = sum(len(answer) for _, answer in rows)
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
         total, tokens = 0.0, 0
@@ -124,7 +124,7 @@ class Training:
     def _progress(self, loss: float) -> str:
         spent = self.spent
         return (
-            f"{self.name}: step {spent['step']} of {self.course.steps}, loss {loss:.4f}, "
+            f"{self.name}: step {spent['step']} of {self.stage.steps}, loss {loss:.4f}, "
             f"{spent['wall_seconds']:.0f} s, {spent['cpu_seconds']:.0f} s of CPU, "
             f"{spent['tokens'] / max(spent['cpu_seconds'], 1e-9):.0f} tokens per CPU second"
         )
@@ -135,7 +135,7 @@ class Training:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "spent": self.spent,
         }
-        grown = [course.grown_from for course in COURSES.values()]
+        grown = [stage.starts_from for stage in STAGES.values()]
         step = int(self.spent["step"])
         files = [self._checkpoint(step)] if (self.name, step) in grown else []
         for file in (*files, self._checkpoint()):
@@ -144,7 +144,7 @@ class Training:
             scratch.replace(file)
 
     def write(self, out: Path) -> None:
-        """The folder that engines load: weights in bfloat16, tokenizer, how it was made."""
+        """Write the folder that engines load: weights in bfloat16, tokenizer, how it was made."""
         from safetensors.torch import save_file
 
         out.mkdir(parents=True, exist_ok=True)
@@ -165,39 +165,39 @@ class Training:
             "seed": self.seed,
             "parameters": sum(weight.numel() for weight in self.network.parameters()),
             "shape": asdict(self.shape),
-            "courses": self._taken(),
+            "stages": self._taken(),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
 
     def _taken(self) -> dict[str, Any]:
-        """The courses that led here, the last one first, and what each took until it was used."""
+        """Return the stages that led here, the last one first, and what each took."""
         taken, name, spent = dict[str, Any](), self.name, self.spent
         while True:
-            course = COURSES[name]
+            stage = STAGES[name]
             rounded = {what: round(value) for what, value in spent.items()}
-            taken[name] = {**asdict(course), "spent": rounded}
-            if course.grown_from is None:
+            taken[name] = {**asdict(stage), "spent": rounded}
+            if stage.starts_from is None:
                 return taken
-            name, step = course.grown_from
+            name, step = stage.starts_from
             spent = torch.load(self.folder / f"{name}-{step}.checkpoint")["spent"]
 
 
-def encoded(tokenizer: Any, learned: Sequence[Lesson]) -> list[Row]:
-    """Token ids of each lesson: of its prompt, and of its answer with the token that ends it."""
+def encoded(tokenizer: Any, learned: Sequence[Example]) -> list[EncodedExample]:
+    """Return the token ids of each example: of its prompt, and of its answer with the end token."""
     prompts = [
-        "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in lesson.messages)
-        + f"<|assistant|>{lesson.begun}"
-        for lesson in learned
+        "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in example.messages)
+        + f"<|assistant|>{example.begun}"
+        for example in learned
     ]
-    answers = [lesson.answer + tokenizer.eos_token for lesson in learned]
+    answers = [example.answer + tokenizer.eos_token for example in learned]
     return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
 
 
-def parted(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows that are sorted by length in parts of at most ``_PART`` tokens, padding counted."""
-    part = list[Row]()
+def parted(rows: Sequence[EncodedExample]) -> Iterator[list[EncodedExample]]:
+    """Split rows sorted by length into parts of at most ``_PART`` tokens, padding counted."""
+    part = list[EncodedExample]()
     for row in rows:
         if part and (len(part) + 1) * (len(row[0]) + len(row[1])) > _PART:
             yield part
@@ -206,8 +206,8 @@ def parted(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield part
 
 
-def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of shape (rows, longest); only tokens of answers are targets."""
+def padded(rows: Sequence[EncodedExample]) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of shape (rows, longest); only tokens of answers are targets."""
     longest = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
     inputs = torch.zeros(len(rows), longest, dtype=torch.long)
     targets = torch.full((len(rows), longest), _IGNORED)
@@ -221,18 +221,18 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--course", choices=list(COURSES), action="append")
+    parser.add_argument("--stage", choices=list(STAGES), action="append")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     console = Console()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.course or COURSES:
+    for name in arguments.stage or STAGES:
         training = Training(name, arguments.seed, arguments.out)
         training.run(console)
-        training.write(arguments.out / training.course.size)
-        console.print(f"{name}: wrote {arguments.out / training.course.size}")
+        training.write(arguments.out / training.stage.size)
+        console.print(f"{name}: wrote {arguments.out / training.stage.size}")
 
 
 if __name__ == "__main__":

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa._starlette import while_connected
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.router.bodies import TooLarge, json_answer, read_body, refusal, request_object
-from flashmoa.router.connections import EngineLost, connections
-from flashmoa.router.forwarding import Call, Relay, api_key, forward
-from flashmoa.router.logs import hide_streams
-from flashmoa.router.paths import CHAT, GENERATE, STREAMS, Repeat
-from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
-from flashmoa.router.shell.ahead import Ahead
-from flashmoa.router.shell.asks import Ask, parsed
-from flashmoa.router.shell.counters import ShellCounters
-from flashmoa.router.shell.writing import Writing
+from flashmoa.router.client_requests import (
+    CHAT,
+    GENERATE,
+    STREAMS,
+    ForwardedRequest,
+    Repeat,
+    hide_stream_ids,
+    json_answer,
+    request_object,
+    respond,
+)
+from flashmoa.router.connections import connections
+from flashmoa.router.errors import AgentFailed, BadRequest, EngineLost
+from flashmoa.router.forwarding import RelayedStream, forward
+from flashmoa.router.metrics import ShellMetrics
+from flashmoa.router.shell.agent_answers import (
+    AgentKey,
+    AgentPromptCache,
+    AnswerRecorder,
+    GrowingAnswer,
+)
+from flashmoa.router.shell.agent_requests import AgentRequest, parse_request
+from flashmoa.router.shell.early_prefill import EarlyPrefill
 
-# The prefill engine's, so that FlashMoA's clients find a PD pair to be one engine.
-_PREFILLS = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
-# Any engine answers that to who has the key, and does nothing for it.
-_ASKED = "/model_info"
+# The prefill engine answers these, so that FlashMoA's clients take a PD pair for one engine.
+_PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
+# An engine answers this to any client with the right key, and does no work for it.
+_KEY_CHECK = "/model_info"
 _DELETE_SECONDS = 5.0
 _METHODS = ["GET", "POST", "PUT", "DELETE"]
 
@@ -40,9 +52,10 @@ class ShellOptions:
     """How a shell router works.
 
     Attributes:
-        prefill: URL of the prefill engine, with the plugin; ``pd_router``: of the pair's router.
+        prefill: URL of the prefill engine, which has the plugin.
+        pd_router: URL of the pair's own router.
         agent_seconds: how long a request waits for an answer that it reads.
-        max_body_bytes: of a request.
+        max_body_bytes: the largest body of a request.
     """
 
     prefill: str
@@ -51,15 +64,15 @@ class ShellOptions:
     max_body_bytes: int = 32 << 20
 
 
-def application(options: ShellOptions) -> Starlette:
-    """What the PD pair's router has, requests that read agents, prompt streams, ``/metrics``."""
-    hide_streams()
+def shell_application(options: ShellOptions) -> Starlette:
+    """Return a server of the PD router's routes, agents' requests, prompt streams and metrics."""
+    hide_stream_ids()
     shell = _Shell(options)
     routes = [
-        Route(CHAT, shell.asked, methods=["POST"]),
-        Route(GENERATE, shell.asked, methods=["POST"]),
+        Route(CHAT, shell.prompts, methods=["POST"]),
+        Route(GENERATE, shell.prompts, methods=["POST"]),
         Route("/metrics", shell.metrics),
-        Route("/{path:path}", shell.passed, methods=_METHODS),
+        Route("/{path:path}", shell.others, methods=_METHODS),
     ]
     return Starlette(routes=routes, lifespan=shell.lifespan)
 
@@ -68,7 +81,7 @@ class _Shell:
     def __init__(self, options: ShellOptions) -> None:
         self._options = options
         self._cache = AgentPromptCache()
-        self._counters = ShellCounters()
+        self._metrics = ShellMetrics()
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
@@ -76,147 +89,156 @@ class _Shell:
             yield
 
     async def metrics(self, _request: Request) -> Response:
-        page = self._counters.page(len(self._cache))
+        page = self._metrics.page(len(self._cache))
         return Response(page, media_type="text/plain; version=0.0.4")
 
-    async def asked(self, request: Request) -> Response:
-        """A request for an answer, which may read agents or write as one."""
-        return await self._answer(request, asks=True)
+    async def prompts(self, request: Request) -> Response:
+        """Answer a request with a prompt, which may read agents or write as one."""
+        return await self._respond(request, self._answer)
 
-    async def passed(self, request: Request) -> Response:
-        """Anything else, as it is."""
-        return await self._answer(request, asks=False)
+    async def others(self, request: Request) -> Response:
+        """Pass any other request on as it is."""
+        return await self._respond(request, self._pass_on)
 
-    async def _answer(self, request: Request, asks: bool) -> Response:
-        try:
-            body = await read_body(request, self._options.max_body_bytes)
-            async with while_connected(request):
-                call = Call.of(request, body)
-                return await (self._ask(call) if asks else self._pass(call))
-        except TooLarge as error:
-            return refusal(413, str(error))
-        except AgentFailed as error:
-            return refusal(424, str(error))
-        except EngineLost as error:
-            return refusal(502, f"the engine is gone: {error}")
-        except ValueError as error:
-            return refusal(400, str(error))
-        except ClientDisconnect:
-            pass
-        return Response(status_code=499)  # To nobody.
+    async def _respond(
+        self, request: Request, handler: Callable[[ForwardedRequest], Awaitable[Response]]
+    ) -> Response:
+        async def checked(_request: Request, call: ForwardedRequest) -> Response:
+            try:
+                return await handler(call)
+            except ValueError as error:
+                raise BadRequest(str(error)) from error
 
-    async def _pass(self, call: Call) -> Response:
-        prefills = any(call.path.startswith(path) for path in _PREFILLS)
+        return await respond(request, self._options.max_body_bytes, checked)
+
+    async def _pass_on(self, call: ForwardedRequest) -> Response:
+        prefills = any(call.path.startswith(path) for path in _PREFILL_ROUTES)
         target = self._options.prefill if prefills else self._options.pd_router
-        return await self._send(call, target, self._hearing(None))
+        return await self._send(call, target, self._recorder(None))
 
-    async def _ask(self, call: Call) -> Response:
+    async def _answer(self, call: ForwardedRequest) -> Response:
         body = request_object(call.body)
-        ask = parsed(call.path, body)
-        if ask.is_ordinary:
+        request = parse_request(call.path, body)
+        if request.is_ordinary:
             async with self._stream_of(body, call):
-                return await self._send(call, self._options.pd_router, self._hearing(None))
-        if (refused := await self._refused(call)) is not None:
+                return await self._send(call, self._options.pd_router, self._recorder(None))
+        if (refused := await self._refused_key(call)) is not None:
             return refused
-        names = {agent: self._name(call, ask, agent) for agent in ask.reads}
-        answers = {agent: self._cache.read(name) for agent, name in names.items()}
+        client = call.api_key.get("authorization", "")
+        keys = {agent: AgentKey(client, request.workflow, agent) for agent in request.reads}
+        answers = {agent: self._cache.read(key) for agent, key in keys.items()}
         own = None
-        if ask.agent is not None:
-            own = self._cache.begin(self._name(call, ask, ask.agent), names.values())
+        if request.agent is not None:
+            own_key = AgentKey(client, request.workflow, request.agent)
+            own = self._cache.begin(own_key, keys.values())
         try:
-            await self._read(ask, answers, call)
-            return await self._write(ask, answers, own, call)
+            await self._read(request, answers, call)
+            return await self._write(request, answers, own, call)
         except BaseException as error:
             if own is not None and not own.is_over:
                 own.fail(AgentFailed(f"{own.name}'s request failed: {error or 'cancelled'}"))
             raise
 
-    async def _refused(self, call: Call) -> Response | None:
-        """What the prefill engine answers to a key that it refuses: nobody else may wait here."""
-        url, key = self._options.prefill + _ASKED, api_key(call.headers)
+    async def _refused_key(self, call: ForwardedRequest) -> Response | None:
+        """Return the prefill engine's answer if it refuses the client's key.
+
+        A client without a key that the engine accepts must not wait here.
+        """
+        url = self._options.prefill + _KEY_CHECK
         try:
-            answer, said = await self._connections.exchange("GET", url, key, b"", Repeat.ALWAYS)
+            answer, content = await self._connections.exchange(
+                "GET", url, call.api_key, b"", Repeat.ALWAYS
+            )
         except EngineLost:
-            return None  # The request itself may find it there again.
+            return None  # The engine may be there again when the request itself is sent.
         answer.close()
         if answer.status not in (401, 403):
             return None
-        return Response(said, answer.status, media_type=answer.content_type)
+        return Response(content, answer.status, media_type=answer.content_type)
 
-    def _name(self, call: Call, ask: Ask, agent: str) -> Name:
-        return Name(api_key(call.headers).get("authorization", ""), ask.workflow, agent)
-
-    async def _read(self, ask: Ask, answers: Mapping[str, AgentAnswer], call: Call) -> None:
-        """Wait for the answers, with the prompt prefilled meanwhile. Raises: AgentFailed."""
-        if all(answer.is_over for answer in answers.values()) or not ask.can_go_ahead:
+    async def _read(
+        self, request: AgentRequest, answers: Mapping[str, GrowingAnswer], call: ForwardedRequest
+    ) -> None:
+        """Wait for the answers while the prompt is prefilled. Raises: AgentFailed."""
+        if all(answer.is_over for answer in answers.values()) or not request.can_prefill_early:
             await self._complete(answers)
             return
         problem: AgentFailed | None = None
-        async with EngineClient(self._options.prefill, headers=api_key(call.headers)) as engine:
-            ahead = Ahead(engine, ask, answers)
+        async with EngineClient(self._options.prefill, headers=call.api_key) as engine:
+            early = EarlyPrefill(engine, request, answers)
             try:
                 async with anyio.create_task_group() as group:
-                    group.start_soon(ahead.run)
+                    group.start_soon(early.run)
                     try:
                         await self._complete(answers)
                     except AgentFailed as error:
-                        problem = error  # Not as a group.
+                        problem = error  # The task group would raise it within a group.
                         group.cancel_scope.cancel()
                 if problem is not None:
                     raise problem
-                if (done := await ahead.settle()) is not None:
-                    self._counters.settled(done)
+                if (done := await early.finish()) is not None:
+                    self._metrics.prompt_completed(done)
             finally:
-                await ahead.give_back()
+                await early.release()
 
-    async def _complete(self, answers: Mapping[str, AgentAnswer]) -> None:
+    async def _complete(self, answers: Mapping[str, GrowingAnswer]) -> None:
         with anyio.move_on_after(self._options.agent_seconds) as waiting:
             for answer in answers.values():
                 await answer.complete()
         if waiting.cancelled_caught:
             late = ", ".join(agent for agent, one in answers.items() if not one.is_over)
-            raise AgentFailed(f"{late} did not write an answer in time")
+            raise AgentFailed(
+                f"{late} did not write an answer within {self._options.agent_seconds:g} s"
+            )
 
     async def _write(
-        self, ask: Ask, answers: Mapping[str, AgentAnswer], own: AgentAnswer | None, call: Call
+        self,
+        request: AgentRequest,
+        answers: Mapping[str, GrowingAnswer],
+        own: GrowingAnswer | None,
+        call: ForwardedRequest,
     ) -> Response:
-        """Send the request, whose prompt is complete. Its answer is heard, if anybody may read."""
-        if ask.form == "tokens":
-            body = ask.with_tokens({agent: one.token_ids() for agent, one in answers.items()})
+        """Send the request, whose prompt is complete; record its answer if agents may read it."""
+        if request.form == "tokens":
+            body = request.with_tokens({agent: one.token_ids() for agent, one in answers.items()})
         else:
-            body = ask.with_texts({agent: one.written for agent, one in answers.items()})
+            body = request.with_texts({agent: one.written for agent, one in answers.items()})
         streams = bool(body.get("stream"))
-        # The last event of SGLang's own streams is the answer that would be given without.
-        collects = own is not None and not streams and ask.form != "chat"
+        # The last event of a stream of SGLang's own /generate is the answer without streaming.
+        collects = own is not None and not streams and request.form != "chat"
         if collects:
             body["stream"] = True
-        hearing = self._hearing(own, streams or collects)
+        recorder = self._recorder(own, streams or collects)
         sent = replace(call, body=json.dumps(body).encode())
-        answer = await self._send(sent, self._options.pd_router, hearing)
-        if collects and isinstance(answer, Relay):
+        answer = await self._send(sent, self._options.pd_router, recorder)
+        if collects and isinstance(answer, RelayedStream):
             await answer.drain()
-            if hearing.ending != "answered" or not hearing.last:
+            if recorder.ending != "answered" or not recorder.last:
                 raise EngineLost("its answer broke off")
-            failed = "error" in hearing.last
-            return json_answer(hearing.last, 502 if failed else answer.status_code)
+            failed = "error" in recorder.last
+            return json_answer(recorder.last, 502 if failed else answer.status_code)
         return answer
 
-    def _hearing(self, own: AgentAnswer | None, streams: bool = False) -> Writing:
-        return Writing(own, self._counters, streams)
+    def _recorder(self, own: GrowingAnswer | None, streams: bool = False) -> AnswerRecorder:
+        return AnswerRecorder(own, self._metrics, streams)
 
-    async def _send(self, call: Call, target: str, hearing: Writing) -> Response:
+    async def _send(
+        self, call: ForwardedRequest, target: str, recorder: AnswerRecorder
+    ) -> Response:
         async with AsyncExitStack() as stack:
-            return await forward(self._connections, call, target, hearing, stack)
-        raise AssertionError  # Left by return or raise.
+            return await forward(self._connections, call, target, recorder, stack)
+        raise AssertionError  # The context never suppresses an exception.
 
     @asynccontextmanager
-    async def _stream_of(self, body: Mapping[str, Any], call: Call) -> AsyncGenerator[None]:
-        """A client's own prompt stream has done what it could when its request is sent."""
-        stream, key = body.get("prompt_stream_id"), api_key(call.headers)
+    async def _stream_of(
+        self, body: Mapping[str, Any], call: ForwardedRequest
+    ) -> AsyncGenerator[None]:
+        """Delete a client's own prompt stream once its request is sent and needs it no longer."""
+        stream = body.get("prompt_stream_id")
         try:
             yield
         finally:
             if isinstance(stream, str) and stream.isalnum():
                 with anyio.move_on_after(_DELETE_SECONDS, shield=True), suppress(EngineError):
-                    async with EngineClient(self._options.prefill, headers=key) as engine:
+                    async with EngineClient(self._options.prefill, headers=call.api_key) as engine:
                         await engine.delete_stream(stream)

@@ -43,6 +43,34 @@ _EXCLUDED = {
 _OF_THEIR_OWN = ("megamoe", "ascend_fuseep")
 
 
+_WEIGHTS_REFUSED = (
+    "With --flashmoa-asyncep the experts are in host memory, and weights cannot be updated in "
+    "place. Restart the engine with the new weights, or run it without --flashmoa-asyncep."
+)
+
+
+async def update_weights(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``TokenizerManager.update_weights_from_...``, which returns success and message.
+
+    What a layer's parameters point to is a slot, or the copy that goes there: an update would be
+    lost with the next forward for some layers, and be half there for others. So it is refused.
+    """
+    if Options.from_environment().asyncep == "off":
+        return await original(manager, *args, **kwargs)
+    return False, _WEIGHTS_REFUSED
+
+
+async def update_from_disk(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Do the same for ``update_weights_from_disk``, which also returns the paused requests."""
+    if Options.from_environment().asyncep == "off":
+        return await original(manager, *args, **kwargs)
+    return False, _WEIGHTS_REFUSED, 0
+
+
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the making of SGLang's offloader: ours, where ``--flashmoa-asyncep`` asks for it.
 

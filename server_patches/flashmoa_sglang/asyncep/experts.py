@@ -1,15 +1,101 @@
-"""The experts of one layer: their tensors, where they come from, and what the layer is told."""
+"""The experts of one layer: their tensors, where they are kept, and how they lie in a slot."""
 
 from __future__ import annotations
 
+import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from flashmoa_sglang.asyncep.packing import Packing
-from flashmoa_sglang.asyncep.pinned import pinned
+# What kernels may expect of a weight's address.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: from byte ``offset`` on, with the ``strides`` that kernels expect."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """From its first element to its last, with what lies between them."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return self.dtype.itemsize * (last + 1)
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in a piece of memory (uint8)."""
+        flat = memory[self.offset : self.offset + self.bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How named tensors lie in one piece of memory of so many ``bytes``."""
+
+    places: Mapping[str, Place]
+    bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Packing:
+        """Raises: ValueError for a tensor of which two elements are one in memory."""
+        places: dict[str, Place] = {}
+        end = 0
+        for name, tensor in tensors.items():
+            _check(name, tensor)
+            places[name] = Place(end, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            end += -(-places[name].bytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(places, end)
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in a piece of memory that has at least so many bytes."""
+        return {name: place.view(memory) for name, place in self.places.items()}
+
+    def fill(self, memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put the tensors in."""
+        for name, view in self.views(memory).items():
+            view.copy_(tensors[name])
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    """Raises: ValueError where two elements may be one in memory."""
+    last = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= last:
+            raise ValueError(
+                f"{name} has elements twice in memory: {tuple(tensor.shape)}, {tensor.stride()}"
+            )
+        last += (size - 1) * step
+
+
+def pinned(size: int) -> torch.Tensor:
+    """``size`` bytes (uint8), pinned; torch's own pinned memory comes in powers of two.
+
+    Raises: SystemExit where CUDA does not pin them; it leaves an error behind that torch would
+        find at its next kernel, so that there is no other way to go on.
+    """
+    # Shared and populated, so that the pages which are pinned are those that are written to later.
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    code = cudart.cudaHostRegister(memory.data_ptr(), size, 0)
+    if int(code) != 0:
+        raise SystemExit(
+            f"--flashmoa-asyncep h2d: CUDA does not pin {size} bytes of host memory "
+            f"({cudart.cudaGetErrorString(code)}). The host needs memory for all experts but the "
+            "first layer's, and the container a limit on locked memory (ulimit -l) that allows it."
+        )
+    return memory
+
 
 # No quantisation needs less than one bit of sixteen.
 _LEAST_REPACKED = 16
@@ -100,19 +186,19 @@ class Kept(NamedTuple):
     at_peers: int = 0
 
 
-class Source(Protocol):
+class Source(ABC):
     """Where the experts of one layer come from, and how they lie in a slot."""
 
     experts: Experts
     packing: Packing
     kept: Kept
 
+    @abstractmethod
     def fill(self, memory: torch.Tensor) -> None:
         """Begin to copy them into a slot, on the current stream of a device that has streams."""
-        ...
 
 
-class HostExperts:
+class HostExperts(Source):
     """Experts packed into one piece of host memory; pinned where a GPU is to copy it."""
 
     def __init__(self, experts: Experts) -> None:

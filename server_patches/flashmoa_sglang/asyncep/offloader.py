@@ -3,19 +3,67 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from flashmoa_sglang.asyncep.copying import Copying, copying_for
 from flashmoa_sglang.asyncep.experts import Experts, Source
-from flashmoa_sglang.asyncep.making import Making
-from flashmoa_sglang.asyncep.rotation import Rotation
-from flashmoa_sglang.asyncep.timing import ForwardClock
+from flashmoa_sglang.asyncep.slots import Copying, ForwardClock, Rotation, StreamCopying
 from flashmoa_sglang.saturation import LayerTimes
+
+# Models that compute with the experts' tensors themselves, past the layer's method.
+_COMPUTE_THEMSELVES = "sglang.srt.models.inkling"
+
+
+class Making:
+    """Ends the start at the first layer of experts that would silently stay on the device.
+
+    SGLang hands an offloader only the layers that a model makes with ``make_layers`` and the like.
+
+    Args: moe_layer: the class of layers with experts.
+    """
+
+    def __init__(self, moe_layer: type) -> None:
+        self._moe_layer = moe_layer
+        self._handed_over = False
+        self._hook = register_module_module_registration_hook(self._registered)
+
+    @contextmanager
+    def handed_over(self) -> Generator[None]:
+        """While layers are made that the offloader is handed."""
+        self._handed_over = True
+        try:
+            yield
+        finally:
+            self._handed_over = False
+
+    def end(self) -> None:
+        """The model is made."""
+        self._hook.remove()
+
+    def _registered(self, parent: Module, name: str, module: Any) -> None:
+        """A module has been made part of another one. Raises: SystemExit."""
+        if not isinstance(module, self._moe_layer):
+            return
+        owner = type(parent)
+        if owner.__module__.startswith(_COMPUTE_THEMSELVES):
+            why = f"{owner.__name__} computes with the tensors of {name} itself"
+        elif not self._handed_over:
+            why = f"SGLang hands {name} of {owner.__name__} to no offloader"
+        else:
+            return
+        self.end()
+        raise SystemExit(
+            f"--flashmoa-asyncep does not go with this model: {why}, so that its experts would "
+            "stay on the device, or be read where they are kept. Start without it."
+        )
+
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,7 +124,7 @@ class ExpertOffloader:
         self._resident = 0
         self._slots: list[torch.Tensor] = []
         self._rotation: Rotation | None = None
-        self._copying: Copying | None = None
+        self._copying = Copying()
         # Of the forward that is timed, and of the last one that was.
         self._clock: ForwardClock | None = None
         self._timed: ForwardClock | None = None
@@ -115,7 +163,8 @@ class ExpertOffloader:
         size = max(source.packing.bytes for source in self._sources)
         device, count = first.device, len(self._rotation.slots)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-        self._copying = copying_for(device, count)
+        on_gpu = device.type == "cuda"
+        self._copying = StreamCopying(device, count) if on_gpu else Copying()
         for slot, layer in enumerate(self._rotation.slots):
             self._fetch(slot, layer)
         self._wrap(first.layer, lambda: None, lambda _: None)
@@ -164,7 +213,8 @@ class ExpertOffloader:
 
     def time_next(self, tokens: int) -> None:
         """Time the layers of the next forward, which is of so many tokens."""
-        self._clock = ForwardClock(tokens, beside_experts=len(self._slots) > 1)
+        beside = len(self._slots) > 1
+        self._clock = ForwardClock(tokens, self._copying, beside_experts=beside)
 
     def times(self) -> LayerTimes | None:
         """Of the last forward that was timed, once; waits for its copies."""
@@ -185,7 +235,6 @@ class ExpertOffloader:
         compute: Callable[..., Any] = getattr(layer, self._computing)
         is_last = layer is self._experts[-1].layer
         copying = self._copying
-        assert copying is not None
 
         def with_experts(*args: Any, **kwargs: Any) -> Any:
             clock = self._clock
@@ -204,7 +253,7 @@ class ExpertOffloader:
 
     def _bring(self, number: int) -> int:
         """Have a layer's experts in a slot, and the layer compute with them."""
-        assert self._rotation is not None and self._copying is not None
+        assert self._rotation is not None
         slot = self._rotation.slot(number)
         if slot is None:
             slot = self._rotation.miss(number)
@@ -216,14 +265,13 @@ class ExpertOffloader:
 
     def _leave(self, number: int, slot: int) -> None:
         """It has computed: the next one's experts come into its slot."""
-        assert self._rotation is not None and self._copying is not None
+        assert self._rotation is not None
         self._copying.used(slot)
         coming = self._rotation.done(number)
         if coming is not None:
             self._fetch(*coming)
 
     def _fetch(self, slot: int, number: int) -> None:
-        assert self._copying is not None
         what = slot, self._slots[slot], self._sources[number]
         if self._clock is None:
             self._copying.fetch(*what)

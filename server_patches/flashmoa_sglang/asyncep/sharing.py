@@ -1,23 +1,56 @@
 """Each replica keeps a share of every layer's experts; the rest is copied from the others' memory.
 
-Nobody takes part in a copy but whoever needs it, and what is copied never changes (MoE-Prefill
-§6.2, with one-sided copies in an all-gather's place).
+No replica takes part in another one's copies, and what is copied never changes (MoE-Prefill §6.2,
+with one-sided copies in an all-gather's place). Shares are memfds of Linux (memfd_create(2)): each
+process that maps one keeps it alive, and the kernel frees it with the last of them, however they
+ended, as there is no name to unlink. Nor does a container's limit on /dev/shm count for it. Its
+seals (fcntl(2), "File Sealing") forbid every process to change it or to cut it short, so that a
+reader depends on no other process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from flashmoa_sglang.asyncep.experts import Experts, Kept, Source
-from flashmoa_sglang.asyncep.packing import Packing
+from flashmoa_sglang.asyncep.experts import Experts, Kept, Packing, Source
 from flashmoa_sglang.asyncep.replicas import ONLY_CPUS, Meeting, Replica, ReplicaError
-from flashmoa_sglang.asyncep.segments import mapped, sealed
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def sealed(pieces: Iterable[torch.Tensor]) -> int:
+    """A file descriptor of memory with these pieces (uint8, on the CPU), one behind the other."""
+    segment = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(segment, "wb", closefd=False) as file:
+            for piece in pieces:
+                file.write(memoryview(piece.numpy()))
+        fcntl.fcntl(segment, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(segment)
+        raise
+    return segment
+
+
+def mapped(segment: int, size: int) -> torch.Tensor:
+    """What a segment of ``size`` bytes holds (uint8); it stays when the descriptor is closed.
+
+    Raises: ValueError where its size is another, or somebody could still change it.
+    """
+    if (found := os.fstat(segment).st_size) != size:
+        raise ValueError(f"the segment has {found} bytes instead of {size}")
+    if fcntl.fcntl(segment, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ValueError("the segment is not sealed")
+    # Copy on write, although nobody writes: torch wants memory that it may write to.
+    return torch.frombuffer(mmap.mmap(segment, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def rows(count: int, rank: int, size: int) -> slice:
@@ -33,8 +66,8 @@ class Part:
     packing: Packing
 
 
-class SharedExperts:
-    """The experts of one layer, in as many parts as there are replicas; a :class:`Source`.
+class SharedExperts(Source):
+    """The experts of one layer, in as many parts as there are replicas.
 
     Raises: ReplicaError where there are fewer experts than replicas.
     """

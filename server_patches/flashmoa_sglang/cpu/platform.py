@@ -15,7 +15,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
 from flashmoa_sglang import cpu
-from flashmoa_sglang.cpu.unpinned import Unpinned, as_it_is
+from flashmoa_sglang.cpu.host_memory import Unpinned, as_it_is
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from starlette.requests import ClientDisconnect
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
-from flashmoa_sglang.http.checks import check_ids
+from flashmoa_sglang.http.client_requests import check_ids
 from flashmoa_sglang.http.engine import Engine, Superseded
 from flashmoa_sglang.http.errors import (
     ApiError,
     DecodesOnly,
-    Draining,
+    EngineDraining,
     EngineFailed,
-    Malformed,
-    TooLarge,
+    MalformedRequest,
+    PromptTooLarge,
 )
 from flashmoa_sglang.http.rendering import ChatRenderer, Rendered
 from flashmoa_sglang.http.stream import PromptStream
@@ -105,10 +105,10 @@ class Api:
         prompt = await bodies.parse(request, bodies.Prompt)
         ids = self._tokens(prompt)
         if not ids:
-            raise Malformed("The prompt is empty; there is nothing to prefill.")
+            raise MalformedRequest("The prompt is empty; there is nothing to prefill.")
         self._check_room(len(ids))
         if self._engine.draining:
-            raise Draining("The server is shutting down; use another engine.")
+            raise EngineDraining("The server is shutting down; use another engine.")
         try:
             done = await self._engine.prefill(
                 ids,
@@ -127,7 +127,7 @@ class Api:
     async def render(self, request: Request) -> dict[str, Any]:
         prompt = await bodies.parse(request, bodies.Prompt)
         if prompt.messages is None:
-            raise Malformed("/render takes messages.")
+            raise MalformedRequest("/render takes messages.")
         return {"text": self._render(prompt).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
@@ -160,7 +160,9 @@ class Api:
             kind = body.one_of()
             expected = "input_ids" if stream.buffer is None else "text"
             if kind != expected:
-                raise Malformed(f"This stream was opened with {expected}; append {expected}.")
+                raise MalformedRequest(
+                    f"This stream was opened with {expected}; append {expected}."
+                )
             if kind == "input_ids":
                 piece = self._checked_ids(body.input_ids or [])
         self._table.append(stream, body.seq, piece, body.end)
@@ -205,26 +207,26 @@ class Api:
 
     def _tokenizer(self) -> Any:
         if self._engine.tokenizer is None:
-            raise Malformed("This server has no tokenizer for text prompts; send input_ids.")
+            raise MalformedRequest("This server has no tokenizer for text prompts; send input_ids.")
         return self._engine.tokenizer
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
         try:
             check_ids(ids, self._engine.vocabulary)
         except ValueError as error:
-            raise Malformed(str(error)) from error
+            raise MalformedRequest(str(error)) from error
         return ids
 
     def _check_kept(self) -> None:
         if self._engine.role == "decode":
             raise DecodesOnly("This engine decodes what another one prefills; send it there.")
         if not self._engine.keeps_kv:
-            raise Malformed(f"{KEEPS_NONE}: there is nothing to prefill for.")
+            raise MalformedRequest(f"{KEEPS_NONE}: there is nothing to prefill for.")
 
     def _check_room(self, tokens: int) -> None:
         room = self._engine.max_prompt_tokens
         if tokens > room:
-            raise TooLarge(
+            raise PromptTooLarge(
                 f"The prompt has {tokens} tokens; this server takes {room}.", max_tokens=room
             )
 

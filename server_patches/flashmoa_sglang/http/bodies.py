@@ -8,8 +8,8 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
-from flashmoa_sglang.http.engine import Terms
-from flashmoa_sglang.http.errors import Malformed
+from flashmoa_sglang.http.errors import MalformedRequest
+from flashmoa_sglang.http.stream import Terms
 
 T = TypeVar("T", bound=BaseModel)
 _NOT_CHAT = {
@@ -35,11 +35,13 @@ class _Piece(_Body):
     input_ids: list[StrictInt] | None = None
 
     def one_of(self, *others: str) -> str:
-        """The name of the one field that is set. Raises: Malformed."""
+        """The name of the one field that is set. Raises: MalformedRequest."""
         names = ["text", "input_ids", *others]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            raise Malformed(f"Give exactly one of {', '.join(names)}; got {given or 'none'}.")
+            raise MalformedRequest(
+                f"Give exactly one of {', '.join(names)}; got {given or 'none'}."
+            )
         return given[0]
 
 
@@ -96,16 +98,16 @@ class Append(_Piece):
 
 
 async def parse(request: Request, model: type[T]) -> T:
-    """Raises: Malformed."""
+    """Raises: MalformedRequest."""
     try:
         # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
         fields = from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
-        raise Malformed(f"The body is not JSON: {error}.") from error
+        raise MalformedRequest(f"The body is not JSON: {error}.") from error
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise Malformed(_explain(error)) from error
+        raise MalformedRequest(_explain(error)) from error
 
 
 def _explain(error: ValidationError) -> str:

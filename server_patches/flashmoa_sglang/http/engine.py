@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
+from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.http.token_buffer import canonical
 from flashmoa_sglang.messages import (
     NO_ROOM,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _KV_REPORT_TIMEOUT = 5.0
 _RID_PREFIX = "flashmoa-"
 _OURS = "flashmoa_ours"
+_DEFAULT_TERMS = Terms()
 
 
 class Superseded(Exception):
@@ -47,26 +49,6 @@ class Superseded(Exception):
 
 class NoRoom(Exception):
     """The KV pool has no room that requests do not need more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What SGLang is told of a prefill beside its tokens.
-
-    ``cache_salt``, ``extra_key`` and ``lora_path`` (an adapter's name) are the namespace of its
-    KV: only requests with the same ones find it. ``dp_rank``: with several data-parallel ranks,
-    the one that has the KV so far.
-    """
-
-    priority: int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    lora_path: str | None = None
-    dp_rank: int | None = None
-
-    def namespace(self) -> dict[str, Any]:
-        """As fields of a ``GenerateReqInput``."""
-        return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +80,9 @@ class Engine:
         self.saturation: Saturation | None = None
         # Tokens of a forward for which prefills wait; ``None``: for none.
         self.waits_for: int | None = None
-        handle(tokenizer_manager._result_dispatcher, KvReport, self._on_report)
-        handle(tokenizer_manager._result_dispatcher, ForwardTime, self._on_time)
-        handle(tokenizer_manager._result_dispatcher, Happened, _count)
+        self._handle(KvReport, self._on_report)
+        self._handle(ForwardTime, lambda report: self._forwards.update({report.rid: report}))
+        self._handle(Happened, _count)
 
     @cached_property
     def _arguments(self) -> Any:
@@ -137,7 +119,7 @@ class Engine:
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     async def most_tokens(self) -> int:
-        """Tokens of a forward of as many prompts as it takes."""
+        """Return the tokens of a forward of as many prompts as it takes."""
         arguments = self._arguments
         chunk = arguments.chunked_prefill_size or 0
         bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in await self.kv())]
@@ -167,16 +149,18 @@ class Engine:
         return RELEASE.data_parallel_ranks(self._arguments)
 
     def when_room(self, told: Callable[[tuple[str, ...]], None]) -> None:
-        """Have ``told`` the streams that may ask again, after they were refused for room."""
-        handler = lambda news: told(news.streams)  # noqa: E731
-        handle(self._manager._result_dispatcher, RoomAgain, handler)
+        """Call ``told`` with the streams that may ask again, after they were refused for room."""
+        self._handle(RoomAgain, lambda news: told(news.streams))
+
+    def _handle(self, kind: type, handler: Callable[[Any], None]) -> None:
+        handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
-        """What this process is busy with; the same again and again where nothing leaks."""
+        """Return what this process is busy with; idle, the same each time where nothing leaks."""
         return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
 
     def others_active(self) -> bool:
-        """Whether ordinary requests are in flight beside our own prefills."""
+        """Return whether ordinary requests are in flight beside our own prefills."""
         return len(self._manager.rid_to_state) > self._prefills
 
     async def prefill(
@@ -185,7 +169,7 @@ class Engine:
         *,
         stream: str | None = None,
         rid: str | None = None,
-        terms: Terms = Terms(),
+        terms: Terms = _DEFAULT_TERMS,
         http_request: Any = None,
     ) -> Prefilled:
         """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
@@ -195,47 +179,44 @@ class Engine:
             NoRoom: requests need the KV pool; only increments of streams are refused so.
             EngineFailed: SGLang refused or aborted the prefill.
         """
-        return await self._prefill(
+        started = time.perf_counter()
+        meta = await self._generate(
             list(input_ids),
             RequestMark(stream),
+            rid=rid,
+            terms=terms,
             http_request=http_request,
-            rid=rid or new_rid(),
-            priority=terms.priority,
-            routed_dp_rank=terms.dp_rank,
-            **terms.namespace(),
-            # Increments would count every prompt token many times over.
-            log_metrics=stream is None,
         )
-
-    async def _prefill(
-        self, input_ids: list[int], mark: RequestMark, http_request: Any = None, **fields: Any
-    ) -> Prefilled:
-        started = time.perf_counter()
-        sampling = {"max_new_tokens": 0}
-        meta = await self._generate(input_ids, mark, sampling, http_request, **fields)
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            message = reason.get("message", "aborted")
-            raise NoRoom(message) if message == NO_ROOM else Superseded(message)
-        return Prefilled(
-            meta["prompt_tokens"], meta["cached_tokens"], time.perf_counter() - started
-        )
+        return _prefilled(meta, time.perf_counter() - started)
 
     async def _generate(
         self,
         input_ids: list[int],
         mark: RequestMark,
-        sampling: dict[str, Any],
+        *,
+        new_tokens: int = 0,
+        rid: str | None = None,
+        terms: Terms = _DEFAULT_TERMS,
         http_request: Any = None,
-        **fields: Any,
     ) -> dict[str, Any]:
-        """A request of the plugin's own; the ``meta_info`` of its answer."""
+        """Run a request of the plugin's own; return the ``meta_info`` of its answer."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        sampling = {**sampling, "ignore_eos": True, "custom_params": mark.to_custom_params()}
-        if self.role == "prefill":
-            fields |= unsent()
-        work = GenerateReqInput(input_ids=input_ids, sampling_params=sampling, **fields)
+        work = GenerateReqInput(
+            input_ids=input_ids,
+            sampling_params={
+                "max_new_tokens": new_tokens,
+                "ignore_eos": True,
+                "custom_params": mark.to_custom_params(),
+            },
+            rid=rid or new_rid(),
+            priority=terms.priority,
+            routed_dp_rank=terms.dp_rank,
+            # Increments would count every prompt token many times over.
+            log_metrics=mark.stream is None and not mark.timed,
+            **terms.namespace(),
+            **(unsent() if self.role == "prefill" else {}),
+        )
         setattr(work, _OURS, True)
         self._prefills += 1
         try:
@@ -251,7 +232,7 @@ class Engine:
                 async for output in outputs:
                     return output["meta_info"]
         except ValueError as error:
-            raise Malformed(f"SGLang refuses this prefill: {error}") from error
+            raise MalformedRequest(f"SGLang refuses this prefill: {error}") from error
         except HTTPException as error:
             if error.status_code != EngineBusy.status:
                 raise EngineFailed(f"SGLang could not run the prefill: {error.detail}") from error
@@ -259,27 +240,25 @@ class Engine:
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
 
     async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
-        """One forward with these tokens, as the scheduler sees it."""
+        """Run one forward with these tokens; return its time as the scheduler sees it."""
         rid = new_rid()
         mark = RequestMark(timed=True)
         try:
-            await self._prefill(list(input_ids), mark, rid=rid, log_metrics=False)
+            meta = await self._generate(list(input_ids), mark, rid=rid)
+            _prefilled(meta)  # It may have been aborted.
             return self._forwards[rid]
         finally:
             self._forwards.pop(rid, None)
 
     async def time_answer(self, tokens: int) -> float:
-        """Seconds of one request for so many tokens, waiting included."""
+        """Return the seconds of one request for so many tokens, waiting included."""
         started = time.perf_counter()
         # Of one token, so that nothing of the prompt can be in the cache.
-        await self._generate([0], RequestMark(), {"max_new_tokens": tokens})
+        await self._generate([0], RequestMark(), new_tokens=tokens)
         return time.perf_counter() - started
 
-    def _on_time(self, report: ForwardTime) -> None:
-        self._forwards[report.rid] = report
-
     def use_costs(self, costs: Costs, waits_for: int | None) -> None:
-        """Decide by these from now on, here and in every scheduler.
+        """Use these costs for decisions from now on, here and in every scheduler.
 
         ``waits_for``: tokens of a forward for which prefills wait; ``None``: for none.
         """
@@ -296,7 +275,7 @@ class Engine:
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
-        """How the KV pool of each data-parallel rank stands, in tokens."""
+        """Ask how the KV pool of each data-parallel rank stands, in tokens."""
         query = next(self._queries)
         reports: list[KvReport] = []
         complete = asyncio.Event()
@@ -322,15 +301,24 @@ class Engine:
 
 
 def is_ours(obj: Any) -> bool:
-    """Whether the plugin made this ``GenerateReqInput``; no body of a client's can say so."""
+    """Return whether the plugin made this ``GenerateReqInput``; no client's body can say so."""
     return getattr(obj, _OURS, False)
 
 
 def new_rid() -> str:
-    """SGLang aborts by prefix of the request id, so no id may be a prefix of another."""
+    """Make a request id. SGLang aborts by prefix of it, so none may be a prefix of another."""
     return f"{_RID_PREFIX}{uuid.uuid4().hex}"
 
 
+def _prefilled(meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
+    """Read what a prefill did from its ``meta_info``. Raises: NoRoom, Superseded."""
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        message = reason.get("message", "aborted")
+        raise NoRoom(message) if message == NO_ROOM else Superseded(message)
+    return Prefilled(meta["prompt_tokens"], meta["cached_tokens"], seconds)
+
+
 def _count(happened: Happened) -> None:
-    metrics.duplicates_avoided(happened.duplicates_avoided)
-    metrics.gave_way(happened.gave_way)
+    metrics.count("duplicate_tokens_avoided", happened.duplicates_avoided)
+    metrics.count("streams_gave_way", happened.gave_way)

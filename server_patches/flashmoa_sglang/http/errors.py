@@ -1,16 +1,19 @@
-"""What the plugin's routes answer when they cannot do what was asked.
+"""Errors of the plugin's routes, named as the client's (``flashmoa.errors``).
 
-ApiError                  any of these: a status, a stable ``code`` and what to do about it
- +-- Malformed        400  the body is not what the route takes
- +-- UnknownStream    404  no such prompt stream
- +-- DecodesOnly      404  the decode engine of a PD pair prefills nothing
- +-- OutOfOrder       409  ``seq`` skips ahead, or the stream has ended
- +-- StreamGone       410  the stream expired, was deleted or has been used
- +-- TooLarge         413  over the context length or the buffer limit
- +-- TooManyStreams   429  the server's limit of open streams is reached
- +-- EngineFailed     500  SGLang could not run the prefill
- +-- EngineBusy       503  SGLang takes no more requests at the moment
- +-- Draining         503  the server is shutting down
+ApiError                     a status, a stable ``code`` and what to do about it
+ +-- MalformedRequest   400  the body is not what the route takes
+ +-- StreamUnknown      404  there is no such prompt stream
+ +-- DecodesOnly        404  the decode engine of a PD pair prefills nothing
+ +-- StreamOutOfOrder   409  ``seq`` skips ahead, or the stream has ended
+ +-- StreamGone         410  the stream expired, was deleted or has been used
+ +-- PromptTooLarge     413  over the context length or the buffer limit
+ +-- TooManyStreams     429  the server's limit of open streams is reached
+ +-- EngineFailed       500  SGLang could not run the prefill
+ +-- EngineBusy         503  SGLang takes no more requests at the moment
+ +-- EngineDraining     503  the server is shutting down
+
+A client tells them by ``code``. It has ``EngineDraining`` for ``engine_busy``, too: both mean
+another engine. ``decodes_only`` is ``PluginMissing`` there, ``engine_failed`` ``RequestRefused``.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import ClassVar
 
 
 class ApiError(Exception):
-    """An answer that is not a success. ``details`` are extra JSON fields."""
+    """Raised when a route cannot do what was asked. ``details`` are extra JSON fields."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"
@@ -32,41 +35,61 @@ class ApiError(Exception):
         return {"error": {"code": self.code, "message": str(self), **self.details}}
 
 
-class Malformed(ApiError):
+class MalformedRequest(ApiError):
+    """Raised when the body is not what the route takes."""
+
     status, code = 400, "malformed"
 
 
-class UnknownStream(ApiError):
+class StreamUnknown(ApiError):
+    """Raised when there is no such prompt stream."""
+
     status, code = 404, "unknown_stream"
 
 
 class DecodesOnly(ApiError):
+    """Raised when a decode engine of a PD pair is asked to prefill."""
+
     status, code = 404, "decodes_only"
 
 
-class OutOfOrder(ApiError):
+class StreamOutOfOrder(ApiError):
+    """Raised when an append skips ahead, or the stream has ended."""
+
     status, code = 409, "out_of_order"
 
 
 class StreamGone(ApiError):
+    """Raised when the stream expired, was deleted or has been used."""
+
     status, code = 410, "stream_gone"
 
 
-class TooLarge(ApiError):
+class PromptTooLarge(ApiError):
+    """Raised when a prompt is over the context length or the buffer limit."""
+
     status, code = 413, "too_large"
 
 
 class TooManyStreams(ApiError):
+    """Raised when the server's limit of open streams is reached."""
+
     status, code = 429, "too_many_streams"
 
 
 class EngineFailed(ApiError):
+    """Raised when SGLang cannot run the prefill."""
+
     status, code = 500, "engine_failed"
 
 
 class EngineBusy(ApiError):
+    """Raised when SGLang takes no more requests at the moment."""
+
     status, code = 503, "engine_busy"
 
 
-class Draining(ApiError):
+class EngineDraining(ApiError):
+    """Raised when the server is shutting down."""
+
     status, code = 503, "draining"

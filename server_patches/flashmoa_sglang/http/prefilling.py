@@ -103,7 +103,8 @@ class Prefiller:
         stream.spans.append(Span(now - done.seconds, now, computed))
         stream.prefilled = done.prompt_tokens
         stream.computed += computed
-        metrics.prefilled(computed)
+        metrics.count("stream_increments")
+        metrics.count("stream_tokens_prefilled", computed)
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:

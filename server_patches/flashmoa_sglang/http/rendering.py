@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashmoa_sglang.http import finals
-from flashmoa_sglang.http.errors import Malformed
+from flashmoa_sglang.http import stream_requests
+from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.token_buffer import Sealed, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
 
@@ -63,7 +63,7 @@ def wrap_encode(tokenizer: Any) -> None:
         if rendered is not None and isinstance(text, str):
             rendered.pieces.append(Piece(text, special))
             return []
-        final = finals.current()
+        final = stream_requests.current()
         if final is not None and isinstance(text, str):
             ids = final.encode(text, special)
             if ids is not None:
@@ -83,7 +83,7 @@ class ChatRenderer:
         """Render ``messages`` (with ``tools``, ``chat_template_kwargs``, ...).
 
         Raises:
-            Malformed: not a chat request, or the template refuses it.
+            MalformedRequest: not a chat request, or the template refuses it.
         """
         from pydantic import ValidationError
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -92,25 +92,31 @@ class ChatRenderer:
         try:
             request = ChatCompletionRequest(**body)
         except (ValidationError, TypeError) as error:
-            raise Malformed(f"Not a chat request: {_short(error)}") from error
+            raise MalformedRequest(f"Not a chat request: {_short(error)}") from error
         if getattr(request, "input_ids", None) is not None:
-            raise Malformed("messages cannot be combined with input_ids.")
+            raise MalformedRequest("messages cannot be combined with input_ids.")
         problem = chat._validate_request(request)
         if problem:
-            raise Malformed(problem)
+            raise MalformedRequest(problem)
         rendered = Rendered()
         token = _capture.set(rendered)
         try:
             result = chat._process_messages(request, is_multimodal=False)
         except Exception as error:
             # Templates raise whatever they like at messages they do not take.
-            raise Malformed(f"The chat template refuses these messages: {_short(error)}") from error
+            raise MalformedRequest(
+                f"The chat template refuses these messages: {_short(error)}"
+            ) from error
         finally:
             _capture.reset(token)
         if result.image_data or result.video_data or result.audio_data:
-            raise Malformed("Only text can be rendered; send images with the request itself.")
+            raise MalformedRequest(
+                "Only text can be rendered; send images with the request itself."
+            )
         if not rendered.pieces:
-            raise Malformed("This model's chat template makes tokens and no text; send input_ids.")
+            raise MalformedRequest(
+                "This model's chat template makes tokens and no text; send input_ids."
+            )
         return rendered
 
 

@@ -8,10 +8,31 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.http.engine import Terms
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.token_buffer import TokenBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What SGLang is told of a prefill beside its tokens.
+
+    ``cache_salt``, ``extra_key`` and ``lora_path`` (an adapter's name) are the namespace of its
+    KV: only requests with the same ones find it. ``dp_rank``: with several data-parallel ranks,
+    the one that has the KV so far.
+    """
+
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    lora_path: str | None = None
+    dp_rank: int | None = None
+
+    def namespace(self) -> dict[str, Any]:
+        """Return it as fields of a ``GenerateReqInput``."""
+        return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
+
 
 Ending = Literal["used", "deleted", "expired", "drained"]
 

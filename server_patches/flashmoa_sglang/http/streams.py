@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.data_parallel import choose_rank
 from flashmoa_sglang.http.errors import (
-    Draining,
-    OutOfOrder,
+    EngineDraining,
+    PromptTooLarge,
     StreamGone,
-    TooLarge,
+    StreamOutOfOrder,
+    StreamUnknown,
     TooManyStreams,
-    UnknownStream,
 )
-from flashmoa_sglang.http.keeper import Keeper
-from flashmoa_sglang.http.pace import Pace
 from flashmoa_sglang.http.prefilling import Prefiller
-from flashmoa_sglang.http.ranks import choose_rank
 from flashmoa_sglang.http.stream import Ending, PromptStream
+from flashmoa_sglang.http.supervised_tasks import SupervisedTasks
+from flashmoa_sglang.http.trigger import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,14 +62,14 @@ class StreamTable:
         self._ended: OrderedDict[str, Ending] = OrderedDict()
         self._pace = Pace()
         self._prefiller = Prefiller(engine, self._open.values())
-        self._keeper = Keeper(lambda: bool(self._open), self._fail)
+        self._tasks = SupervisedTasks(lambda: bool(self._open), self._fail)
         engine.when_room(self._offer_room)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def get(self, stream_id: str) -> PromptStream:
-        """Raises: UnknownStream, StreamGone."""
+        """Raises: StreamUnknown, StreamGone."""
         stream = self._open.get(stream_id)
         if stream is not None:
             return stream
@@ -78,7 +78,7 @@ class StreamTable:
             raise StreamGone(
                 f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
             )
-        raise UnknownStream(f"There is no prompt stream {stream_id}. Open one first.")
+        raise StreamUnknown(f"There is no prompt stream {stream_id}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
         """For a final request, to which the id is only a hint: the stream, or why not."""
@@ -90,28 +90,28 @@ class StreamTable:
         return None, self._ended.get(stream_id, "unknown")
 
     def open(self, stream: PromptStream) -> None:
-        """Start a stream. Raises: TooManyStreams, Draining."""
+        """Start a stream. Raises: TooManyStreams, EngineDraining."""
         if self._engine.draining:
-            raise Draining("The server is shutting down; use another engine.")
+            raise EngineDraining("The server is shutting down; use another engine.")
         if len(self._open) >= self.limits.streams:
             raise TooManyStreams(
                 f"{self.limits.streams} prompt streams are open, which is the limit. "
                 "Delete some, or send the request without one."
             )
         self._open[stream.id] = stream
-        metrics.streams_open(len(self._open))
-        metrics.buffered(stream.certain_tokens())
+        metrics.set_open(len(self._open))
+        metrics.count("stream_tokens_buffered", stream.certain_tokens())
         self._set_pace(stream)
         self._touch(stream)
-        self._keeper.keep("prompt streams, prefilling", self._prefiller.run)
+        self._tasks.ensure("prompt streams, prefilling", self._prefiller.run)
         # By itself, so that no stream outlives its time because another one is prefilled.
-        self._keeper.keep("prompt streams, lifetimes", self._watch_lifetimes)
+        self._tasks.ensure("prompt streams, lifetimes", self._watch_lifetimes)
 
     def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
         """Buffer text or token ids; ``end``: the last ones.
 
         Raises:
-            TooLarge: with the stream as it was before.
+            PromptTooLarge: with the stream as it was before.
         """
         room = self._engine.max_prompt_tokens
         if stream.buffer is None:
@@ -132,17 +132,20 @@ class StreamTable:
             raise _over_context(room)
 
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
-        """Add the ``seq``-th piece, once. Raises: OutOfOrder, StreamGone, TooLarge, Draining."""
+        """Add the ``seq``-th piece, once.
+
+        Raises: StreamOutOfOrder, StreamGone, PromptTooLarge, EngineDraining.
+        """
         if stream.claimed:
             raise StreamGone(f"Prompt stream {stream.id} is in use by its request.", reason="used")
         if seq < stream.next_seq:
             return
         if self._engine.draining:
-            raise Draining("The server is shutting down; send the whole request elsewhere.")
+            raise EngineDraining("The server is shutting down; send the whole request elsewhere.")
         if stream.ended_at is not None:
-            raise OutOfOrder(f"Prompt stream {stream.id} has ended; open a new one.")
+            raise StreamOutOfOrder(f"Prompt stream {stream.id} has ended; open a new one.")
         if seq > stream.next_seq:
-            raise OutOfOrder(
+            raise StreamOutOfOrder(
                 f"Append {seq} came before append {stream.next_seq}; send the missing ones "
                 "first, in order.",
                 expected_seq=stream.next_seq,
@@ -153,7 +156,7 @@ class StreamTable:
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
-        metrics.buffered(stream.certain_tokens() - certain)
+        metrics.count("stream_tokens_buffered", stream.certain_tokens() - certain)
         self._set_pace(stream)
         self._touch(stream)
 
@@ -174,8 +177,8 @@ class StreamTable:
         stream.closed = ending
         del self._open[stream.id]
         self._ended[stream.id] = ending
-        metrics.streams_open(len(self._open))
-        metrics.ended(ending)
+        metrics.set_open(len(self._open))
+        metrics.count("streams_ended", ending=ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
         if stream.rid is not None:
@@ -234,8 +237,8 @@ class StreamTable:
                 self.close(stream, "expired")
 
 
-def _over_context(room: int) -> TooLarge:
-    return TooLarge(
+def _over_context(room: int) -> PromptTooLarge:
+    return PromptTooLarge(
         f"The prompt would not fit this server: {room} tokens are the most. "
         "Nothing of this piece was taken.",
         max_tokens=room,

@@ -2,7 +2,7 @@
 
 A text stream's tokens must equal the tokenizer's own tokens of the whole text, and each
 character is tokenised once. So tokens are emitted only up to a *cut*: a place in the text
-where the tokenizer splits whatever comes later (``cuts.py``).
+where the tokenizer splits whatever comes later (``token_boundaries.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from flashmoa_sglang.http.cuts import CUTS, find_cuts, vocabulary_of
+from flashmoa_sglang.http.token_boundaries import CUTS, find_cuts, vocabulary_of
 
 logger = logging.getLogger(__name__)
 

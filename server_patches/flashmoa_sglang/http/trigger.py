@@ -1,9 +1,12 @@
-"""When buffered tokens are prefilled, and how many: a pure decision.
+"""When buffered tokens are prefilled, how many, and when clients append next: pure decisions.
 
 The criterion C of FlashAgents §3.1 (enough tokens, end of the stream, engine idle), for each
 stream that has no increment running. So increments grow by themselves when the engine falls
 behind, and are small when it has time. How increments share a forward, and how they give way
 to decoding and to requests, is the scheduler's business.
+
+Answering an append takes the HTTP process some half of a millisecond, which on a CPU is taken
+from a forward. So each answer names a time at which no other client was asked to append.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ class Buffered(Protocol):
 
 
 S = TypeVar("S", bound=Buffered)
+# Seconds between two appends of different streams, and between two of the same.
+_APART = 0.02
+_SOONEST, _LATEST = 0.04, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +97,23 @@ def _target(stream: Buffered, policy: Policy, chunk: int) -> int | None:
     if certain <= stream.prefilled:
         return None
     return min(certain, stream.prefilled + chunk - chunk % policy.page)
+
+
+class Pace:
+    """Spreads the appends of all streams evenly. Times in seconds of any one clock."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def next(self, now: float, streams: int, busy: bool) -> float:
+        """Return how long the stream that has just appended should gather text.
+
+        Args:
+            streams: how many are open.
+            busy: whether others' requests are running; increments are seconds apart then,
+                and what is appended in between would only wait.
+        """
+        around = _LATEST if busy else min(max(_APART * streams, _SOONEST), _LATEST)
+        turn = max(self._last + around / max(streams, 1), now + _SOONEST)
+        self._last = min(turn, now + _LATEST)
+        return self._last - now

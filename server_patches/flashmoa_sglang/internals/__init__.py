@@ -14,16 +14,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flashmoa_sglang.internals import names, ours
+from flashmoa_sglang.internals import names
 from flashmoa_sglang.internals.check import Check
-from flashmoa_sglang.internals.source import Source
+from flashmoa_sglang.internals.plugin_source import uses
+from flashmoa_sglang.internals.sglang_source import Source
 
 logger = logging.getLogger(__name__)
 
 
 @cache
 def installed() -> Source | None:
-    """The installed SGLang's; ``None`` where there is none."""
+    """Return the installed SGLang's source; ``None`` where there is none."""
     package = find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         return None
@@ -36,21 +37,23 @@ def looked_at(
     feature: str = names.EVERYBODY,
     hooks: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Check:
-    """What SGLang lacks of what engines with a feature use, or of what all of them do.
+    """Look for what engines with a feature use of SGLang, or for what all of them do.
 
     Args:
         feature: of ``names.FEATURES``, or ``names.EVERYBODY``.
-        hooks: functions by what they are called around or after.
+        hooks: the hook functions by what they are called around or after.
     """
     check = Check(source)
     for target, function in (hooks or {}).items():
         check.hook(target, function)
     try:
-        uses = ours.uses(release)
+        used = uses(release)
     except OSError as error:
-        logger.debug("What the plugin uses of SGLang cannot be told without its source: %s", error)
+        logger.debug(
+            "The plugin's source, which says what it uses of SGLang, cannot be read: %s", error
+        )
         return check
-    check.uses(use for use in uses if names.feature(use.where) == feature)
+    check.uses(use for use in used if names.feature(use.where) == feature)
     if check.untold:
         logger.debug("Not looked at in SGLang %s: %s", release, ", ".join(sorted(check.untold)))
     return check

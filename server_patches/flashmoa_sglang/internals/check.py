@@ -10,16 +10,14 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.modules import Class, Module
-from flashmoa_sglang.internals.source import Source
-from flashmoa_sglang.internals.texts import FUNCTIONS, Function
-from flashmoa_sglang.internals.use import Use
+from flashmoa_sglang.internals.sglang_source import FUNCTIONS, Class, Function, Module, Source
+from flashmoa_sglang.internals.walk import Use
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Check:
-    """Against one SGLang.
+    """The findings about one SGLang.
 
     Attributes:
         seen: the names that were looked for. lacking: those that are not there.
@@ -61,39 +59,42 @@ class Check:
             owner = f"{module}:{class_name}"
         found = self._found(owner, name, target)
         if isinstance(found, FUNCTIONS):
-            ours = list(inspect.signature(function).parameters.values())[1:]
-            theirs = signature(found, bound=False)
-            self._compare(target, theirs, Signature(ours), methods=owner != module)
+            ours = Signature(list(inspect.signature(function).parameters.values())[1:])
+            first = 1 if owner != module else 0
+            self._report(target, _override_problem(_signature(found), ours, first))
 
     def _look(self, owner: str, use: Use) -> None:
-        shown = ".".join(filter(None, (_shown(owner), use.name)))
+        shown = owner.split("|")[0].removesuffix(":*").replace(":", ".")
+        shown = ".".join(filter(None, (shown, use.name)))
         name, _, passed = use.name.rstrip(")").partition("(")
         found = self._found(owner, name, shown)
-        takes = self._takes(found, is_method=":" in owner)
+        if isinstance(found, Class):
+            made = self._source.constructor(found)
+            takes = _arguments(made, bound=True) if made is not None else None
+        else:
+            takes = _signature(found, bound=":" in owner) if isinstance(found, FUNCTIONS) else None
         if takes is None:
             return
         if use.override is not None:
-            self._compare(shown, takes, signature(use.override, bound=True))
-            return
-        keywords = (*use.keywords, *filter(None, [passed]))
-        if problem := _call_problem(takes, use.positional, keywords):
-            self._report(self.otherwise, f"{shown} ({problem})")
+            ours = _signature(use.override, bound=True)
+            self._report(shown, _override_problem(takes, ours))
+        else:
+            keywords = (*use.keywords, *filter(None, [passed]))
+            self._report(shown, _call_problem(takes, use.positional, keywords))
 
     def _found(self, owner: str, name: str, shown: str) -> ast.AST | Class | Module | None:
         self.seen.add(shown)
         found = next(self._members(owner, name), None)
-        if found is None:
-            self._report(self.lacking, shown)
+        if found is None and shown not in self.lacking:
+            self.lacking.append(shown)
         return found
 
-    def _compare(
-        self, shown: str, theirs: Signature, ours: Signature, *, methods: bool = False
-    ) -> None:
-        if problem := _override_problem(theirs, ours, first=1 if methods else 0):
-            self._report(self.otherwise, f"{shown} ({problem})")
+    def _report(self, shown: str, problem: str) -> None:
+        if problem and f"{shown} ({problem})" not in self.otherwise:
+            self.otherwise.append(f"{shown} ({problem})")
 
     def _places(self, owner: str) -> Iterator[Class | Module]:
-        """The modules and classes of which any may have what is used."""
+        """Yield the modules and classes of which any may have what is used."""
         for one in owner.split("|"):
             module, colon, name = one.partition(":")
             if not colon and module.endswith("/*"):
@@ -109,7 +110,7 @@ class Check:
         for place in self._places(owner):
             if isinstance(place, Class):
                 if name.startswith("'"):
-                    found = place.node if place.has_string(name.strip("'")) else None
+                    found = place if place.has_string(name.strip("'")) else None
                 else:
                     found = self._source.member(place, name)
             elif owner.endswith(":*"):
@@ -119,26 +120,9 @@ class Check:
             if found is not None:
                 yield found
 
-    def _takes(
-        self, found: ast.AST | Class | Module | None, *, is_method: bool
-    ) -> Signature | None:
-        if isinstance(found, Class):
-            made = self._source.constructor(found)
-            return arguments(made, bound=True) if made is not None else None
-        return signature(found, bound=is_method) if isinstance(found, FUNCTIONS) else None
-
-    @staticmethod
-    def _report(problems: list[str], problem: str) -> None:
-        if problem not in problems:
-            problems.append(problem)
-
-
-def _shown(owner: str) -> str:
-    return owner.split("|")[0].removesuffix(":*").replace(":", ".")
-
 
 def _call_problem(takes: Signature, positional: int | None, keywords: tuple[str, ...]) -> str:
-    """Why a call fails; with ``positional`` unknown there may be more arguments than these."""
+    """Say why a call fails; with ``positional`` unknown there may be more arguments than these."""
     bind = takes.bind if positional is not None else takes.bind_partial
     try:
         bind(*[None] * (positional or 0), **dict.fromkeys(keywords))
@@ -147,52 +131,34 @@ def _call_problem(takes: Signature, positional: int | None, keywords: tuple[str,
     return ""
 
 
-def _override_problem(theirs: Signature, ours: Signature, first: int) -> str:
-    """Why ours cannot be called as theirs is; names before ``first`` do not matter."""
+def _override_problem(theirs: Signature, ours: Signature, first: int = 0) -> str:
+    """Say why ours cannot be called as theirs is; names before ``first`` do not matter."""
     parameters = list(theirs.parameters.values())
-    own = list(ours.parameters.values())
-    for most in (True, False):
-        # With all that can be given, and with no more than must be.
-        given = [one for one in parameters if most or one.default is Parameter.empty]
+    # With all that can be given, and with no more than must be.
+    for given in (parameters, [one for one in parameters if one.default is Parameter.empty]):
         positional = sum(one.kind in _BY_POSITION for one in given)
         keywords = [one.name for one in given if one.kind is Parameter.KEYWORD_ONLY]
-        try:
-            ours.bind(*[None] * positional, **dict.fromkeys(keywords))
-        except TypeError as error:
-            return str(error)
-    for one, its in zip(parameters[first:], own[first:], strict=False):
+        if problem := _call_problem(ours, positional, tuple(keywords)):
+            return problem
+    for one, its in list(zip(parameters, ours.parameters.values(), strict=False))[first:]:
         meant = (its.name.lstrip("_"), *names.PARAMETERS.get(its.name, ()))
         if {one.kind, its.kind} <= set(_BY_POSITION) and one.name not in meant:
             return f"{one.name!r} in place of {meant[-1]!r}"
     return ""
 
 
-def signature(node: Function, *, bound: bool) -> Signature:
-    """What a function takes; ``bound``: as a method, of an instance."""
+def _signature(node: Function, *, bound: bool = False) -> Signature:
+    """Return what a function takes; ``bound``: as a method, of an instance."""
     static = any(ast.unparse(one) == "staticmethod" for one in node.decorator_list)
-    return arguments(node.args, bound=bound and not static)
+    return _arguments(node.args, bound=bound and not static)
 
 
-def arguments(taken: ast.arguments, *, bound: bool) -> Signature:
-    """The same of what is written between the brackets."""
-    plain = [*taken.posonlyargs, *taken.args]
-    first = len(plain) - len(taken.defaults)
-    kinds = [
-        Parameter.POSITIONAL_ONLY
-        if at < len(taken.posonlyargs)
-        else Parameter.POSITIONAL_OR_KEYWORD
-        for at in range(len(plain))
-    ]
-    parameters = [
-        Parameter(one.arg, kind, default=None if at >= first else Parameter.empty)
-        for at, (one, kind) in enumerate(zip(plain, kinds, strict=True))
-    ]
-    if taken.vararg:
-        parameters.append(Parameter(taken.vararg.arg, Parameter.VAR_POSITIONAL))
-    parameters += [
-        Parameter(one.arg, Parameter.KEYWORD_ONLY, default=None if default else Parameter.empty)
-        for one, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
-    ]
-    if taken.kwarg:
-        parameters.append(Parameter(taken.kwarg.arg, Parameter.VAR_KEYWORD))
+def _arguments(taken: ast.arguments, *, bound: bool) -> Signature:
+    """Return the signature of a function with these arguments, every default being ``None``."""
+    taken.defaults = [ast.Constant(None) for _ in taken.defaults]
+    taken.kw_defaults = [one and ast.Constant(None) for one in taken.kw_defaults]
+    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(taken, ast.Constant(None))))
+    parameters = list(
+        inspect.signature(eval(compile(made, "<signature>", "eval"))).parameters.values()
+    )
     return Signature(parameters[1:] if bound else parameters)

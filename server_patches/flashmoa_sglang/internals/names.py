@@ -60,7 +60,7 @@ PLATFORM = _srt("platforms.cpu:CpuDeviceMixin", "platforms.interface:SRTPlatform
 PLAIN = ""
 
 # Variables, parameters and attributes of ``self``; ``name()`` is what a function returns,
-# ``name{}`` what the keywords ``**name``, or the keys of the dictionary that it returns, are of.
+# ``name{}`` what the keys of the dictionary that it returns are of.
 NAMES: Mapping[str, str] = {
     "adder": _srt("managers.schedule_policy:PrefillAdder"),
     "agent": PLAIN,
@@ -71,7 +71,6 @@ NAMES: Mapping[str, str] = {
     "chat": CHAT,
     "self._chat()": CHAT,
     "chunked": REQ,
-    "fields{}": REQUEST,
     "given": ARGUMENTS,
     "http_request": PLAIN,
     "manager": MANAGER,
@@ -109,12 +108,15 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
     "asyncep/offloader.py": {"layer": EXPERTS, "self._computing": "'run_moe_core", "module": PLAIN},
     "cpu/platform.py": {"cpu_platform()": PLATFORM},
     # Fields that ``namespace_fields{}`` has.
-    "http/finals.py": {"name": PLAIN},
+    "http/stream_requests.py": {
+        "name": PLAIN,
+        "request": PLAIN,
+        "result": _srt("entrypoints.openai.protocol:ChatCompletionResponse"),
+    },
     "http/rendering.py": {
         "request": _srt("entrypoints.openai.protocol:ChatCompletionRequest"),
         "result": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
     },
-    "http/usage.py": {"result": _srt("entrypoints.openai.protocol:ChatCompletionResponse")},
     "kv_free.py": {"module": _srt("layers.radix_attention:RadixAttention")},
     "plugin.py": {
         "http_server": HTTP_SERVER,
@@ -233,10 +235,10 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 # functions that an engine with it does not come to.
 NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
     # In every release: an answer that is streamed is none of SGLang's classes.
-    "": (("http/usage.py:annotate_chat", "body_iterator"),),
+    "": (("http/stream_requests.py:annotate_chat", "body_iterator"),),
     "v0_5_12": (
         ("asyncep/__init__.py:problem", "dwdp_size"),
-        ("http/rendering.py:ChatRenderer", "input_ids"),
+        ("http/rendering.py:ChatRenderer.render", "input_ids"),
         ("kv_free.py:_has_scales", "is_quantized_kv_cache"),
         ("releases/base.py:Release.graphs_are_off", ""),
         ("releases/v0_5_12.py:Release0512.graphs_are_off", "cuda_graph_config"),

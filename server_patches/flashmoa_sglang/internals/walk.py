@@ -1,17 +1,17 @@
 """What a file of the plugin uses of SGLang, found in its source.
 
-Not a list that somebody keeps: it would be out of date with the first line that forgets it. What a
-variable stands for is said once for all of them, in ``names.py``.
+A list kept by hand would be out of date with the first line that forgets it. What a variable stands
+for is said once for all of them, in ``names.py``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.texts import FUNCTIONS, Function, Texts, constants, dotted
-from flashmoa_sglang.internals.use import Use
+from flashmoa_sglang.internals.sglang_source import FUNCTIONS, Function
 
 _ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr")
 # What the plugin itself puts on SGLang's objects, and what every object has.
@@ -22,83 +22,114 @@ _TEXT, _UNCLEAR = "'", "?"
 _OF_PLAIN = {name for kind in (str, list, dict, set, int, bytes) for name in dir(kind)}
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One thing of SGLang that the plugin uses.
+
+    ``owner``: a module, or a class as in ``names.py``. ``name``: in it; empty for the module
+    itself. ``where``: in the plugin. ``positional``, ``keywords``: the arguments of a call, where
+    they can be told. ``override``: a method of ours in its place.
+    """
+
+    owner: str
+    name: str
+    where: str
+    positional: int | None = None
+    keywords: tuple[str, ...] = ()
+    override: Function | None = None
+
+
 class Walk(ast.NodeVisitor):
-    """Of one file.
+    """The uses of one file.
 
     Args:
         file: its path in the plugin, as ``names.py`` has it.
-        skipped: functions at its top, and methods as ``Class.method``, that this release does not
-            come to.
+        reached: the functions and methods to walk; ``None``: all.
 
     Attributes:
         uses: what was found. unclear: what could not be followed, for a test to refuse.
         functions: what was walked, as in ``Use.where``.
     """
 
-    def __init__(self, file: str, tree: ast.Module, skipped: Iterable[str] = ()) -> None:
+    def __init__(
+        self, file: str, tree: ast.Module, reached: Collection[ast.stmt] | None = None
+    ) -> None:
         self.uses: list[Use] = []
         self.unclear: list[str] = []
         self.functions: set[str] = set()
-        self._file = self._where = file
-        self._skipped = set(skipped)
-        # The class at the top of the file whose methods are walked.
-        self._class: str | None = None
+        self._where = file
+        self._reached = reached
         self._names = {**names.NAMES, **names.IN_FILE.get(file, {})}
         # What has been learnt of variables; ``None``: nothing of SGLang.
         self._known: dict[str, str | None] = {}
         # Base class and own attributes of the class that is walked.
         self._base: str | None = None
         self._own: set[str] = set()
-        self._texts = Texts(tree)
+        # Strings at the top of the file, one or several (the keys of a dictionary, too), by name.
+        self._constants = {
+            ast.unparse(target): _strings(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        }
         self.visit(tree)
 
     # Scopes.
 
     def visit_FunctionDef(self, node: Function) -> None:
-        outside, known, of_class = self._where, self._known, self._class
-        if outside in (self._file, of_class):
-            where = f"{outside}{'.' if outside == of_class else ':'}{node.name}"
-            if where.removeprefix(f"{self._file}:") in self._skipped:
-                return
-            self._where = where
-            self.functions.add(where)
-        self._class = None
+        if self._reached is not None and node not in self._reached:
+            return
+        outside, known = self._enter(node), self._known
         self._known = dict(known)
         for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
             if one.arg not in ("self", "cls"):
-                self._learn_parameter(node.name, one)
-        self._use_keys(node)
+                self._learn_parameter(one)
+        # The dictionary that a function returns may have keys that name what SGLang has.
+        if owner := self._names.get(f"{node.name}{{}}"):
+            for one in ast.walk(node):
+                if isinstance(one, ast.Return) and one.value is not None:
+                    for key in _strings(one.value):
+                        self._use(owner, key)
         self.generic_visit(node)
-        self._where, self._known, self._class = outside, known, of_class
+        self._where, self._known = outside, known
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
-    def _learn_parameter(self, function: str, one: ast.arg) -> None:
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outside, base, own = self._enter(node), self._base, self._own
+        self._base = "|".join(found for one in node.bases if (found := self._value(one))) or None
+        stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute))
+        self._own = {one.attr for one in stored if isinstance(one.ctx, ast.Store)}
+        self._own |= {one.name for one in node.body if isinstance(one, FUNCTIONS)}
+        for one in node.body if self._base is not None else ():
+            # SGLang would not ask for these any more under another name.
+            if isinstance(one, FUNCTIONS) and not one.name.startswith("_"):
+                self._use(self._base or "", one.name, override=one)
+            elif isinstance(one, ast.Assign):
+                for target in one.targets:
+                    self._use(self._base or "", ast.unparse(target))
+        self.generic_visit(node)
+        self._where, self._base, self._own = outside, base, own
+
+    def _enter(self, node: Function | ast.ClassDef) -> str:
+        """Begin a function or class; return what it is in."""
+        outside = self._where
+        self._where = f"{outside}{'.' if ':' in outside else ':'}{node.name}"
+        self.functions.add(self._where)
+        return outside
+
+    def _learn_parameter(self, one: ast.arg) -> None:
         shown = ast.unparse(one.annotation) if one.annotation is not None else "Any"
         kind = shown.removesuffix(" | None")
         if known := self._known.get(kind, self._names.get(kind)):
             self._known[one.arg] = known
         elif "Any" not in kind or kind.startswith(("Callable", "dict")):
-            passed = self._texts.passed.get((function, one.arg))
-            self._known[one.arg] = _text(passed) if passed else None
+            self._known[one.arg] = None
         elif one.arg not in self._names:
             self._known[one.arg] = f"{_UNCLEAR}the parameter {one.arg}"
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        outside, base, own = self._where, self._base, self._own
-        of_class = self._class
-        if outside == self._file:
-            self._where = self._class = f"{outside}:{node.name}"
-            self.functions.add(self._where)
-        self._base = "|".join(found for one in node.bases if (found := self._value(one))) or None
-        self._own = _own_attributes(node)
-        if self._base is not None:
-            self._use_overridden(node, self._base)
-        self.generic_visit(node)
-        self._where, self._base, self._own, self._class = outside, base, own, of_class
-
     def visit_If(self, node: ast.If) -> None:
-        if dotted(node.test) != "TYPE_CHECKING":
+        if _dotted(node.test) != "TYPE_CHECKING":
             self.generic_visit(node)
             return
         # These are not imported, but say what something is.
@@ -125,14 +156,12 @@ class Walk(ast.NodeVisitor):
             if alias.name.split(".")[0] == "sglang":
                 self._use(alias.name, "")
 
-    def visit_Assign(self, node: ast.Assign) -> None:
+    def visit_Assign(self, node: ast.Assign | ast.NamedExpr) -> None:
         self.generic_visit(node)
-        for target in node.targets:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             self._learn(target, node.value)
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self.generic_visit(node)
-        self._learn(node.target, node.value)
+    visit_NamedExpr = visit_Assign
 
     def _learn(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -147,7 +176,9 @@ class Walk(ast.NodeVisitor):
 
     visit_AsyncFor = visit_For
 
-    def _visit_comprehension(self, node: ast.ListComp | ast.DictComp) -> None:
+    def _visit_comprehension(
+        self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+    ) -> None:
         # What is computed stands before what it is computed from.
         for one in node.generators:
             self.visit_For(one)
@@ -157,27 +188,31 @@ class Walk(ast.NodeVisitor):
 
     def _learn_element(self, target: ast.expr, of: ast.expr) -> None:
         first = target.elts[0] if isinstance(target, ast.Tuple) else target
-        if isinstance(of, ast.Call) and dotted(of.func) == "enumerate":
+        if isinstance(of, ast.Call) and _dotted(of.func) == "enumerate":
             if isinstance(target, ast.Tuple):
                 self._learn_element(target.elts[1], of.args[0])
         elif isinstance(first, ast.Name):
             found = self._value(of)
-            if texts := self._texts.of(of):
-                self._known[first.id] = _text(texts)
+            # A dictionary's ``items()`` are by its keys.
+            called = of.func if isinstance(of, ast.Call) else of
+            through = called.value if isinstance(called, ast.Attribute) else called
+            if texts := self._constants.get(_dotted(through)) or _strings(through):
+                self._known[first.id] = _TEXT + " ".join(sorted(texts))
             elif found is not None and found.startswith("["):
                 self._known[first.id] = found[1:-1]
 
     def _value(self, node: ast.expr | None) -> str | None:
-        """What an expression stands for, as in ``names.py``; ``None``: nothing of SGLang's."""
+        """Return what an expression stands for, as in ``names.py``; ``None``: nothing of SGLang."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return _text([node.value])
+            return f"{_TEXT}{node.value}"
         if isinstance(node, ast.Name):
             if node.id in self._known:
                 return self._known[node.id]
-            found = self._texts.constant.get(node.id)
-            return _text([found]) if found is not None else self._names.get(node.id)
+            texts = self._constants.get(node.id)
+            return f"{_TEXT}{texts[0]}" if texts else self._names.get(node.id)
         if isinstance(node, ast.Attribute):
-            return self._value_of_attribute(node)
+            named = self._names.get(_dotted(node))
+            return named if named is not None else self._member(self._owner(node), node.attr)
         if isinstance(node, ast.Call):
             return self._value_of_call(node)
         if isinstance(node, ast.Subscript):
@@ -189,12 +224,8 @@ class Walk(ast.NodeVisitor):
             return self._value(node.body) or self._value(node.orelse)
         return self._value(node.value) if isinstance(node, ast.Await | ast.NamedExpr) else None
 
-    def _value_of_attribute(self, node: ast.Attribute) -> str | None:
-        named = self._names.get(dotted(node))
-        return named if named is not None else self._member(self._owner(node), node.attr)
-
     def _value_of_call(self, node: ast.Call) -> str | None:
-        called = dotted(node.func)
+        called = _dotted(node.func)
         if called == "super":
             return self._base
         for name in (called, called.rpartition(".")[2]):
@@ -205,7 +236,7 @@ class Walk(ast.NodeVisitor):
         return self._value(node.func)
 
     def _owner(self, node: ast.Attribute) -> str | None:
-        """What has the attribute; of ``self`` only what a base class of SGLang's has."""
+        """Return what has the attribute; of ``self`` only what a base class of SGLang's has."""
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             return self._base if node.attr not in self._own else None
         return self._value(node.value)
@@ -225,13 +256,11 @@ class Walk(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        called = dotted(node.func)
-        keywords = tuple(one.arg for one in node.keywords if one.arg is not None)
+        called = _dotted(node.func)
         if called in _ATTRIBUTE_FUNCTIONS:
             self._use_named_by_text(node)
             return
-        for name in self._texts.keywords(called.rpartition(".")[2], keywords, self._names):
-            self._use(*name)
+        keywords = tuple(one.arg for one in node.keywords if one.arg is not None)
         starred = any(isinstance(one, ast.Starred) for one in node.args)
         told = not starred and len(keywords) == len(node.keywords)
         arguments = len(node.args) if told else None, keywords
@@ -244,7 +273,7 @@ class Walk(ast.NodeVisitor):
             self._use(module, name, *arguments)
 
     def _use_named_by_text(self, node: ast.Call) -> None:
-        """``getattr(req, "rid", None)``: nobody would notice that it is not there."""
+        """Note what ``getattr(req, "rid", None)`` asks for: its absence would go unnoticed."""
         owner, name = self._value(node.args[0]), self._value(node.args[1])
         if not _is_theirs(owner):
             return
@@ -253,23 +282,6 @@ class Walk(ast.NodeVisitor):
             return
         for one in name.removeprefix(_TEXT).split():
             self._use(owner or "", one)
-
-    def _use_overridden(self, node: ast.ClassDef, base: str) -> None:
-        """What SGLang would not ask for any more under another name."""
-        for one in node.body:
-            if isinstance(one, FUNCTIONS) and not one.name.startswith("_"):
-                self._use(base, one.name, override=one)
-            elif isinstance(one, ast.Assign):
-                for target in one.targets:
-                    self._use(base, ast.unparse(target))
-
-    def _use_keys(self, node: Function) -> None:
-        """Of the dictionary that a function returns, where they name what SGLang has."""
-        if owner := self._names.get(f"{node.name}{{}}"):
-            for one in ast.walk(node):
-                if isinstance(one, ast.Return) and one.value is not None:
-                    for key in constants(one.value):
-                        self._use(owner, key)
 
     def _use(
         self,
@@ -291,14 +303,23 @@ def _is_theirs(value: str | None) -> bool:
     return value is not None and value.startswith("sglang")
 
 
-def _text(values: Iterable[str]) -> str:
-    return _TEXT + " ".join(sorted(values))
+def _strings(node: ast.expr) -> list[str]:
+    """Return a string, or those in the literal of a collection; of a dictionary the keys."""
+    if isinstance(node, ast.Dict):
+        elements: Iterable[ast.expr | None] = node.keys
+    else:
+        elements = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    return [
+        one.value
+        for one in elements
+        if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    ]
 
 
-def _own_attributes(node: ast.ClassDef) -> set[str]:
-    stored = {
-        one.attr
-        for one in ast.walk(node)
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    }
-    return stored | {one.name for one in node.body if isinstance(one, FUNCTIONS)}
+def _dotted(node: ast.expr) -> str:
+    """Return ``a.b.c`` as it is written; empty where it is more than names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""

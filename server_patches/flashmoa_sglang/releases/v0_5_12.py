@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.cpu.unpinned import Unpinned
+from flashmoa_sglang.cpu.host_memory import Unpinned
 from flashmoa_sglang.releases.base import Release
 from flashmoa_sglang.releases.v0_5_18 import token_ids_logprobs
 

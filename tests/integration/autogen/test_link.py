@@ -13,13 +13,13 @@ from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import CancellationToken
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from flashmoa_bench.runs import Mode, Run, run_once
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
 from flashmoa.observe.trace import read
+from tests.integration.autogen.runs import Mode, Run, run_once
 from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio

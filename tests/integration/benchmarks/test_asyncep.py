@@ -7,8 +7,8 @@ from pathlib import Path
 
 import anyio
 import pytest
-from flashmoa_bench.asyncep import ROLES
-from flashmoa_bench.memory import peak_resident
+from flashmoa_bench.harness.engines import peak_resident
+from flashmoa_bench.prefill.asyncep import ROLES
 
 from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngines

@@ -94,15 +94,24 @@ async def test_schedule(benches: Bench) -> None:
     assert all(0 < row["mean"] <= row["p95"] for row in found["rows"])
 
 
-async def test_neighbours(benches: Bench) -> None:
+async def test_interference(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
     # Streams that may not ride along get a forward in 256 decode steps.
     small += ["--tokens", "300"]
     streams = ["--streams", "2", "--prefix", "200"]
-    found = await benches.run("neighbours", ["stock", "flashmoa"], *small, *streams)
+    found = await benches.run("interference", ["stock", "flashmoa"], *small, *streams)
     assert found["throughput"]["ratio"] > 0
-    assert found["stranger"]["alone"]["stream_tokens_per_second"] == 0
-    assert found["stranger"]["beside"]["stream_tokens_per_second"] > 0
+    assert found["latency"]["alone"]["stream_tokens_per_second"] == 0
+    assert found["latency"]["beside"]["stream_tokens_per_second"] > 0
+
+
+async def test_interference_under_pressure(benches: Bench) -> None:
+    small = ["--pipelines", "3", "--prefix", "60", "--upstream", "20", "--output", "4"]
+    found = await benches.run("interference", ["flashmoa"], "--measure", "pressure", *small)
+    assert set(found) == {"pressure"}
+    for tail in found["pressure"].values():
+        # An upstream alone takes 19 / 25 s.
+        assert 0.7 < tail["median"] <= tail["p99"]
 
 
 async def test_workflows(benches: Bench) -> None:

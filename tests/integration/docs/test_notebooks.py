@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from flashmoa_bench.family.models import SIZES, model_folder
+from flashmoa_bench.family import SIZES, model_folder
 from nbclient import NotebookClient
 
 from flashmoa.engine.local import LocalEngine, LocalEngines

@@ -1,43 +1,83 @@
-"""The programs of examples/ on the session's engines: linked and not, the same answers."""
+"""The programs of examples/, and the workflows that are measured: linked and not, the same."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from flashmoa_bench.duo import greedy
-from flashmoa_bench.examples import example
-from flashmoa_bench.runs import run_once
-from flashmoa_bench.workloads import Duo, Way, play, workloads
+from flashmoa_bench.workflows.agents import REVIEW, SLIDES, mapreduce, slides
+from flashmoa_bench.workflows.played import (
+    Clients,
+    WorkflowWay,
+    agent_workflows,
+    greedy_client,
+    play,
+)
 from pptx import Presentation
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa.workflow import Workflow
+from tests.conftest import ROOT
+from tests.integration.autogen.runs import run_once
 
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are programs: what they import lies beside them."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
 @pytest.fixture
-async def duo(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[Duo]:
-    clients = Duo(greedy(engine.url, "small", 8), greedy(downstream.url, "large", 8))
-    yield clients
-    await clients.close()
+async def clients(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[Clients]:
+    made = Clients(greedy_client(engine.url, "small", 8), greedy_client(downstream.url, "large", 8))
+    yield made
+    await made.close()
 
 
-async def test_mapreduce(duo: Duo) -> None:
-    module = example("mapreduce")
+async def test_the_chain_is_the_same_in_every_mode(clients: Clients, tmp_path: Path) -> None:
+    example: Any = importlib.import_module("chain")
+    comparison: Any = importlib.import_module("comparison")
+    both = [clients.small, clients.large]
+    runs = [
+        await comparison.run_once(example.build_team(*both), both, example.TASK, mode, attach)
+        for mode, attach in example.MODES.items()
+    ]
+    assert all(run.texts == runs[0].texts for run in runs)
+    compared = comparison.Comparison(runs)
+    compared.save(tmp_path / "chain.json")
+    assert '"same_text": true' in (tmp_path / "chain.json").read_text()
+    usage = runs[-1].calls[-1].usage
+    assert usage.prompt_stream.status == "hit"
+
+
+async def test_the_mapreduce_example_is_the_same_linked(clients: Clients) -> None:
+    example: Any = importlib.import_module("mapreduce")
+    both = [clients.small, clients.large]
+    runs = [
+        await example.run_once(example.build_team(*both), both, example.TASK, mode, attach)
+        for mode, attach in {"unlinked": watch, "linked": link}.items()
+    ]
+    said = [{call.agent: call.finished.text for call in run.calls} for run in runs]
+    assert said[0] == said[1] and len(said[0]) == 4
+
+
+async def test_mapreduce_side_by_side_and_one_by_one(clients: Clients) -> None:
     runs = {
         (mode, sequential): await run_once(
-            lambda sequential=sequential: module.build_team(
-                duo.small, duo.large, sequential=sequential
+            lambda sequential=sequential: mapreduce(
+                clients.small, clients.large, sequential=sequential
             ),
-            [duo.small, duo.large],
-            module.TASK,
+            [clients.small, clients.large],
+            REVIEW,
             mode,
         )
         for mode in ("unlinked", "linked")
@@ -50,48 +90,52 @@ async def test_mapreduce(duo: Duo) -> None:
     assert usage.prompt_stream.status == "hit"
 
 
-async def test_slides(duo: Duo, tmp_path: Path) -> None:
-    module = example("pptagent")
-    small, large = duo.small.engine, duo.large.engine
+async def test_slides_are_the_same_in_every_way(clients: Clients) -> None:
+    small, large = clients.small.engine, clients.large.engine
     ways: list[tuple[Ahead, bool]] = [("nothing", False), ("text", False), ("text", True)] * 3
-    decks = []
+    talks: list[tuple[str, list[str]]] = []
     for ahead, eager in ways:
         # The analyst, who is not linked, may find two characters equally good for a line's end;
         # which one it takes depends on what else is in its batch. Then the next round counts.
-        if len([deck for deck in decks if deck.points == decks[0].points]) == 3:
+        if len([talk for talk in talks if talk[0] == talks[0][0]]) == 3:
             break
-        await duo.flush()
+        await clients.flush()
         events: list[Event] = []
         async with Workflow(small, ahead=ahead, listener=events.append) as flow:
-            decks.append(await module.present(flow, small, large, topic="for all", eager=eager))
-        writers = [call for call in calls(events) if call.agent.startswith("slide")]
-        assert len(writers) == module.SLIDES
+            texts = await slides(flow, small, large, topic="for all", eager=eager)
+        made = calls(events)
+        (outline,) = [one.finished.text for one in made if one.agent == "analyst" and one.finished]
+        talks.append((outline, texts))
+        writers = [call for call in made if call.agent.startswith("slide")]
+        assert len(writers) == len(texts) == SLIDES
         hits = [one.usage and one.usage.prompt_stream for one in writers]
         assert all(use.status == "hit" if use else ahead == "nothing" for use in hits)
-    same = [deck for deck in decks if deck.points == decks[0].points]
-    assert len(same) >= 2 and all(deck == same[0] for deck in same)
-    decks[0].save(tmp_path / "slides.pptx")
+    same = [talk for talk in talks if talk[0] == talks[0][0]]
+    assert len(same) >= 2 and all(talk == same[0] for talk in same)
+
+
+async def test_the_slides_example_writes_a_file(clients: Clients, tmp_path: Path) -> None:
+    example: Any = importlib.import_module("pptagent")
+    small, large = clients.small.engine, clients.large.engine
+    async with Workflow(small) as flow:
+        deck = await example.present(flow, small, large, topic="for all")
+    deck.save(tmp_path / "slides.pptx")
     slides = Presentation(str(tmp_path / "slides.pptx")).slides
-    assert len(slides) == module.SLIDES
-    for slide, text, layout in zip(slides, decks[0].slides, decks[0].layouts, strict=True):
+    assert len(slides) == len(deck.points) == example.SLIDES
+    for slide, text, layout in zip(slides, deck.slides, deck.layouts, strict=True):
         heading, *points = text.splitlines()
         assert slide.slide_layout.name == layout
         assert slide.shapes.title.text == heading.removeprefix("# ")
         assert len(slide.placeholders[1].text_frame.paragraphs) == len(points) == 3
 
 
-async def test_copies_of_every_workflow_in_every_way(duo: Duo) -> None:
-    for workload in workloads():
-        ways: list[Way] = ["unlinked", "linked"]
-        copies = 1 if workload.name == "pptagent" else 2
-        played = [await play(workload, duo, way, copies) for way in ways]
+async def test_copies_of_every_workflow_in_every_way(clients: Clients) -> None:
+    for workflow in agent_workflows():
+        ways: list[WorkflowWay] = ["unlinked", "linked"]
+        copies = 1 if workflow.name == "pptagent" else 2
+        played = [await play(workflow, clients, way, copies) for way in ways]
         for one, other in zip(*played, strict=True):
             assert one.texts.keys() == other.texts.keys()
             if one.texts.get("analyst") == other.texts.get("analyst"):
                 assert one.texts == other.texts
         assert all(0 < one.response < one.seconds for runs in played for one in runs)
-
-
-def test_what_an_example_lacks_is_said() -> None:
-    with pytest.raises(FlashMoAError, match=r"no examples/unheard\.py"):
-        example("unheard")

@@ -1,4 +1,4 @@
-"""Agents of one model whose answers differ."""
+"""Agents with one model and different answers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ QUESTION = "How many days does one need in Kathmandu, and what for?"
 
 
 def agent(engine: EngineClient, seed: int = 0, **sampling: Any) -> Model:
-    """Writes 12 tokens, if not told otherwise; what it is not to say depends on the seed."""
+    """Return an agent that writes 12 tokens by default; the seed picks tokens it may not use."""
     bias = {str(token): -100 for token in range(300 + 40 * seed, 340 + 40 * seed)}
-    told = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logit_bias": bias}
-    return Model(engine, sampling={**told, **sampling})
+    defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logit_bias": bias}
+    return Model(engine, sampling={**defaults, **sampling})
 
 
 def first_letter(answer: str) -> str | None:
     return answer.strip()[:1] or None
 
 
-def said(result: DebateResult) -> list[list[str]]:
-    """In each round, by each debater."""
+def answers_by_round(result: DebateResult) -> list[list[str]]:
+    """Return the answers of each round, by debater."""
     return [[one.text for one in round_] for round_ in result.rounds]

@@ -1,4 +1,4 @@
-"""The engines that agents run on."""
+"""The two engines on which agents run."""
 
 from __future__ import annotations
 

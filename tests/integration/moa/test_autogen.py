@@ -1,4 +1,4 @@
-"""A mixture as an agent of a team."""
+"""A mixture as an agent of an AutoGen team."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mixture(engine: EngineClient, tokens: int = 8) -> MixtureOfAgents:
     )
 
 
-async def test_in_a_team_it_is_an_agent_like_others(engine: LocalEngine) -> None:
+async def test_moa_agent_takes_part_in_a_team(engine: LocalEngine) -> None:
     client = FlashMoAChatCompletionClient(
         model="m", base_url=engine.url, temperature=0, max_tokens=6
     )
@@ -43,21 +43,21 @@ async def test_in_a_team_it_is_an_agent_like_others(engine: LocalEngine) -> None
         assert streamed == said[2].content + said[4].content
         assert said[2].metadata == {"used": "3", "left out": "0", "failed": "0"}
         assert said[2].models_usage is not None and said[2].models_usage.completion_tokens == 24
-        # It has the conversation, and its own part in it.
+        # It was given the whole conversation, with its own messages as the assistant's.
         talk = [{"role": "user", "content": one.content} for one in said[:4]]
         talk[2]["role"] = "assistant"
         assert (await mixture(asking).answer(talk)).text == said[4].content
     await client.close()
 
 
-async def test_cancelled_it_leaves_nothing_behind(engine: LocalEngine) -> None:
+async def test_cancelled_moa_agent_frees_its_engines(engine: LocalEngine) -> None:
     async with EngineClient(engine.url) as asking:
         agent = MoAAgent("several", mixture(asking, tokens=2000))
         token = CancellationToken()
         messages = [TextMessage(content="What is there to see?", source="user")]
         running = asyncio.ensure_future(agent.on_messages(messages, token))
         with anyio.fail_after(20):
-            while not (await asking.info()).kv[0].protected:  # noqa: ASYNC110 - it tells nobody
+            while not (await asking.info()).kv[0].protected:  # noqa: ASYNC110 - there is no event
                 await anyio.sleep(0.02)
         token.cancel()
         with pytest.raises(asyncio.CancelledError):

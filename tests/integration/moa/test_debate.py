@@ -1,4 +1,4 @@
-"""Debates on real engines: linked and not the same answers, and every way one can end."""
+"""Debates on real engines: equal answers with and without links, and every way to end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Model
 from flashmoa.observe import Event, LinkOpened
-from tests.integration.moa.agents import QUESTION, agent, first_letter, said
+from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any
     return Debate(debaters, 3, conclusion, **{"prompt": PROMPT, **more})
 
 
-async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineClient]) -> None:
     ways: list[Ahead] = ["nothing", "text"]
     events: list[Event] = []
     results: list[DebateResult] = []
@@ -38,7 +38,7 @@ async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, Engine
         debating = debate(pair, first_letter, ahead=ahead, listener=events.append)
         results.append(await debating.answer(QUESTION))
     unlinked, linked = results
-    assert said(unlinked) == said(linked) and unlinked.text == linked.text
+    assert answers_by_round(unlinked) == answers_by_round(linked) and unlinked.text == linked.text
     assert linked.vote is not None
     assert linked.text == linked.rounds[-1][linked.vote.place].text != ""
     assert linked.vote.ballots == tuple(first_letter(one.text) for one in linked.rounds[-1])
@@ -50,12 +50,14 @@ async def test_linked_and_unlinked_are_the_same(pair: tuple[EngineClient, Engine
         for one in after:
             assert one.started and one.first_token and one.finished and one.status == "used"
             assert all(done and done <= one.started for done in finished)
-    # A trace tells who is read by whom.
+    # Events name the agents that are read.
     upstream = {one.agent: one.upstream for one in events if isinstance(one, LinkOpened)}
     assert upstream["2.2"] == ("1.2", "1.1", "1.3")
 
 
-async def test_an_aggregator_may_conclude(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_aggregator_concludes_and_streams_its_answer(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
     concluded = debate(pair, agent(pair[1], 5))
     async with concluded.answering(QUESTION) as debating:
         pieces = [piece async for piece in debating]
@@ -65,7 +67,7 @@ async def test_an_aggregator_may_conclude(pair: tuple[EngineClient, EngineClient
     assert result.vote is None and len(result.rounds) == 3
 
 
-async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
     small, _ = pair
     failing = agent(small, 2, max_tokens=-1)
     three = Debate([agent(small, 1), failing, agent(small, 3)], 2, first_letter, prompt=PROMPT)
@@ -81,7 +83,7 @@ async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) ->
     await settled(small)
 
 
-async def test_a_debate_that_is_left_gives_everything_back(
+async def test_cancelled_debate_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
@@ -97,7 +99,7 @@ async def test_a_debate_that_is_left_gives_everything_back(
         await settled(engine)
 
 
-async def test_answers_without_room_are_cut_fairly(
+async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -110,7 +112,7 @@ async def test_answers_without_room_are_cut_fairly(
     small, _ = pair
     two = Debate([agent(small, 1, max_tokens=40), agent(small, 2)], 3, first_letter, prompt=PROMPT)
     result = await two.answer(QUESTION)
-    # Two rounds are remembered, so that each may have half.
+    # Two rounds are remembered, so each may have half of the room.
     assert set(asked) == {4}
     cut = [[one.cut_tokens for one in round_] for round_ in result.rounds]
     assert cut == [[40 - 18, 0], [40 - 18, 0], [0, 0]]

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from flashmoa_bench.family.models import AGGREGATOR, model_folder
+from flashmoa_bench.family import AGGREGATOR, model_folder
 from flashmoa_bench.family.prompts import AGGREGATION
 from flashmoa_bench.family.questions import is_right, questions
 
@@ -35,7 +35,7 @@ async def family(
         await started.stop()
 
 
-async def test_most_easy_questions_are_answered(family: EngineClient) -> None:
+async def test_single_model_answers_most_easy_questions(family: EngineClient) -> None:
     async with Workflow(family) as flow:
         asked = [
             flow.ask([{"role": "user", "content": question.text}], **GREEDY)
@@ -47,7 +47,7 @@ async def test_most_easy_questions_are_answered(family: EngineClient) -> None:
 
 
 @pytest.mark.parametrize("family", [AGGREGATOR], indirect=True)
-async def test_the_aggregator_finds_the_answer_among_others(family: EngineClient) -> None:
+async def test_aggregator_finds_the_right_answer_among_others(family: EngineClient) -> None:
     drawn = Model(family, sampling={**GREEDY, "temperature": 0.8})
     greedy = Model(family, sampling=GREEDY)
     mixture = MixtureOfAgents(

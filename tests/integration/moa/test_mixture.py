@@ -1,4 +1,4 @@
-"""Mixtures on real engines: linked and not the same answers, and every way one can end."""
+"""Mixtures on real engines: equal answers with and without links, and every way to end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashmoa.moa import (
     MixtureResult,
     Model,
 )
-from flashmoa.moa.similarity import Embedding
+from flashmoa.moa.embedding import Embedding
 from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import settled
@@ -31,7 +31,7 @@ PROMPT = AggregationPrompt(instruction="Weigh these answers:")
 
 
 class Alike:
-    """Whatever is compared is the same."""
+    """An embedder to which all texts are the same."""
 
     async def embed(self, text: str) -> Embedding:
         return np.ones((1, 4), dtype=np.float32)
@@ -44,12 +44,13 @@ def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgent
     return MixtureOfAgents(layers, prompt=PROMPT, **more)
 
 
-def said(result: MixtureResult) -> list[list[str]]:
+def answers_by_layer(result: MixtureResult) -> list[list[str]]:
+    """Return the answers of each layer."""
     return [[one.text for one in layer] for layer in result.layers]
 
 
 @pytest.mark.parametrize("layout", ["answers-first", "question-first"])
-async def test_linked_and_unlinked_are_the_same(
+async def test_linked_mixture_equals_unlinked(
     pair: tuple[EngineClient, EngineClient], layout: Any
 ) -> None:
     prompt = AggregationPrompt(layout, "Weigh these answers:")
@@ -59,7 +60,9 @@ async def test_linked_and_unlinked_are_the_same(
         mixture = tree(pair, ahead=ahead)
         mixture.prompt = prompt
         results.append(await mixture.answer(QUESTION))
-    assert said(results[0]) == said(results[1]) == said(results[2])
+    assert (
+        answers_by_layer(results[0]) == answers_by_layer(results[1]) == answers_by_layer(results[2])
+    )
     assert results[0].text == results[0].final.text != ""
     linked = results[2]
     usage = [one.usage for layer in linked.layers[1:] for one in layer]
@@ -76,7 +79,7 @@ async def test_linked_and_unlinked_are_the_same(
         assert all(one.finished and one.finished <= reader.started for one in read)
 
 
-async def test_all_to_all_streams_its_answer(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_all_to_all_streams_the_last_answer(pair: tuple[EngineClient, EngineClient]) -> None:
     small, large = pair
     layers = [[agent(small, 1), agent(large, 2)], [agent(small, 3), agent(large, 4)]]
     mixture = MixtureOfAgents([*layers, [agent(large)]], "2x2x1", prompt=PROMPT)
@@ -86,7 +89,7 @@ async def test_all_to_all_streams_its_answer(pair: tuple[EngineClient, EngineCli
     assert len(pieces) > 1 and "".join(pieces) == result.text
 
 
-async def test_early_exit_cancels_who_is_not_needed(
+async def test_early_exit_cancels_the_remaining_agents(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
@@ -102,27 +105,26 @@ async def test_early_exit_cancels_who_is_not_needed(
     assert [one.status for one in result.layers[0]] == ["used", "used", "left out"]
     assert result.layers[0][2].finished is None
     await settled(large)
-    # What is not left keeps the numbers, and the aggregator was told of two.
+    # The aggregator read the two used answers only, numbered 1 and 2.
     alone = MixtureOfAgents([layers[0][:2], layers[1]], prompt=PROMPT)
     assert (await alone.answer(QUESTION)).text == result.text
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
 class Asking(EngineClient):
-    """Notes who is asked for log-probabilities, in the order in which requests go out, and what
-    is asked besides."""
+    """A client that notes which requests ask for log-probabilities, and its other requests."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.logprobs: list[bool] = []
-        self.besides: list[str] = []
+        self.others: list[str] = []
 
     async def info(self) -> EngineInfo:
-        self.besides.append("info")
+        self.others.append("info")
         return await super().info()
 
     async def prefill_only(self, **prompt: Any) -> Prefilled:
-        self.besides.append("prefill_only")
+        self.others.append("prefill_only")
         return await super().prefill_only(**prompt)
 
     def chat(self, messages: Any, **parameters: Any) -> Any:
@@ -130,23 +132,25 @@ class Asking(EngineClient):
         return super().chat(messages, **parameters)
 
 
-@pytest.mark.parametrize(("min_answers", "judged"), [(1, [True, True]), (2, [True, False])])
-async def test_only_answers_that_are_judged_have_logprobs(
-    pair: tuple[EngineClient, EngineClient], min_answers: int, judged: list[bool]
+@pytest.mark.parametrize(("min_answers", "scored"), [(1, [True, True]), (2, [True, False])])
+async def test_only_scored_answers_have_logprobs(
+    pair: tuple[EngineClient, EngineClient], min_answers: int, scored: list[bool]
 ) -> None:
-    """Of two answers one may be left with one, and nobody judges the last one: an engine mixes
-    no prefill with decodes that have log-probabilities."""
+    """With ``min_answers=2`` a cluster of two cannot be left early and is not scored.
+
+    The last answer is never scored. An engine mixes no prefill into decode steps of requests with
+    log-probabilities."""
     policy = EarlyExit(Alike(), rule="threshold", threshold=1, min_answers=min_answers)
     async with Asking(pair[0].url) as asking:
         layers = [[agent(asking, seed) for seed in range(6)], [agent(asking)] * 2, [agent(asking)]]
         mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy)
         result = await mixture.answer(QUESTION)
-    first, second = judged
+    first, second = scored
     assert asking.logprobs == [first] * 6 + [second] * 2 + [False]
     assert {decision.of for decision in result.decisions} <= ({3, 2} if second else {3})
 
 
-async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_failed_proposer_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
     small, large = pair
     failing = agent(small, 2, max_tokens=-1)
     async with EngineClient("http://127.0.0.1:9") as nowhere:
@@ -157,7 +161,9 @@ async def test_who_fails_is_left_out(pair: tuple[EngineClient, EngineClient]) ->
     assert result.layers[0][2].problem and result.text
 
 
-async def test_when_all_fail_it_is_said(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_mixture_fails_when_all_proposers_or_the_aggregator_fail(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
     small, large = pair
     failing = agent(small, max_tokens=-1)
     mixture = MixtureOfAgents([[failing] * 4, [agent(large)] * 2, [agent(large)]], prompt=PROMPT)
@@ -169,7 +175,7 @@ async def test_when_all_fail_it_is_said(pair: tuple[EngineClient, EngineClient])
     await settled(large)
 
 
-async def test_a_mixture_that_is_left_gives_everything_back(
+async def test_mixture_that_is_left_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
@@ -180,12 +186,12 @@ async def test_a_mixture_that_is_left_gives_everything_back(
         await mixture.answer(QUESTION)
     async with mixture.answering(QUESTION):
         pass
-    # An answer to its end would be in the cache.
+    # An answer written to its end would be in the cache.
     assert (await settled(small)).evictable < 2000
     await settled(large)
 
 
-async def test_answers_without_room_are_cut_fairly(
+async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, large = pair
@@ -199,7 +205,9 @@ async def test_answers_without_room_are_cut_fairly(
     assert [one.cut_tokens for one in result.layers[0]] == [40 - 18, 0]
 
 
-async def test_room_is_known(pair: tuple[EngineClient, EngineClient]) -> None:
+async def test_free_tokens_are_the_context_less_prompt_and_answer(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
     small, _ = pair
     messages = [{"role": "user", "content": QUESTION}]
     assert await agent(small).free_tokens(messages, [100, 100]) is None
@@ -209,7 +217,7 @@ async def test_room_is_known(pair: tuple[EngineClient, EngineClient]) -> None:
     assert await agent(small, max_tokens=context).free_tokens(messages, [100]) == 0
 
 
-async def test_room_costs_no_prefill_and_the_context_is_asked_once(
+async def test_free_tokens_need_no_prefill_and_one_info_request(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     messages = [{"role": "user", "content": QUESTION}]
@@ -217,23 +225,17 @@ async def test_room_costs_no_prefill_and_the_context_is_asked_once(
         rooms = [await agent(asking, seed).free_tokens(messages, [100, None]) for seed in range(3)]
         assert await agent(asking).fits(messages, 300)
         assert not await agent(asking).fits(messages, 20)
-        assert asking.besides == ["info"]
+        assert asking.others == ["info"]
         counted = (await asking.prefill_only(messages=messages)).prompt_tokens
         context = (await asking.info()).context_length
     assert rooms == [context - 12 - counted] * 3
 
 
-async def test_where_the_context_is_not_known_answers_are_not_cut(
+async def test_free_tokens_are_unknown_without_the_plugin(
     plain_engine: LocalEngine,
 ) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     async with Asking(plain_engine.url) as asking:
         for _ in range(2):
             assert await agent(asking).free_tokens(messages, [None]) is None
-        assert asking.besides == ["info"]
-
-
-def test_layers_and_topology_go_together() -> None:
-    one = Model(EngineClient("http://127.0.0.1:9"))
-    with pytest.raises(ValueError, match=r"\(2, 1\) models for a topology of \(3, 1\)"):
-        MixtureOfAgents([[one, one], [one]], "3-1")
+        assert asking.others == ["info"]

@@ -1,4 +1,4 @@
-"""A mixture as a model of the OpenAI API, from its file to its answers."""
+"""A mixture as a model of the OpenAI API: its file, its answers and its errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def client(engine: LocalEngine, tmp_path: Path) -> AsyncGenerator[AsyncOpe
         yield asking
 
 
-async def test_answers_whole_and_streamed_are_the_same(client: AsyncOpenAI) -> None:
+async def test_streamed_answer_equals_the_whole_one(client: AsyncOpenAI) -> None:
     assert [model.id for model in (await client.models.list()).data] == ["three"]
     whole = await client.chat.completions.create(model="three", messages=ASK)  # type: ignore[arg-type]
     assert whole.usage is not None and whole.usage.completion_tokens == 8
@@ -66,7 +66,7 @@ async def test_answers_whole_and_streamed_are_the_same(client: AsyncOpenAI) -> N
 
 
 @pytest.mark.parametrize(("asked", "status"), [("other", 404), ("three", 400)])
-async def test_what_cannot_be_answered_is_refused(
+async def test_wrong_model_or_messages_are_refused(
     client: AsyncOpenAI, asked: str, status: int
 ) -> None:
     messages = ASK if status == 404 else [{"role": "assistant", "content": "?"}]
@@ -75,7 +75,7 @@ async def test_what_cannot_be_answered_is_refused(
     assert refused.value.status_code == status
 
 
-async def test_an_engine_that_is_gone_is_said(tmp_path: Path) -> None:
+async def test_unreachable_engine_is_reported(tmp_path: Path) -> None:
     app = application(config(tmp_path, "http://127.0.0.1:9"))
     async with (
         app.router.lifespan_context(app),
@@ -107,11 +107,11 @@ async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_pa
     ("text", "said"),
     [
         ("layers = 3", "layers: Input should be a valid list"),
-        ("[[layers]", "is no TOML"),
+        ("[[layers]", "is not valid TOML"),
         ("nmae = 'x'", "nmae: Extra inputs"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_file_says_where_it_is_wrong(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "moa.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import AggregationPrompt, MixtureFailed, Model, Schedule, Staircase
-from flashmoa.moa.chunks import Chunks
-from flashmoa.workflow import Answer, Workflow
+from flashmoa.moa import AggregationPrompt, MixtureFailed, Model, Staircase
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import settled
 
@@ -29,33 +27,8 @@ def staircase(pair: tuple[EngineClient, EngineClient], **more: Any) -> Staircase
     return Staircase(proposers, last, prompt=PROMPT, **more)
 
 
-def test_schedules() -> None:
-    assert list(islice(Schedule(), 7)) == [8, 16, 32, 64, 128, 128, 128]
-    assert list(islice(Schedule(4, 1.5, 10), 4)) == [4, 6, 9, 10]
-    with pytest.raises(ValueError, match="a schedule needs"):
-        Schedule(first=0)
-
-
-async def test_chunks_do_not_depend_on_how_events_cut_a_text(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    whole = "".join(chr(97 + n % 26) for n in range(150))
-    async with Workflow(pair[0]) as flow:
-        for size in (1, 7, 150):
-            answer = Answer("p")
-            for begin in range(0, len(whole), size):
-                answer.write(whole[begin : begin + size])
-            answer.close()
-            proposal = Chunks(flow, answer, "1. ", Schedule())
-            await proposal.cut()
-            chunks = [await proposal.chunk(number) for number in range(4)]
-            assert [len(chunk.removeprefix("1. ")) for chunk in chunks] == [32, 64, 54, 0]
-            assert "".join(chunk.removeprefix("1. ") for chunk in chunks) == whole
-            assert proposal.ends_before(3) and not proposal.ends_before(2)
-
-
 @pytest.mark.parametrize("order", ["contiguous", "rounds", "interleaved"])
-async def test_linked_and_unlinked_are_the_same(
+async def test_linked_staircase_equals_unlinked(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:
     ways: list[Ahead] = ["nothing", "text"]
@@ -64,10 +37,10 @@ async def test_linked_and_unlinked_are_the_same(
         for engine in pair:
             await engine.flush_cache()
         steps = staircase(pair, ahead=ahead, order=order)
-        async with steps.answering(QUESTION) as climb:
-            pieces = [piece async for piece in climb]
-        assert "".join(pieces) == climb.result.text
-        results.append(climb.result)
+        async with steps.answering(QUESTION) as run:
+            pieces = [piece async for piece in run]
+            results.append(await run.result())
+        assert "".join(pieces) == results[-1].text
     unlinked, linked = results
     assert unlinked.text == linked.text and unlinked.proposals == linked.proposals
     # The aggregator may write 50 tokens: 8, 16, and the rest of 32.
@@ -78,7 +51,7 @@ async def test_linked_and_unlinked_are_the_same(
     await settled(pair[1])
 
 
-async def test_nothing_is_computed_twice_where_chunks_are_appended(
+async def test_appended_chunks_are_prefilled_once(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     again: dict[str, list[int]] = {}
@@ -87,23 +60,23 @@ async def test_nothing_is_computed_twice_where_chunks_are_appended(
         await pair[1].flush_cache()
         result = await staircase(pair, order=order).answer(QUESTION)
         usage = [done.usage for done in result.rounds if done.usage is not None]
-        # Of each prompt, how much was computed although it stood in the one before.
+        # How much of each prompt was computed although the prompt before had it.
         again[order] = [
             before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usage)
         ]
-        # Without streams, which may compute what the round before is just writing, too.
+        # Measured without streams, which may also compute what the round before still writes.
         await pair[1].flush_cache()
         unlinked = await staircase(pair, order=order, ahead="nothing").answer(QUESTION)
         usage = [done.usage for done in unlinked.rounds if done.usage is not None]
         computed[order] = sum(one.prompt_tokens - (one.cached_tokens or 0) for one in usage)
-    # A prompt's end: the template's, and in rounds the answer so far, which moves on.
+    # Computed again: the template's tokens at the end and, with rounds, the answer so far.
     assert max(again["interleaved"]) <= 8
     assert max(again["rounds"]) <= 8 + 24
     assert computed["contiguous"] > max(computed["rounds"], computed["interleaved"])
 
 
 @pytest.mark.parametrize("order", ["rounds", "interleaved"])
-async def test_who_begins_anew_in_every_round_says_it_once(
+async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:
     small = pair[0]
@@ -111,19 +84,20 @@ async def test_who_begins_anew_in_every_round_says_it_once(
     steps = staircase(pair, order=order)
     last = Model(small, sampling={"temperature": 0, "regex": numbers, "max_tokens": 400})
     again = Staircase(steps.proposers, last, prompt=PROMPT, order=order)
-    async with again.answering(QUESTION) as climb:
-        pieces = [piece async for piece in climb]
-    assert "".join(pieces) == climb.result.text == numbers
-    assert climb.result.dropped_words > 0
-    assert climb.result.rounds[0].finish_reason == "length"
-    assert climb.result.rounds[-1].finish_reason == "stop"
+    async with again.answering(QUESTION) as run:
+        pieces = [piece async for piece in run]
+        result = await run.result()
+    assert "".join(pieces) == result.text == numbers
+    assert result.dropped_words > 0
+    assert result.rounds[0].finish_reason == "length"
+    assert result.rounds[-1].finish_reason == "stop"
     again = Staircase([last], last, prompt=PROMPT, order=order, drop_repeats=False)
     result = await again.answer(QUESTION)
     assert len(result.text) > len(numbers) and result.dropped_words == 0
     await settled(small)
 
 
-async def test_a_proposer_that_fails_is_missed_and_no_more(
+async def test_failed_proposer_is_left_out(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     steps = staircase(pair)
@@ -141,13 +115,13 @@ async def test_a_proposer_that_fails_is_missed_and_no_more(
 
 
 @pytest.mark.parametrize("order", ["contiguous", "rounds", "interleaved"])
-async def test_chunks_without_room_are_not_read(
+async def test_chunks_that_do_not_fit_are_not_read(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:
     whole = await staircase(pair, order=order).answer(QUESTION)
     second = whole.rounds[1].usage
     assert second is not None and not any(done.out_of_room for done in whole.rounds)
-    # An answer for which there is room behind the second chunks, and not behind the third ones.
+    # There is room for this answer after the second chunks, but not after the third ones.
     most = (await pair[1].info()).context_length - second.prompt_tokens
     said = {"temperature": 0, "regex": "[a-e ]{60,90}", "max_tokens": most}
     results = []
@@ -165,16 +139,17 @@ async def test_chunks_without_room_are_not_read(
     await settled(pair[1])
 
 
-async def test_a_staircase_that_is_left_gives_everything_back(
+async def test_staircase_that_is_left_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
     slow = [Model(engine, sampling={**SAMPLING, "max_tokens": 2000}) for engine in pair]
     for engine in pair:
         await engine.flush_cache()
-    async with Staircase([slow[0]], slow[1], prompt=PROMPT).answering(QUESTION) as climb:
-        async for _ in climb:
+    async with Staircase([slow[0]], slow[1], prompt=PROMPT).answering(QUESTION) as run:
+        async for piece in run:
+            assert run.partial_result.text.startswith(piece)
             break
-    # An answer to its end would be in the cache.
+    # An answer written to its end would be in the cache.
     assert (await settled(small)).evictable < 2000
     assert (await settled(large)).evictable < 2000

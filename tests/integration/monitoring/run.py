@@ -23,13 +23,13 @@ from typing import Any
 
 import anyio
 import httpx
-from flashmoa_bench.models import tiny_model
 from rich.console import Console
 from rich.table import Table
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import local_engines
+from flashmoa.engine.tiny_models import tiny_model
 from tests.integration.monitoring.board import Query, queries
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.errors import RequestRefused
 from flashmoa.engine.local import LocalEngines
+from flashmoa.errors import RequestRefused
 from tests.integration.support import special_engine
 
 pytestmark = pytest.mark.anyio

@@ -83,7 +83,7 @@ def test_what_is_wrong_is_said_before_sglang_is_imported(model: Path) -> None:
         port = str(taken.getsockname()[1])
         done = run("--model-path", str(model), "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"port {port} is taken" in done.stderr
+    assert f"port {port} is in use" in done.stderr
     done = run("--port", "30999")
     assert done.returncode == 2
     assert "--model-path" in done.stderr

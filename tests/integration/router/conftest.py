@@ -9,17 +9,15 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import LocalEngine
-from flashmoa.router.application import application
-from flashmoa.router.options import RouterOptions
-from flashmoa.router.shell.application import ShellOptions
-from flashmoa.router.shell.application import application as shell
+from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import served
 
 
 @asynccontextmanager
 async def routed(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a router that is served on a real socket."""
-    app = shell(options) if isinstance(options, ShellOptions) else application(options)
+    app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
     async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
 

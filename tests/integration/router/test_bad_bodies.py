@@ -1,4 +1,4 @@
-"""Bodies that no engine takes: whoever sends them has an error, and others notice nothing."""
+"""Bodies that no engine accepts: their senders get an error, and other clients notice nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.router.asking import chat, generation
 from tests.integration.router.conftest import options, routed
+from tests.integration.router.http_calls import chat, generation
 from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
 
 
-async def test_others_appends_survive_bodies_that_break_connections(
+async def test_appends_survive_bodies_that_break_other_connections(
     engine: LocalEngine, plain_engine: LocalEngine
 ) -> None:
     """Stock SGLang answers such a chat with 500 and closes the connection, saying nothing of it."""
@@ -54,7 +54,7 @@ async def test_others_appends_survive_bodies_that_break_connections(
 
 
 @pytest.mark.parametrize("depth", [198, 199, 300, 961, 966, 972, 1020, 5000])
-async def test_what_is_nested_too_deeply_is_refused(router: httpx.AsyncClient, depth: int) -> None:
+async def test_too_deeply_nested_body_is_refused(router: httpx.AsyncClient, depth: int) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "NESTED"}}}
     bodies = {
         # The body itself is one level, and a tool's parameters are five levels down.
@@ -72,7 +72,7 @@ async def test_what_is_nested_too_deeply_is_refused(router: httpx.AsyncClient, d
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key", "text", "prompt_stream_id", "rid"])
-async def test_text_that_cannot_be_encoded_is_refused(router: httpx.AsyncClient, name: str) -> None:
+async def test_lone_surrogate_is_refused(router: httpx.AsyncClient, name: str) -> None:
     body = json.dumps(generation("hello", 1) | {name: "half of a pair: \ud83d"})
     answer = await router.post("/generate", content=body, headers=JSON)
     assert answer.status_code == 400 and "surrogate pair" in answer.json()["error"]["message"]

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import LocalEngines, free_port
-from tests.integration.router.asking import flush, generated, metric
 from tests.integration.router.conftest import options, routed
+from tests.integration.router.http_calls import flush, generated, metric
 from tests.integration.support import measured, special_engine
 
 pytestmark = pytest.mark.anyio
@@ -23,11 +23,11 @@ BLOCKS = "flashmoa_router_engine_blocks{"
 async def hears(router: httpx.AsyncClient, blocks: int) -> None:
     """Once it knows of so many."""
     with anyio.fail_after(30):
-        while await metric(router, BLOCKS) < blocks:  # noqa: ASYNC110 - it tells nobody
+        while await metric(router, BLOCKS) < blocks:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.02)
 
 
-async def test_an_engine_s_events_fill_and_empty_its_table(
+async def test_kv_events_fill_and_empty_an_engine_s_table(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     port, replay = free_port(), free_port()
@@ -60,7 +60,7 @@ async def test_an_engine_s_events_fill_and_empty_its_table(
             await hears(later, 20)
 
 
-async def test_every_rank_s_events_are_heard(
+async def test_router_follows_events_of_every_rank(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     # The ranks' ports follow one another.

@@ -15,16 +15,16 @@ from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.stapled import MultiListener
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.baselines import RoundRobin
-from flashmoa.router.options import RouterOptions
-from tests.integration.router.asking import generated, generation, metric, raised
+from flashmoa.router.application import RouterOptions
+from flashmoa.router.policies import RoundRobin
 from tests.integration.router.conftest import options, routed
+from tests.integration.router.http_calls import generated, generation, metric, wait_for_metric
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
-async def test_an_engine_dies_and_the_other_one_serves(
+async def test_other_engine_serves_when_one_dies(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:
     async with routed(options(engine, LocalEngine(0, 9, model), policy=RoundRobin())) as router:
@@ -41,7 +41,9 @@ async def test_an_engine_dies_and_the_other_one_serves(
             async with anyio.create_task_group() as group:
                 for number in range(4):
                     group.start_soon(ask, number)
-                await raised(router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"')
+                await wait_for_metric(
+                    router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"'
+                )
                 await mortal.stop()
             # Those that it had were asked again.
             assert len(answers) == 4
@@ -53,7 +55,7 @@ async def test_an_engine_dies_and_the_other_one_serves(
             mortal = await engines.start(
                 model, arguments=["--port", port, "--max-total-tokens", "12000"], wait=False
             )
-            await raised(router, up)
+            await wait_for_metric(router, up)
             for number in range(2):
                 await generated(router, words(30, 1020 + number))
             assert await metric(router, up) == 1
@@ -97,7 +99,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 4])
-async def test_a_request_is_not_given_to_an_engine_that_is_ending(
+async def test_ending_engine_gets_no_requests(
     engine: LocalEngine, words: Words, dropped: int
 ) -> None:
     async with Ending(dropped).listening() as url:
@@ -108,7 +110,7 @@ async def test_a_request_is_not_given_to_an_engine_that_is_ending(
             assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
 
 
-async def test_an_engine_hangs_and_the_other_one_serves(
+async def test_other_engine_serves_when_one_hangs(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:
     hanging = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
@@ -116,7 +118,7 @@ async def test_an_engine_hangs_and_the_other_one_serves(
     several = options(hanging, engine, policy=RoundRobin(), hung_seconds=0.5)
     try:
         async with routed(several) as router:
-            await raised(router, up)
+            await wait_for_metric(router, up)
             # Until it is its turn.
             sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'
             while not await metric(router, sent):
@@ -144,6 +146,6 @@ async def test_an_engine_hangs_and_the_other_one_serves(
             assert "The engine is gone" in "".join(events[-2:])
             assert await metric(router, up) == 0
             os.killpg(hanging.pid, signal.SIGCONT)
-            await raised(router, up)
+            await wait_for_metric(router, up)
     finally:
         await hanging.stop()

@@ -18,9 +18,15 @@ import pytest
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngine, LocalEngines, free_port
 from flashmoa.router.shell.application import ShellOptions
-from tests.integration.router.asking import asked, generation, metric, parts, reading
 from tests.integration.router.conftest import routed
-from tests.integration.router.stock import stock_router
+from tests.integration.router.http_calls import (
+    generation,
+    metric,
+    post_json,
+    request_reading,
+    request_with_answer,
+)
+from tests.integration.router.stock_router import stock_router
 from tests.integration.support import STRICT, kv, measured, settled
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +102,7 @@ async def pair(
 
 
 @pytest.mark.parametrize(("form", "seed"), [("text", 2100), ("tokens", 2110), ("chat", 2120)])
-async def test_a_pair_answers_like_one_engine_and_increments_are_not_transferred(
+async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
     pair: Pair,
     engine: LocalEngine,
     client: EngineClient,
@@ -109,20 +115,20 @@ async def test_a_pair_answers_like_one_engine_and_increments_are_not_transferred
     answers: dict[str, dict[str, Any]] = {}
 
     async def ask(name: str, path: str, body: dict[str, Any]) -> None:
-        answers[name] = await asked(pair.shell, path, body | {"workflow": form})
+        answers[name] = await post_json(pair.shell, path, body | {"workflow": form})
 
     before = await pair.transferred()
     async with anyio.create_task_group() as group:
-        path, body = await reading(client, form, rest, "planner")
+        path, body = await request_reading(client, form, rest, "planner")
         group.start_soon(ask, "reader", path, body)
         await anyio.wait_all_tasks_blocked()
         group.start_soon(ask, "planner", "/generate", plan | {"agent": "planner"})
     transferred = await pair.transferred() - before
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
-        alone = await asked(direct, "/generate", plan)
+        alone = await post_json(direct, "/generate", plan)
         assert answers["planner"]["output_ids"] == alone["output_ids"]
-        path, body = await parts(client, form, rest, alone)
-        expected = await asked(direct, path, body)
+        path, body = await request_with_answer(client, form, rest, alone)
+        expected = await post_json(direct, path, body)
     own = alone["meta_info"]["prompt_tokens"]
     if form == "chat":
         assert answers["reader"]["choices"] == expected["choices"]
@@ -143,7 +149,7 @@ def bytes_per_token(model: Path) -> int:
     return 2 * 4 * config["num_hidden_layers"] * heads * width
 
 
-async def test_a_prompt_stream_reaches_the_prefill_engine_only(pair: Pair, words: Words) -> None:
+async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: Words) -> None:
     before = await pair.transferred()
     async with EngineClient(pair.prefill.url) as prefill, EngineClient(pair.decode.url) as decode:
         free = (await kv(decode)).free

@@ -12,16 +12,22 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.baselines import RoundRobin
-from tests.integration.router.asking import asked, generated, generation, metric, raised
+from flashmoa.router.policies import RoundRobin
 from tests.integration.router.conftest import options, routed
+from tests.integration.router.http_calls import (
+    generated,
+    generation,
+    metric,
+    post_json,
+    wait_for_metric,
+)
 from tests.integration.support import settled, special_engine
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
-async def test_answers_are_those_of_the_engines(
+async def test_router_passes_on_engines_answers(
     router: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     text = words(60, 901)
@@ -56,7 +62,9 @@ async def test_answers_are_those_of_the_engines(
     assert (await router.get("/health")).status_code == 200
 
 
-async def test_siblings_go_where_their_prefix_is(router: httpx.AsyncClient, words: Words) -> None:
+async def test_siblings_go_where_their_prefix_is_cached(
+    router: httpx.AsyncClient, words: Words
+) -> None:
     documents = [words(320, 910 + number) for number in range(4)]
     cached: list[int] = []
     for number in range(3):
@@ -72,7 +80,7 @@ async def test_siblings_go_where_their_prefix_is(router: httpx.AsyncClient, word
     assert await metric(router, "flashmoa_router_engine_load") == 0
 
 
-async def test_a_stream_and_its_request_stay_on_one_engine(
+async def test_stream_and_its_request_stay_on_one_engine(
     engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text, more = words(100, 970), " " + words(50, 971)
@@ -100,9 +108,7 @@ async def test_a_stream_and_its_request_stay_on_one_engine(
             assert unknown.json()["error"]["code"] == "unknown_stream"
 
 
-async def test_an_engine_that_decodes_has_room_for_others(
-    engine: LocalEngine, words: Words
-) -> None:
+async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: Words) -> None:
     """Nothing is heard of a long answer that is not streamed, and its prompt is computed."""
     full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
     async with routed(options(engine, saturation_margin=0.01)) as router:
@@ -114,7 +120,7 @@ async def test_an_engine_that_decodes_has_room_for_others(
 
         async with anyio.create_task_group() as group:
             group.start_soon(ask, "long", 4000)
-            await raised(router, full)
+            await wait_for_metric(router, full)
             await ask("short", 2)
             assert over == ["short"]
             group.cancel_scope.cancel()
@@ -122,7 +128,7 @@ async def test_an_engine_that_decodes_has_room_for_others(
         await settled(watching)
 
 
-async def test_who_leaves_is_aborted(
+async def test_disconnect_aborts_the_engine_s_request(
     router: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text = words(40, 980)
@@ -139,13 +145,13 @@ async def test_who_leaves_is_aborted(
     assert await metric(router, "flashmoa_router_engine_load{") == 0
 
 
-async def test_a_body_that_is_too_large_is_refused(engine: LocalEngine) -> None:
+async def test_too_large_body_is_refused(engine: LocalEngine) -> None:
     async with routed(options(engine, max_body_bytes=1000)) as router:
         answer = await router.post("/generate", json=generation("x" * 1000))
         assert answer.status_code == 413 and "1000 bytes" in answer.text
 
 
-async def test_without_an_engine_the_answer_is_503(model: Path) -> None:
+async def test_router_without_engines_answers_503(model: Path) -> None:
     async with routed(options(LocalEngine(0, 9, model))) as router:
         for path in ("/generate", "/render", "/prompt_streams"):
             answer = await router.post(path, json=generation("hello"))
@@ -175,7 +181,7 @@ async def test_scores_are_routed(
     ask |= {"items": [words(20, 1071), words(20, 1072)], "apply_softmax": True}
     before = await metric(router, "flashmoa_router_prompt_tokens_total")
     async with httpx.AsyncClient(base_url=client.url, timeout=60) as direct:
-        told = [await asked(one, "/v1/score", ask) for one in (direct, router)]
+        told = [await post_json(one, "/v1/score", ask) for one in (direct, router)]
     assert len(told[0]["scores"]) == 2
     for one, other in zip(told[0]["scores"], told[1]["scores"], strict=True):
         # What is in its cache by then is not computed again.
@@ -186,7 +192,7 @@ async def test_scores_are_routed(
         assert (await router.post(path, json={"model": "default"})).status_code == 400
 
 
-async def test_a_client_s_api_key_is_passed_on_and_the_router_s_is_not_lent(
+async def test_router_passes_on_the_client_s_api_key_and_never_its_own(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     async with (

@@ -14,17 +14,17 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.router.shell.application import ShellOptions
-from tests.integration.router.asking import (
-    asked,
+from tests.integration.router.broken_connection import broken_connection
+from tests.integration.router.conftest import routed
+from tests.integration.router.http_calls import (
     chat,
     generation,
     metric,
-    parts,
-    reading,
+    post_json,
+    request_reading,
+    request_with_answer,
     streamed_text,
 )
-from tests.integration.router.conftest import routed
-from tests.integration.router.cutting import cutting
 from tests.integration.support import GREEDY, settled
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize(("form", "seed"), [("text", 2000), ("tokens", 2010), ("chat", 2020)])
-async def test_a_prompt_is_prefilled_while_its_agents_write(
+async def test_prompt_is_prefilled_while_its_agents_write(
     shell: httpx.AsyncClient,
     engine: LocalEngine,
     client: EngineClient,
@@ -52,18 +52,18 @@ async def test_a_prompt_is_prefilled_while_its_agents_write(
     answers: dict[str, dict[str, Any]] = {}
 
     async def ask(name: str, path: str, body: dict[str, Any]) -> None:
-        answers[name] = await asked(shell, path, body)
+        answers[name] = await post_json(shell, path, body)
 
     async with anyio.create_task_group() as group:
-        path, body = await reading(client, form, rest, "planner")
+        path, body = await request_reading(client, form, rest, "planner")
         group.start_soon(ask, "reader", path, body | {"workflow": form})
         await prefills(client)
         group.start_soon(ask, "planner", "/generate", plan)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
-        alone = await asked(direct, "/generate", generation(first, tokens=120))
+        alone = await post_json(direct, "/generate", generation(first, tokens=120))
         assert answers["planner"]["output_ids"] == alone["output_ids"]
-        path, body = await parts(client, form, rest, alone)
-        expected = await asked(direct, path, body)
+        path, body = await request_with_answer(client, form, rest, alone)
+        expected = await post_json(direct, path, body)
     if form == "chat":
         assert answers["reader"]["choices"] == expected["choices"]
     else:
@@ -84,7 +84,7 @@ async def prefills(client: EngineClient) -> None:
             await anyio.sleep(0.01)
 
 
-async def test_an_agent_may_read_several_and_streams_to_who_asks(
+async def test_agent_reads_several_answers_and_streams_its_own(
     shell: httpx.AsyncClient, words: Words
 ) -> None:
     written: dict[str, str] = {}
@@ -109,7 +109,7 @@ async def test_an_agent_may_read_several_and_streams_to_who_asks(
     assert written["again"] == written["judge"]
 
 
-async def test_who_reads_a_failed_agent_hears_why(engine: LocalEngine, words: Words) -> None:
+async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, words: Words) -> None:
     options = ShellOptions(engine.url, engine.url, agent_seconds=0.2)
     read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
     async with routed(options) as shell:
@@ -141,11 +141,11 @@ async def test_who_reads_a_failed_agent_hears_why(engine: LocalEngine, words: Wo
         await settled(watching)
 
 
-async def test_nothing_in_the_logs_tells_the_id_of_a_stream(
+async def test_logs_never_contain_a_stream_s_id(
     engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    read = {"prompt": [{"text": words(200, 2080)}, {"agent": "nobody"}], "sampling_params": GREEDY}
+    read = {"prompt": [{"text": words(200, 2080)}, {"agent": "absent"}], "sampling_params": GREEDY}
     async with (
         routed(ShellOptions(engine.url, engine.url)) as shell,
         anyio.create_task_group() as group,
@@ -158,10 +158,11 @@ async def test_nothing_in_the_logs_tells_the_id_of_a_stream(
     assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text
 
 
-async def test_an_answer_that_breaks_off_is_not_handed_out_as_one(
-    engine: LocalEngine, words: Words
-) -> None:
-    async with cutting(engine.url, 4000) as cut, routed(ShellOptions(engine.url, cut)) as shell:
+async def test_answer_that_breaks_off_is_an_error(engine: LocalEngine, words: Words) -> None:
+    async with (
+        broken_connection(engine.url, 4000) as cut,
+        routed(ShellOptions(engine.url, cut)) as shell,
+    ):
         body = generation(words(20, 2070), tokens=2000) | {"agent": "a"}
         answer = await shell.post("/generate", json=body)
         assert answer.status_code == 502 and "broke off" in answer.text
@@ -172,7 +173,7 @@ async def test_an_answer_that_breaks_off_is_not_handed_out_as_one(
         await settled(watching)
 
 
-async def test_flashmoa_s_clients_find_one_engine(
+async def test_shell_router_looks_like_one_engine_to_clients(
     shell: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     text, more = words(100, 2030), words(50, 2031)
@@ -181,7 +182,7 @@ async def test_flashmoa_s_clients_find_one_engine(
         stream = await linked.open_stream(text=text)
         await linked.append(stream.id, 0, text=more, end=True)
         body = generation(text + more, tokens=4) | {"prompt_stream_id": stream.id}
-        answer = await asked(shell, "/generate", body)
+        answer = await post_json(shell, "/generate", body)
         assert answer["meta_info"]["prompt_tokens"] > 140
     assert (await shell.get("/v1/models")).json()["data"]
     await settled(client)

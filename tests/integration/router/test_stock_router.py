@@ -12,9 +12,9 @@ import pytest
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngine
-from tests.integration.router.asking import generated, metric
 from tests.integration.router.conftest import options, routed
-from tests.integration.router.stock import stock_router
+from tests.integration.router.http_calls import generated, metric
+from tests.integration.router.stock_router import stock_router
 from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +40,7 @@ async def chain(client: EngineClient, words: Words) -> tuple[str, int]:
     return text, critic.usage.streamed_tokens or 0
 
 
-async def test_links_go_on_while_ordinary_traffic_goes_through_the_stock_router(
+async def test_links_work_beside_traffic_through_the_stock_router(
     stock: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     texts = [words(40, 2210 + number) for number in range(8)]
@@ -70,7 +70,7 @@ async def test_links_go_on_while_ordinary_traffic_goes_through_the_stock_router(
             assert answers[text]["text"] == (await generated(direct, text, tokens=8))["text"]
 
 
-async def test_a_stream_s_id_is_dropped_by_the_stock_router_and_nothing_else(
+async def test_stock_router_drops_only_the_stream_id(
     stock: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     text = words(100, 2220)

@@ -38,7 +38,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     await client.close()
 
 
-async def test_in_a_linked_team_its_prompt_is_prefilled_while_others_write(
+async def test_classifier_s_prompt_is_prefilled_in_a_linked_team(
     model_client: Client, client: EngineClient, guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     said: dict[bool, list[TextMessage]] = {}
@@ -78,7 +78,7 @@ async def test_in_a_linked_team_its_prompt_is_prefilled_while_others_write(
     await settled(client)
 
 
-async def test_as_a_tool_it_gives_the_shares_of_a_lettered_choice(
+async def test_classify_tool_returns_each_label_s_probability(
     model_client: Client, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     text = words(30, 41)
@@ -94,6 +94,6 @@ async def test_as_a_tool_it_gives_the_shares_of_a_lettered_choice(
     assert "a plan, a question, small talk" in tool.description
 
 
-async def test_an_agent_with_more_labels_than_letters_is_not_made(model_client: Client) -> None:
+async def test_classifier_refuses_more_labels_than_letters(model_client: Client) -> None:
     with pytest.raises(ValueError, match="not for 27"):
         ClassifierAgent("judge", model_client, [str(number) for number in range(27)])

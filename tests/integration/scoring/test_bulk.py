@@ -63,7 +63,7 @@ def lines(tmp_path: Path, words: Callable[[int, int], str]) -> Path:
     return path
 
 
-async def test_killed_and_run_again_it_writes_what_one_run_writes(
+async def test_killed_and_resumed_run_writes_what_one_run_writes(
     engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
@@ -101,7 +101,7 @@ async def test_killed_and_run_again_it_writes_what_one_run_writes(
     assert parts.read_bytes() == before
 
 
-async def test_a_file_that_is_something_else_is_left_alone(
+async def test_file_that_is_no_file_of_scores_is_left_alone(
     engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -119,7 +119,7 @@ async def test_a_file_that_is_something_else_is_left_alone(
     assert len(read(out)) == SCORED
 
 
-async def test_without_an_engine_it_says_so_and_keeps_what_there_is(
+async def test_lost_engine_is_reported_and_written_scores_stay(
     lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -150,7 +150,7 @@ NOT_THERE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("has_plugin", [True, False])
-async def test_a_token_that_there_is_not_is_the_lines_fault(
+async def test_line_with_an_unknown_token_is_skipped(
     engine: LocalEngine, plain_engine: LocalEngine, tmp_path: Path, has_plugin: bool
 ) -> None:
     # Stock SGLang ends itself over tokens above its vocabulary; the plugin refuses them.

@@ -17,7 +17,7 @@ from flashmoa.engine import EngineClient, EngineUnreachable, MalformedRequest
 from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
-from flashmoa.scoring.distribution import mass, shares
+from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import Logprobs
 from tests.integration.support import generate, kv, settled, special_engine
 
@@ -32,11 +32,11 @@ CHAT: list[dict[str, Any]] = [
 
 def assert_exact(found: Scores, expected: list[float], lengths: list[int] | None = None) -> None:
     assert found.logprobs == pytest.approx(expected, abs=EXACT)
-    assert found.mass == pytest.approx(mass(expected), abs=EXACT)
+    assert found.mass == pytest.approx(probability_mass(expected), abs=EXACT)
     weighed = expected
     if lengths is not None:
         weighed = [one / length for one, length in zip(expected, lengths, strict=True)]
-    assert found.probabilities == pytest.approx(shares(weighed), abs=EXACT)
+    assert found.probabilities == pytest.approx(softmax(weighed), abs=EXACT)
     assert math.isclose(sum(found.probabilities), 1)
     assert found.usage.decoded_tokens == 0
 
@@ -72,7 +72,7 @@ async def test_probabilities_equal_hugging_face(
     assert cold.best == candidates[expected.index(max(expected))]
 
 
-async def test_messages_are_what_the_chat_template_makes_of_them(
+async def test_messages_are_scored_as_the_chat_template_renders_them(
     scorer: Scorer, tokenizer: Any, reference: Logprobs
 ) -> None:
     prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
@@ -86,7 +86,7 @@ async def test_messages_are_what_the_chat_template_makes_of_them(
         await scorer.classify(CHAT, ["Melbourne", "N"])
 
 
-async def test_one_choice_is_one_prefill(
+async def test_choose_takes_one_prefill(
     scorer: Scorer, tokenizer: Any, reference: Logprobs
 ) -> None:
     options = ["Walk to the lake", "Fly home", "Stay"]
@@ -136,7 +136,7 @@ async def test_candidates_of_several_tokens_share_the_context(
     assert found.usage.computed_tokens <= 1200 + found.usage.requests * (1 + 4)
 
 
-async def test_a_plain_engine_scores_alike_and_what_it_lacks_is_said_once(
+async def test_plain_engine_scores_alike_and_warns_once(
     client: EngineClient,
     plain_client: EngineClient,
     words: Callable[[int, int], str],
@@ -157,7 +157,7 @@ async def test_a_plain_engine_scores_alike_and_what_it_lacks_is_said_once(
     assert found.usage.computed_tokens < 2 * 600
 
 
-async def test_an_engine_that_does_not_share_gets_one_first(
+async def test_engine_that_does_not_share_gets_one_request_first(
     engines: LocalEngines,
     model: Path,
     words: Callable[[int, int], str],
@@ -172,7 +172,7 @@ async def test_an_engine_that_does_not_share_gets_one_first(
     ):
         assert [rank.shares for rank in (await client.info()).kv] == [False]
         group.start_soon(partial(client.prefill_only, text=words(6000, 40)))
-        while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+        while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.01)
         with caplog.at_level(logging.WARNING):
             found = await Scorer(client).select(context, options)
@@ -181,7 +181,7 @@ async def test_an_engine_that_does_not_share_gets_one_first(
     assert any("does not share prefixes" in one for one in caplog.messages)
 
 
-async def test_scores_beside_a_request_that_decodes_are_the_same(
+async def test_scores_beside_a_decoding_request_are_the_same(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
     context = words(50, 34)
@@ -193,7 +193,7 @@ async def test_scores_beside_a_request_that_decodes_are_the_same(
             assert beside.logprobs == pytest.approx(alone.logprobs, abs=EXACT)
 
 
-async def test_a_context_that_is_still_being_written_is_prefilled_meanwhile(
+async def test_context_still_being_written_is_prefilled_meanwhile(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
     written, opened = words(400, 38), anyio.Event()
@@ -234,33 +234,33 @@ async def test_a_context_that_is_still_being_written_is_prefilled_meanwhile(
         ([1, 2.5], [" two"], "list of messages or a list of token ids"),
     ],
 )
-async def test_what_cannot_be_scored_is_refused_with_a_reason(
+async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(
     scorer: Scorer, context: Any, candidates: list[str], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         await scorer.score(context, candidates)
 
 
-async def test_what_the_engine_refuses_is_raised_as_it_is(
+async def test_engine_s_refusal_is_raised_as_it_is(
     scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):
         await scorer.score(words(13000, 37), [" the", " a lake and"])
     with pytest.raises(MalformedRequest, match="token_ids_logprob must be in"):
         await scorer.score("The", [[999_999]])
-    async with EngineClient("http://127.0.0.1:9") as nobody:
+    async with EngineClient("http://127.0.0.1:9") as absent:
         with pytest.raises(EngineUnreachable):
-            await Scorer(nobody).score("The", [" the"])
+            await Scorer(absent).score("The", [" the"])
     await settled(client)
 
 
-async def test_cancelled_it_leaves_nothing_behind(
+async def test_cancelled_scoring_leaves_nothing_behind(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(Scorer(client).select, words(9000, 36), ["lakes", "hills", "food"])
         with anyio.fail_after(30):
-            while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+            while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
     await settled(client)

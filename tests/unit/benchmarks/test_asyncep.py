@@ -9,9 +9,17 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.asyncep import H2D, RESIDENT, Memory, batch, flops, show, summarise
-from flashmoa_bench.memory import peak_resident
-from flashmoa_bench.report import terminal
+from flashmoa_bench.harness.engines import peak_resident
+from flashmoa_bench.harness.report import terminal
+from flashmoa_bench.prefill.asyncep import (
+    H2D,
+    RESIDENT,
+    EngineMemory,
+    batch,
+    flops,
+    show,
+    summarise,
+)
 
 from flashmoa.engine import EngineError
 
@@ -28,7 +36,7 @@ def test_a_batch_has_exactly_its_tokens() -> None:
     assert [len(ids) for ids in batch(64, 1000, random.Random(0))] == [64]
 
 
-def test_what_is_exposed_is_what_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exposed_is_the_time_that_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
     rows = summarise(SECONDS, OPTIONS, QWEN)
     assert [(row.tokens, row.way, row.exposed) for row in rows] == [
         (100, RESIDENT, 0.0),
@@ -39,8 +47,8 @@ def test_what_is_exposed_is_what_copying_adds(capsys: pytest.CaptureFixture[str]
     assert [row.of_resident for row in rows] == [1.0, 0.5, 1.0, 0.8]
     assert rows[0].mfu == pytest.approx((rows[0].teraflops or 0) / 989)
     memory = [
-        Memory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
-        Memory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
+        EngineMemory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
+        EngineMemory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
     ]
     show(rows, memory, terminal())
     assert "1,024.0" in capsys.readouterr().out
@@ -58,5 +66,5 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     assert all(row.teraflops is row.mfu is None for row in summarise(SECONDS, OPTIONS, None))
 
 
-def test_there_is_no_scheduler_in_this_session() -> None:
+def test_peak_resident_is_none_without_a_scheduler() -> None:
     assert peak_resident(os.getsid(0)) is None

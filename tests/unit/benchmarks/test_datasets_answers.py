@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
-from flashmoa_bench.datasets import equality
+from flashmoa_bench.datasets import mathematics
 from flashmoa_bench.datasets.answers import boxed, final_number, numbers, stated, without_thoughts
 from flashmoa_bench.datasets.multiple_choice import choice
 from hypothesis import given
@@ -63,7 +63,7 @@ def test_a_number_is_found_however_it_is_written(number: int, form: str, said: s
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Nd"], exclude_characters="\\")))
-def test_where_no_digit_is_there_is_no_number(text: str) -> None:
+def test_text_without_digits_has_no_number(text: str) -> None:
     assert numbers(text) == []
 
 
@@ -89,7 +89,7 @@ def test_statements_end_with_their_sentence() -> None:
     assert stated(text) == ["\\[ x \\]", "3.5 or so"]
 
 
-def test_thoughts_do_not_count() -> None:
+def test_text_before_the_end_of_thinking_does_not_count() -> None:
     assert without_thoughts("<think>perhaps 3</think>It is 4") == "It is 4"
     assert without_thoughts("perhaps 3</think>It is 4") == "It is 4"
     assert without_thoughts("<think>perhaps 3") == ""
@@ -130,7 +130,7 @@ def test_thoughts_do_not_count() -> None:
     ],
 )
 def test_the_same_answer_written_differently(known: str, answer: str) -> None:
-    assert equality.says(answer, known)
+    assert mathematics.says(answer, known)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ def test_the_same_answer_written_differently(known: str, answer: str) -> None:
         pytest.param("42", f"\\boxed{{{'3' * 5000}}}", id="digits without end"),
     ],
 )
-def test_another_answer_or_none(known: str, answer: str) -> None:
-    assert not equality.says(answer, known)
+def test_a_different_or_missing_answer_is_wrong(known: str, answer: str) -> None:
+    assert not mathematics.says(answer, known)
 
 
 def test_a_comparison_that_takes_forever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equality, "_TIMEOUT", 1)
-    assert not equality.says(r"\boxed{9^{9^{9^{9}}}}", "1")
+    monkeypatch.setattr(mathematics, "_TIMEOUT", 1)
+    assert not mathematics.says(r"\boxed{9^{9^{9^{9}}}}", "1")
 
 
 def test_answers_are_compared_in_other_threads_too() -> None:
     with ThreadPoolExecutor() as threads:
-        assert threads.submit(equality.says, r"\boxed{\frac12}", "0.5").result()
+        assert threads.submit(mathematics.says, r"\boxed{\frac12}", "0.5").result()
 
 
 @pytest.mark.parametrize(

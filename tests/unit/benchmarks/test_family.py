@@ -5,25 +5,25 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from flashmoa_bench.family.lessons import lessons
 from flashmoa_bench.family.prompts import AGGREGATION, along, titled
 from flashmoa_bench.family.questions import (
     GRADES,
     Grade,
-    Line,
+    ProgramLine,
     Question,
     final_answer,
     is_right,
     questions,
     slips,
 )
+from flashmoa_bench.family.training_data import examples
 
-from flashmoa.moa.steps import Order
+from flashmoa.moa.prompts import Order
 
-QUESTION = Question(47, (Line("+", 85), Line("*", 7), Line("-", 30)))
+QUESTION = Question(47, (ProgramLine("+", 85), ProgramLine("*", 7), ProgramLine("-", 30)))
 
 
-def test_a_question_is_told_and_worked_line_by_line() -> None:
+def test_a_question_is_asked_and_solved_line_by_line() -> None:
     told = "a = 47, b = a + 85, c = b * 07, d = c - 30. Find d modulo 100."
     assert QUESTION.text == told
     assert QUESTION.solution == "b = 32, c = 24, d = 94. Answer: 94"
@@ -62,7 +62,7 @@ def test_no_question_for_training_is_held_out() -> None:
     assert learned.isdisjoint(islice(questions(0, held_out=True), 300))
 
 
-def test_a_mistake_in_one_line_is_carried_on() -> None:
+def test_a_mistake_in_one_line_changes_later_lines() -> None:
     values = QUESTION.values(lambda line, value: value + 1 if line == 0 else value)
     assert values == [33, 31, 1]
 
@@ -90,13 +90,13 @@ def test_chunks_stand_where_a_staircase_puts_them(order: Order, asked: list[str]
     assert [message["content"] for message in messages[1:]] == asked
 
 
-def test_lessons_are_the_same_for_a_seed() -> None:
-    assert lessons(5, 20, 0.5) == lessons(5, 20, 0.5)
+def test_training_examples_are_the_same_for_a_seed() -> None:
+    assert examples(5, 20, 0.5) == examples(5, 20, 0.5)
 
 
 def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
     from flashmoa_bench.family.tokenizer import family_tokenizer
-    from flashmoa_sglang.http.cuts import CUTS, find_cuts
+    from flashmoa_sglang.http.token_boundaries import CUTS, find_cuts
 
     tokenizer = family_tokenizer(4096)
     assert tokenizer.tokenize("b = 02, c = ") == ["bĠ=Ġ", "0", "2", ",", "ĠcĠ=Ġ"]
@@ -112,20 +112,20 @@ def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
 
 def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
     import torch
-    from flashmoa_bench.family.growth import grow
-    from flashmoa_bench.family.network import Network, Shape
+    from flashmoa_bench.family.net2net import widen
+    from flashmoa_bench.family.network import Network, NetworkShape
 
     torch.manual_seed(0)
-    small = Network(Shape(layers=2, hidden=64, intermediate=64, heads=2, kv_heads=1), 40)
-    large = Network(Shape(layers=3, hidden=96, intermediate=96, heads=6, kv_heads=2), 40)
-    grow(small, large)
+    small = Network(NetworkShape(layers=2, hidden=64, intermediate=64, heads=2, kv_heads=1), 40)
+    large = Network(NetworkShape(layers=3, hidden=96, intermediate=96, heads=6, kv_heads=2), 40)
+    widen(small, large)
     tokens = torch.arange(40).view(2, 20)
     before, after = (network.logits(network(tokens)) for network in (small, large))
     # Computed in bfloat16, in other orders.
     assert (before - after).abs().max() < before.abs().max() / 20
 
 
-def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
+def test_a_slip_is_a_value_that_does_not_follow_from_the_line_before() -> None:
     found = slips(QUESTION, "b = 22, c = 54, d = 24. Answer: 34")
     assert found == [("+", 90), ("*", 0), ("-", 0)]
 
@@ -133,11 +133,11 @@ def test_a_slip_is_what_does_not_follow_from_the_line_before() -> None:
 @pytest.mark.parametrize(
     ("served", "begun", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
 )
-def test_served_turns_begin_with_the_last_words_of_those_before(
+def test_served_interleaved_turns_repeat_the_last_words(
     served: bool, begun: list[str], turn: str
 ) -> None:
-    from flashmoa_bench.family.evaluate import climbed
-    from flashmoa_bench.family.speaker import Said
+    from flashmoa_bench.family.evaluate import staircase_answers
+    from flashmoa_bench.family.inference import Reply
 
     class Parrot:
         """Writes how often it was asked, and notes what it was asked to go on with."""
@@ -148,15 +148,15 @@ def test_served_turns_begin_with_the_last_words_of_those_before(
 
         def say(
             self, prompts: list[list[dict[str, str]]], _t: float, begun: list[str], _longest: int
-        ) -> list[Said]:
+        ) -> list[Reply]:
             if prompts:
                 self.begun += begun
                 self.prompts.append([message["content"] for message in prompts[0]])
-            return [Said(f"x{len(self.begun)}", 1.0)] * len(prompts)
+            return [Reply(f"x{len(self.begun)}", 1.0)] * len(prompts)
 
     parrot = Parrot()
     # Three rounds, of 4, 8 and 16 characters.
-    said = climbed(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
-    assert said == ["x1x2x3"]
+    replies = staircase_answers(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
+    assert replies == ["x1x2x3"]
     assert parrot.begun[:2] == begun
     assert parrot.prompts[2][2:5:2] == ["x1", turn]

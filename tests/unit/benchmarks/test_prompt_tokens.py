@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.prompt_tokens import Prompts, PromptTokens, layers
+from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens, layers
 
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.wire import StreamUse
@@ -28,21 +28,21 @@ STREAM = StreamUse(id="s", status="hit")
         ({"prompt_stream": STREAM}, True, PromptTokens(100, None, None, None)),
     ],
 )
-def test_what_an_engine_does_not_say_is_unknown(
+def test_tokens_that_an_engine_does_not_report_are_unknown(
     usage: dict[str, object], reports: bool, expected: PromptTokens
 ) -> None:
     told = PromptUsage.model_validate({"prompt_tokens": 100, "completion_tokens": 1, **usage})
     assert PromptTokens.of(told, reports) == expected
 
 
-def test_what_is_unknown_of_one_is_unknown_of_all() -> None:
+def test_a_total_is_unknown_if_one_part_is() -> None:
     known, unknown = PromptTokens(10, 1, 2, 7), PromptTokens(20, 3, None, None)
     assert PromptTokens.total([known, known]) == PromptTokens(20, 2, 4, 14)
     assert PromptTokens.mean([known, unknown]) == PromptTokens(15, 2, None, None)
 
 
-def test_every_agent_has_its_own_and_rounds_are_their_agents() -> None:
-    prompts = Prompts({"http://telling"})
+def test_tokens_are_counted_by_agent_with_all_rounds_of_a_staircase() -> None:
+    prompts = PromptListener({"http://telling"})
 
     def call(agent: str, engine: str) -> None:
         usage = PromptUsage(prompt_tokens=10, completion_tokens=1)

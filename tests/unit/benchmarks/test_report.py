@@ -9,27 +9,32 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from flashmoa_bench import ablation, chunk, handoff, heatmap, neighbours, schedule, stranger
-from flashmoa_bench.arguments import command_line
-from flashmoa_bench.engines import Role, _urls
-from flashmoa_bench.jobs import KINDS, workflows
-from flashmoa_bench.overlap import LINKED, Cell, cell, summarise
-from flashmoa_bench.pipelines import Round, Workload
-from flashmoa_bench.rounds import order
-from flashmoa_bench.stats import gaps, percentile
+from flashmoa_bench.harness.command_line import command_line
+from flashmoa_bench.harness.engines import Role, _urls
+from flashmoa_bench.harness.rounds import alternating, gaps, percentile
+from flashmoa_bench.linking import (
+    ablation,
+    chunk,
+    handoff,
+    heatmap,
+    interference,
+    latency,
+    schedule,
+)
+from flashmoa_bench.linking.overlap import LINKED, HandoffCell, cell, summarise
+from flashmoa_bench.linking.pipelines import PipelineRound, Workload
+from flashmoa_bench.linking.schedule import KINDS, workflows
 
-from flashmoa import cli
-from flashmoa.cli import bench
 from flashmoa.engine import EngineError
 
 WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
 
 
-def rounds(*seconds: float, floor: float | None = None, computed: int = 0) -> list[Round]:
-    return [Round(value, 3.0, computed, floor) for value in seconds]
+def rounds(*seconds: float, floor: float | None = None, computed: int = 0) -> list[PipelineRound]:
+    return [PipelineRound(value, 3.0, computed, floor) for value in seconds]
 
 
-def a_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> Cell:
+def a_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> HandoffCell:
     measured = {
         "fcfs": rounds(fcfs),
         "lpm": rounds(lpm),
@@ -42,8 +47,7 @@ def grid(*arguments: str) -> list[Workload]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--full", action="store_true")
     for name, kind in (("tps", float), ("prefix", int), ("upstream", int), ("concurrency", int)):
-        default = [1, 2, 4, 8] if name == "concurrency" else None
-        parser.add_argument(f"--{name}", type=kind, nargs="+", default=default)
+        parser.add_argument(f"--{name}", type=kind, nargs="+")
     return handoff.workloads(parser.parse_args(arguments))
 
 
@@ -134,7 +138,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_every_way_is_measured_first_as_often_as_any() -> None:
-    assert order(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert alternating(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
 def test_ablation_rows_stand_beside_the_papers() -> None:
@@ -193,16 +197,16 @@ def test_schedules_are_compared_with_fcfs() -> None:
 
 
 def test_throughput_is_compared_pair_by_pair() -> None:
-    flow = neighbours.throughput([100, 200, 50], [99, 220, 49])
+    flow = interference.throughput([100, 200, 50], [99, 220, 49])
     assert (flow.stock, flow.plugin) == (100, 99)
     assert flow.ratio == pytest.approx(0.99)
     assert len(flow.ratios) == 3
 
 
-def test_a_stranger_is_compared_by_medians_of_rounds() -> None:
-    alone = [stranger.Round((1.0, 1.0, 2.0), 0.0)]
-    beside = [stranger.Round((2.0, 2.0, 6.0), 30.0)]
-    found = stranger.summarise(alone, beside)
+def test_latency_beside_streams_is_compared_by_medians_of_rounds() -> None:
+    alone = [latency.DecodedBeside((1.0, 1.0, 2.0), 0.0)]
+    beside = [latency.DecodedBeside((2.0, 2.0, 6.0), 30.0)]
+    found = latency.compare(alone, beside)
     assert (found.median_ratio, found.p99_ratio) == (2, 3)
     assert found.beside.stream_tokens_per_second == 30
 
@@ -221,31 +225,18 @@ def test_running_engines_must_be_complete() -> None:
     assert list(_urls(roles, given)) == ["stock", "flashmoa"]
 
 
-def test_the_command_says_that_it_can_measure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["flashmoa", "--help"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 0
-    assert "flashmoa bench NAME" in capsys.readouterr().out
-
-
-def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["speed"]) == 2
-    message = capsys.readouterr().err
-    assert "there is no benchmark 'speed'" in message
-    assert all(name in message for name in bench.BENCHES)
-
-
-@pytest.mark.parametrize("name", list(bench.BENCHES))
-def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        bench.main([name, "--help"])
-    assert stop.value.code == 0
-    assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
-
-
 def test_pictures_are_svg(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        bench.main(["handoff", "--picture", str(tmp_path / "map.png")])
+        handoff.main(["--picture", str(tmp_path / "map.png")])
+
+
+def test_an_upstream_that_decodes_has_no_pace(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        handoff.main(["--upstream-decodes", "--tps", "50"])
+    assert "--upstream-decodes starts its engines" in capsys.readouterr().err
+
+
+def test_pressure_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        interference.main(["--measure", "latency", "pressure"])
+    assert "measure it by itself" in capsys.readouterr().err

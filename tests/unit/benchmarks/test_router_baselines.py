@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flashmoa.router.baselines import CacheAware, Random, RoundRobin
-from flashmoa.router.policies import EngineTraits
+from flashmoa.router.policies import CacheAware, EngineTraits, Random, RoundRobin
 from tests.unit.router.support import blocks, place
 
 

@@ -8,22 +8,24 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench import router, routers
-from flashmoa_bench.prefill_mix import TABLE_2, Ask, mix
-from flashmoa_bench.simulated import Cache, Machine, best_hit_rate, replay
+from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
+from flashmoa_bench.routing import benchmark, live, simulation
+from flashmoa_bench.routing.engines import Cache, Machine, best_hit_rate, replay
 
-from flashmoa.router.baselines import RoundRobin
 from flashmoa.router.blocks import token_blocks
 from flashmoa.router.flops import TokenCount
+from flashmoa.router.policies import RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 
 # Ten tokens a second, a hundred at a time.
 MACHINE = Machine(TokenCount(), rate=10.0, batch_tokens=100, cache_blocks=1000)
 
 
-def ask(name: str, *parts: tuple[int, int]) -> Ask:
+def ask(name: str, *parts: tuple[int, int]) -> MixRequest:
     """``parts``: (token, how often)."""
-    return Ask(name, "", token_blocks([token for token, count in parts for _ in range(count)]))
+    return MixRequest(
+        name, "", token_blocks([token for token, count in parts for _ in range(count)])
+    )
 
 
 def engines(count: int, machine: Machine = MACHINE) -> dict[str, Machine]:
@@ -104,11 +106,11 @@ def test_the_bench_ranks_policies_and_saves_what_it_shows(
 ) -> None:
     path = tmp_path / "router.json"
     arguments = ["--scale", "0.05", "--engines", "4", "--json", str(path)]
-    assert router.main(arguments) == 0
+    assert benchmark.main(arguments) == 0
     rows = {row["policy"]: row for row in json.loads(path.read_text())["results"]["rows"]}
     speed = {policy: row["throughput"] for policy, row in rows.items()}
     assert speed["prefix_aware"] > speed["cache_aware"] > speed["random"]
-    assert rows["prefix_aware"]["hit_rate"] > rows[router.PAPER]["hit_rate"]
+    assert rows["prefix_aware"]["hit_rate"] > rows[simulation.PAPER]["hit_rate"]
     assert rows["random"]["speedup"] == 1.0
     shown = capsys.readouterr().out
     assert all(name.split(",")[0] in shown for name in rows)
@@ -116,13 +118,22 @@ def test_the_bench_ranks_policies_and_saves_what_it_shows(
 
 def test_a_live_round_has_its_requests_about_documents_and_others() -> None:
     options = argparse.Namespace(documents=2, siblings=3, others=4, words=50)
-    texts = routers.prompts(options, 0)
-    assert len(texts) == 10 and texts == routers.prompts(options, 0) != routers.prompts(options, 1)
+    texts = live.prompts(options, 0)
+    assert len(texts) == 10 and texts == live.prompts(options, 0) != live.prompts(options, 1)
     starts = [text[:300] for text in texts]
     assert sorted(starts.count(start) for start in set(starts)) == [1, 1, 1, 1, 3, 3]
 
 
 def test_a_live_router_has_a_name() -> None:
-    assert routers._named("ours=http://a:1/") == ("ours", "http://a:1")
+    assert live._named("ours=http://a:1/") == ("ours", "http://a:1")
     with pytest.raises(argparse.ArgumentTypeError, match="NAME=URL"):
-        routers._named("http://a:1")
+        live._named("http://a:1")
+
+
+def test_running_routers_need_their_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--router", "ours=http://a:1"])
+    assert "both --engine URL and --router NAME=URL" in capsys.readouterr().err
+    given = ["--engine", "http://b:1", "--router", "ours=http://a:1"]
+    assert benchmark.parse(given).concurrency == 16
+    assert benchmark.parse([]).concurrency == 256

@@ -1,4 +1,4 @@
-"""What SGLang ends with, as seen in its output, and the sentence that is made of it."""
+"""The sentence that is made of the end of SGLang's output."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from flashmoa.cli.causes import cause
 
 OUTPUTS = {
     "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no/such'. Use "
-    "`repo_type` argument if needed.": "neither a folder here nor could it be downloaded",
+    "`repo_type` argument if needed.": "not a folder here and could not be downloaded",
     "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't "
-    "find them in the cached files.": "neither a folder here nor could it be downloaded",
+    "find them in the cached files.": "not a folder here and could not be downloaded",
     "ValueError: Unrecognized model in /x/empty. Should have a `model_type` key in its "
-    "config.json.": "/x/empty is no model that it knows",
+    "config.json.": "/x/empty is not a model that SGLang knows",
     "RuntimeError: Cannot find any model weights with `/x/model`": "/x/model has no weights",
     "ValueError: Cannot find model module. 'FooForCausalLM' is not a registered model in the "
     "Transformers library": "architecture FooForCausalLM",
@@ -28,13 +28,13 @@ OUTPUTS = {
         "apt-get install gcc"
     ),
     "Traceback (most recent call last):\nModuleNotFoundError: No module named 'msgspec'": (
-        "a Python package is missing: No module named 'msgspec'"
+        "install the missing package: No module named 'msgspec'"
     ),
 }
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=OUTPUTS.values())
-def test_known_causes_are_told_in_a_sentence(output: str) -> None:
+def test_known_causes_become_a_sentence(output: str) -> None:
     around = f"Traceback (most recent call last):\n  File x, line 1\n{output}"
     told = cause(
         f"{around}\n[2026] kill_process_tree called\n" if "msgspec" not in output else output
@@ -42,7 +42,7 @@ def test_known_causes_are_told_in_a_sentence(output: str) -> None:
     assert told is not None and OUTPUTS[output] in told
 
 
-def test_others_are_not() -> None:
+def test_unknown_causes_do_not() -> None:
     # Written by starts that go well.
     warned = (
         "Ignore import error: No module named 'triton'\nModuleNotFoundError: No module named 'x'"

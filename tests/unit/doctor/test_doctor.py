@@ -1,4 +1,4 @@
-"""The doctor, without an engine: what is installed, and URLs where there is none."""
+"""The doctor without an engine: what is installed, and URLs without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from flashmoa_sglang import internals, releases
 
 from flashmoa.cli import doctor
-from flashmoa.doctor import Asked, check_engine, check_installation, hooks, installation, machine
+from flashmoa.doctor import EngineToCheck, check_engine, check_installation, installation, machine
 from tests.unit.plugin.renamed import Renamed
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +44,7 @@ def other_server() -> Iterator[str]:
     server.server_close()
 
 
-def test_this_installation_is_well_and_nothing_heavy_is_imported() -> None:
+def test_installation_is_ok_without_importing_torch_or_sglang() -> None:
     script = (
         "import sys; from flashmoa.cli import doctor; code = doctor.main(['--json']); "
         "assert not {'torch', 'sglang'} & set(sys.modules); sys.exit(code)"
@@ -57,10 +57,10 @@ def test_this_installation_is_well_and_nothing_heavy_is_imported() -> None:
     assert found["SGLang"]["level"] == "ok" and found["internals"]["level"] == "ok"
 
 
-def test_an_old_sglang_is_to_be_mended() -> None:
-    old = hooks.check_release("0.4.6")
-    assert old.level == "mend" and all(one in old.text for one in releases.TESTED)
-    assert hooks.check_release("0.5.19").level == "note"
+def test_old_sglang_is_to_be_fixed() -> None:
+    old = installation.check_release("0.4.6")
+    assert old.level == "fix" and all(one in old.text for one in releases.TESTED)
+    assert installation.check_release("0.5.19").level == "note"
     assert releases.too_old("0.0.0.dev1+g123") is None
 
 
@@ -69,30 +69,30 @@ def test_each_missing_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("flush_cache", "stash_chunked_request", "waiting_queue"):
         other = Renamed(name)
         monkeypatch.setattr(internals, "installed", lambda other=other: other)
-        (found,) = hooks.check_internals()
-        assert found.level == "mend"
+        (found,) = installation.check_internals()
+        assert found.level == "fix"
         assert f"has no sglang.srt.managers.scheduler.Scheduler.{name}" in found.text
         assert found.remedy == f"pip install sglang=={releases.TESTED[-1]}"
 
 
-def test_what_only_some_engines_use_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_internal_of_an_optional_feature_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
-    (found,) = hooks.check_internals()
+    (found,) = installation.check_internals()
     assert found.level == "note" and "--flashmoa-asyncep needs that" in found.text
     # Without a GPU every engine is on a CPU.
     monkeypatch.setattr(internals, "installed", lambda: Renamed("PlatformEnum"))
-    for gpus, level in ((["nvidia0"], "note"), ([], "mend")):
-        monkeypatch.setattr(machine, "accelerators", lambda gpus=gpus: gpus)
-        assert [one.level for one in hooks.check_internals()] == [level]
+    for gpus, level in ((["nvidia0"], "note"), ([], "fix")):
+        monkeypatch.setattr(installation, "accelerators", lambda gpus=gpus: gpus)
+        assert [one.level for one in installation.check_internals()] == [level]
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda _name: None)
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
-    to_mend = {one.about: one.remedy for one in check_installation() if one.level == "mend"}
-    assert to_mend["C compiler"] == "apt-get install gcc"
-    assert "SGLANG_PLATFORM" in to_mend["environment"]
+    to_fix = {one.about: one.remedy for one in check_installation() if one.level == "fix"}
+    assert to_fix["C compiler"] == "apt-get install gcc"
+    assert "SGLANG_PLATFORM" in to_fix["environment"]
     monkeypatch.setattr(installation, "installed", lambda _name: None)
     assert "flashmoa[autogen]" in installation.check_autogen().remedy
     # A machine for clients only: nothing is wrong with it.
@@ -101,7 +101,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installation.check_plugin()[1].remedy == "pip install ./server_patches"
 
 
-async def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_system_other_than_linux_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     (_, system) = machine.check_system()
     assert system.level == "note" and "Linux only" in system.text
@@ -115,29 +115,31 @@ async def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -
         ("http://127.0.0.1:port", "is not an engine's URL", "http://HOST:PORT"),
     ],
 )
-async def test_no_engine(url: str, said: str, remedy: str) -> None:
-    (finding,) = await check_engine(Asked(url))
-    assert finding.level == "mend" and said in finding.text and remedy in finding.remedy
+async def test_url_without_an_engine(url: str, said: str, remedy: str) -> None:
+    (finding,) = await check_engine(EngineToCheck(url))
+    assert finding.level == "fix" and said in finding.text and remedy in finding.remedy
 
 
-async def test_another_server(other_server: str) -> None:
-    (finding,) = await check_engine(Asked(other_server))
-    assert (finding.level, finding.text) == ("mend", f"{other_server} answers, but is no engine")
+async def test_server_that_is_not_an_engine(other_server: str) -> None:
+    (finding,) = await check_engine(EngineToCheck(other_server))
+    assert (finding.level, finding.text) == ("fix", f"{other_server} answers, but is not an engine")
 
 
 @pytest.mark.anyio
-async def test_the_list_has_what_mends(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_report_shows_remedies_and_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     # Not in this thread, where the session's event loop may be.
     command = ["--engine-only", "--engine", "http://127.0.0.1:9"]
     assert await anyio.to_thread.run_sync(doctor.main, command) == 1
     shown = capsys.readouterr().out
-    assert "mend  engine" in shown and "→ flashmoa serve" in shown and "1 to mend" in shown
+    assert "fix   engine" in shown and "→ flashmoa serve" in shown and "1 to fix" in shown
 
 
-def test_a_torch_without_cuda_beside_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torch_without_cuda_beside_a_gpu_is_to_be_fixed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
-    assert machine._accelerator()[-1].level == "mend"
+    assert machine._accelerator()[-1].level == "fix"
     monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "12.8"))
     assert machine._accelerator()[-1].text == "nvidia0"

@@ -1,23 +1,48 @@
-"""What becomes of an answer that is read in chunks when it does not end well."""
+"""Answers in chunks: schedules, cuts, and answers that stall or fail."""
 
 from __future__ import annotations
+
+from itertools import islice
 
 import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Schedule
-from flashmoa.moa.chunks import Chunks
-from flashmoa.moa.steps import last_words
+from flashmoa.moa.chunks import ChunkedText
+from flashmoa.moa.prompts import last_words
 from flashmoa.workflow import Answer, Workflow
 
 pytestmark = pytest.mark.anyio
 
 
-def chunks(flow: Workflow, answer: Answer) -> Chunks:
-    return Chunks(flow, answer, "1. ", Schedule(first=1), stall_seconds=0.01)
+def chunks(flow: Workflow, answer: Answer) -> ChunkedText:
+    return ChunkedText(flow, answer, "1. ", Schedule(first=1), stall_seconds=0.01)
 
 
-async def test_one_that_stalls_is_read_as_far_as_it_is() -> None:
+def test_schedule_grows_up_to_the_largest_chunk() -> None:
+    assert list(islice(Schedule(), 7)) == [8, 16, 32, 64, 128, 128, 128]
+    assert list(islice(Schedule(4, 1.5, 10), 4)) == [4, 6, 9, 10]
+    with pytest.raises(ValueError, match="first is 0; a chunk needs"):
+        Schedule(first=0)
+
+
+async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
+    whole = "".join(chr(97 + n % 26) for n in range(150))
+    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+        for size in (1, 7, 150):
+            answer = Answer("p")
+            for begin in range(0, len(whole), size):
+                answer.write(whole[begin : begin + size])
+            answer.close()
+            proposal = ChunkedText(flow, answer, "1. ", Schedule())
+            await proposal.cut()
+            chunks = [await proposal.chunk(number) for number in range(4)]
+            assert [len(chunk.removeprefix("1. ")) for chunk in chunks] == [32, 64, 54, 0]
+            assert "".join(chunk.removeprefix("1. ") for chunk in chunks) == whole
+            assert proposal.ends_before(3) and not proposal.ends_before(2)
+
+
+async def test_stalled_answer_gives_the_chunks_written_so_far() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("slow")
         answer.write("abcdef")
@@ -29,7 +54,7 @@ async def test_one_that_stalls_is_read_as_far_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no such model")])
-async def test_one_that_says_nothing_has_failed(error: ValueError | None) -> None:
+async def test_answer_without_text_has_failed_and_says_why(error: ValueError | None) -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("mute")
         answer.close() if error is None else answer.fail(error)
@@ -40,13 +65,13 @@ async def test_one_that_says_nothing_has_failed(error: ValueError | None) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "one", "one two ", " one two three four", "a\nb c  d"])
-def test_last_words(text: str) -> None:
+def test_last_words_are_the_end_of_the_text(text: str) -> None:
     end = last_words(text, 3)
     assert text.endswith(end) and end.split() == text.split()[-3:]
     assert last_words(text + "x" * 40, 3) == "x" * 30
 
 
-async def test_a_prompt_has_one_version_of_an_answer() -> None:
+async def test_prompt_refuses_two_versions_of_one_answer() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("writer")
         one, other = flow.version(answer), flow.version(answer)

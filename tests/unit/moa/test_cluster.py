@@ -1,4 +1,4 @@
-"""What deciding about leaving early delays, by a clock that only embedding moves on."""
+"""The delay that early exit decisions cause, by a clock that only embedding moves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import anyio
 import numpy as np
 import pytest
 
-from flashmoa.linking.streamed_text import Text
-from flashmoa.moa.answers import AgentAnswer
-from flashmoa.moa.cluster import Cluster, Member, Slot
-from flashmoa.moa.early_exit import Answers, EarlyExit
-from flashmoa.moa.similarity import Embedding
-from flashmoa.workflow import Answer
+from flashmoa import Answer, Text
+from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
+from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
+from flashmoa.moa.embedding import Embedding
+from flashmoa.moa.results import AgentAnswer
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +27,7 @@ class Clock:
 
 
 class Embedding2s:
-    """Takes two seconds of the clock for each text."""
+    """An embedder that takes two seconds of the clock for each text."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -46,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def members(*texts: str | None) -> list[Member]:
-    """One for each answer; ``None`` is never written."""
+    """Return a member for each answer; an answer of ``None`` is never written."""
     made: list[Member] = []
     for place, text in enumerate(texts):
         answer = Answer(f"1.{place + 1}")
@@ -54,55 +53,55 @@ def members(*texts: str | None) -> list[Member]:
             answer.write(text)
             answer.close()
         record = AgentAnswer(0, place, "model", "http://engine")
-        made.append(Member(answer, record, [Slot(Text(f"slot {place}"))]))
+        made.append(Member(answer, record, [AnswerSlot(Text(f"slot {place}"))]))
     return made
 
 
-async def followed(several: list[Member], policy: EarlyExit | None) -> Cluster:
+async def run_cluster(several: list[Member], policy: EarlyExit | None) -> Cluster:
     async def enough() -> None:
         return None
 
-    answers = Answers(policy, random.Random(0)) if policy is not None else None
+    scores = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
     cluster = Cluster(
-        several, room=enough, stall_seconds=1, answers=answers, leave=lambda _member: None
+        several, room=enough, stall_seconds=1, scores=scores, leave=lambda _member: None
     )
     await cluster.run()
     return cluster
 
 
-async def test_readers_wait_for_the_decision_and_for_those_before_it(clock: Clock) -> None:
+async def test_deciding_counts_the_wait_for_earlier_decisions(clock: Clock) -> None:
     policy = EarlyExit(Embedding2s(clock), rule="threshold", threshold=0)
-    cluster = await followed(members("one", "two", None), policy)
-    # The second answer was there at once, and judged after the first.
+    cluster = await run_cluster(members("one", "two", None), policy)
+    # The second answer was complete at once, but was scored after the first.
     assert [decision.seconds for decision in cluster.decisions] == [2, 4]
     assert cluster.deciding == 4
     assert cluster.last.record.place == 1
 
 
-async def test_where_nothing_is_judged_nothing_is_decided(clock: Clock) -> None:
-    cluster = await followed(members("one", "two"), None)
+async def test_cluster_without_early_exit_makes_no_decisions(clock: Clock) -> None:
+    cluster = await run_cluster(members("one", "two"), None)
     assert cluster.deciding == 0 and not cluster.decisions
 
 
 class Endless:
-    """Never comes to an end."""
+    """An embedder that never returns."""
 
     async def embed(self, text: str) -> Embedding:
         await anyio.sleep_forever()
         raise AssertionError(text)
 
 
-async def test_nobody_waits_for_a_decision_once_all_answers_are_there() -> None:
+async def test_pending_decision_is_cancelled_when_all_answers_are_complete() -> None:
     several = members("one", "two", "three")
     with anyio.fail_after(10):
-        cluster = await followed(several, EarlyExit(Endless()))
+        cluster = await run_cluster(several, EarlyExit(Endless()))
     assert all(member.used for member in several) and not cluster.decisions
 
 
-async def test_nobody_waits_for_a_decision_once_the_others_have_failed() -> None:
+async def test_pending_decision_is_cancelled_when_the_other_answers_failed() -> None:
     several = members("one", None, None)
     for member in several[1:]:
         member.answer.fail(RuntimeError("gone"))
     with anyio.fail_after(10):
-        await followed(several, EarlyExit(Endless()))
+        await run_cluster(several, EarlyExit(Endless()))
     assert [member.used for member in several] == [True, False, False]

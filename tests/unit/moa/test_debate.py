@@ -1,4 +1,4 @@
-"""What debaters are told, and what most of them come to."""
+"""Prompts of debates, and votes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Debate, DebatePrompt, Model
-from flashmoa.moa.debate_prompt import Told
-from flashmoa.moa.vote import vote
+from flashmoa.moa.debate import vote
+from flashmoa.moa.prompts import AnswerForms
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -22,38 +22,41 @@ def number(answer: str) -> str | None:
     return found[-1] if found else None
 
 
-def told(*answers: str) -> list[Told]:
-    return [Told(answer, f"[{answer}]") for answer in answers]
+def answer_forms(*answers: str) -> list[AnswerForms]:
+    return [AnswerForms(answer, f"[{answer}]") for answer in answers]
 
 
 def roles(messages: list[dict[str, Any]]) -> list[str]:
     return [message["role"] for message in messages]
 
 
-def test_a_debater_is_told_its_own_answer_as_its_own() -> None:
+def test_own_answer_is_an_assistant_message_and_others_are_in_user_messages() -> None:
     prompt = DebatePrompt("Others:")
     assert prompt.messages(QUESTION, 0, []) == QUESTION
-    messages = prompt.messages(QUESTION, 1, [told("three", "four", "five")])
+    messages = prompt.messages(QUESTION, 1, [answer_forms("three", "four", "five")])
     assert messages[1:] == [
         {"role": "assistant", "content": "four"},
         {"role": "user", "content": "Others:[three][five]"},
     ]
-    seat = DebatePrompt(together="You are {number}:").seat(1)
-    assert (seat.layout, seat.instruction) == ("question-first", "You are 2:")
-    assert seat.title(3) == prompt.title(3) == "\n\nAnswer of debater 3:\n"
+    prompt_of_second = DebatePrompt(staircase_instruction="You are {number}:").on_staircase(1)
+    assert (prompt_of_second.layout, prompt_of_second.instruction) == (
+        "question-first",
+        "You are 2:",
+    )
+    assert prompt_of_second.title(3) == prompt.title(3) == "\n\nAnswer of debater 3:\n"
 
 
-def test_what_is_remembered() -> None:
-    rounds = [told("a", "b"), told("c", "d")]
+def test_memory_keeps_all_rounds_or_the_last_one() -> None:
+    rounds = [answer_forms("a", "b"), answer_forms("c", "d")]
     whole = DebatePrompt("Others:").messages(QUESTION, 0, rounds)
     assert roles(whole) == ["user", "assistant", "user", "assistant", "user"]
-    # Each prompt goes on where the one before ended.
+    # Each prompt begins with the whole prompt of the round before.
     assert whole[:3] == DebatePrompt("Others:").messages(QUESTION, 0, rounds[:1])
     last = DebatePrompt("Others:", memory="last").messages(QUESTION, 0, rounds)
     assert roles(last) == ["user", "assistant", "user"] and last[1]["content"] == "c"
 
 
-def test_most_win_and_the_first_of_equals() -> None:
+def test_most_common_ballot_wins_and_a_tie_goes_to_the_first() -> None:
     decided = vote(["it is 4", "", "5", "maybe 5", "none"], number)
     assert decided.ballots == ("4", None, "5", "5", None)
     assert (decided.winner, decided.count, decided.place) == ("5", 2, 2)
@@ -66,7 +69,7 @@ def test_most_win_and_the_first_of_equals() -> None:
 
 
 @given(st.lists(st.sampled_from(["1", "2", "3", "?"]), min_size=1, max_size=9))
-def test_nobody_has_more_than_the_winner(answers: list[str]) -> None:
+def test_winner_has_the_highest_count(answers: list[str]) -> None:
     decided = vote(answers, number)
     counts = {one: answers.count(one) for one in answers if one != "?"}
     assert decided.count == max(counts.values(), default=0)
@@ -76,8 +79,9 @@ def test_nobody_has_more_than_the_winner(answers: list[str]) -> None:
         assert decided.winner == equals[0] == answers[decided.place]
 
 
-def test_what_is_no_debate_is_refused() -> None:
+def test_debate_needs_two_debaters_and_a_round() -> None:
     one = Model(EngineClient("http://127.0.0.1:9"))
-    for debaters, rounds in (([one], 2), ([one, one], 0)):
-        with pytest.raises(ValueError, match="at least two debaters"):
-            Debate(debaters, rounds, number)
+    with pytest.raises(ValueError, match="at least two debaters; there are 1"):
+        Debate([one], 2, number)
+    with pytest.raises(ValueError, match="at least one round; rounds is 0"):
+        Debate([one, one], 0, number)

@@ -1,4 +1,4 @@
-"""Algorithm 1 against its letter, in the matrices it is written in."""
+"""Faster-MoA Algorithm 1, compared with the formulas as printed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.early_exit import Answers, EarlyExit, confidence, quality
-from flashmoa.moa.similarity import Embedding, frobenius_cosine, normalised
+from flashmoa.moa.early_exit import (
+    EarlyExit,
+    ScoredAnswers,
+    confidence,
+    frobenius_cosine,
+    normalised,
+    quality,
+)
+from flashmoa.moa.embedding import Embedding
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -21,7 +28,7 @@ def embedding(seed: int, rows: int, columns: int = 12) -> Embedding:
 
 
 def as_written(one: Embedding, other: Embedding) -> float:
-    """Lines 1, 2 and 8 with ``hidden x hidden`` matrices."""
+    """Compute lines 1, 2 and 8 with ``hidden x hidden`` matrices."""
 
     def correlation(states: Embedding) -> np.ndarray:
         gram = states.T.astype(np.float64) @ states
@@ -33,7 +40,7 @@ def as_written(one: Embedding, other: Embedding) -> float:
 
 
 @given(SEEDS, SEEDS, st.integers(1, 30), st.integers(1, 30))
-def test_similarity_is_the_papers(a: int, b: int, n: int, m: int) -> None:
+def test_similarity_equals_the_papers_formula(a: int, b: int, n: int, m: int) -> None:
     one, other = embedding(a, n), embedding(b, m)
     found = frobenius_cosine(normalised(one), normalised(other))
     assert found == pytest.approx(as_written(one, other), abs=1e-4)
@@ -41,7 +48,7 @@ def test_similarity_is_the_papers(a: int, b: int, n: int, m: int) -> None:
     assert frobenius_cosine(normalised(one), normalised(one)) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_feature_that_is_always_zero_is_no_error() -> None:
+def test_embedding_of_zeros_has_similarity_zero() -> None:
     empty = normalised(np.zeros((3, 4), dtype=np.float32))
     assert frobenius_cosine(empty, normalised(embedding(1, 3, 4))) == 0
 
@@ -51,7 +58,7 @@ def test_a_feature_that_is_always_zero_is_no_error() -> None:
     st.integers(0, 1000),
     st.floats(0.1, 1),
 )
-def test_the_score_is_the_papers(confidences: list[float], seed: int, tau: float) -> None:
+def test_score_equals_the_papers_formula(confidences: list[float], seed: int, tau: float) -> None:
     dice = random.Random(seed)
     count = len(confidences)
     similar = [[1.0 if i == j else dice.random() for j in range(i + 1)] for i in range(count)]
@@ -68,20 +75,20 @@ def test_the_score_is_the_papers(confidences: list[float], seed: int, tau: float
     assert found.score == pytest.approx(math.sqrt(c * b))
 
 
-def test_what_one_answer_is_worth() -> None:
+def test_single_answer_scores_only_with_the_diagonal() -> None:
     alone = quality([0.8], [[]], tau=0.7, diagonal=True)
     assert alone.agreement == 1 and alone.score == pytest.approx(math.sqrt(0.8 * (1 - 0.3 / 0.7)))
     assert quality([0.8], [[]], tau=0.7, diagonal=False).score == 0
     assert quality([0.0, 0.0], [[], [1.0]], tau=0.7, diagonal=False).score == 0
 
 
-def test_confidence() -> None:
+def test_confidence_is_the_geometric_mean_of_probabilities() -> None:
     assert confidence([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
     assert confidence([]) == 0
 
 
 class ByLength:
-    """Texts of a length are the same text."""
+    """An embedder to which all texts of one length are the same."""
 
     async def embed(self, text: str) -> Embedding:
         return embedding(len(text), 5)
@@ -89,22 +96,26 @@ class ByLength:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("rule", ["sample", "threshold"])
-async def test_it_leaves_when_answers_agree_enough(rule: str) -> None:
+async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> None:
     policy = EarlyExit(ByLength(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
 
     async def run(texts: list[str], logprob: float) -> list[bool]:
-        answers = Answers(policy, random.Random(policy.seed))
+        answers = ScoredAnswers(policy, random.Random(policy.seed))
         return [answers.suffice(await answers.add(text, [logprob])) for text in texts]
 
-    # Sure, and all the same: left as soon as two are there; the first is never enough.
+    # Confident and all alike: left as soon as two are complete; one is never enough.
     assert await run(["aa", "bb", "cc"], 0.0) == [False, True, True]
-    # Unsure beyond doubt.
+    # No confidence at all.
     assert await run(["aa", "bb", "cc"], -30.0) == [False, False, False]
 
 
-def test_policies_that_make_no_sense_are_refused() -> None:
-    for wrong in ({"tau": 0}, {"threshold": 2}, {"min_answers": 0}):
-        with pytest.raises(ValueError, match="tau is in"):
-            EarlyExit(ByLength(), **wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{"tau": 0}, {"threshold": 2}, {"min_answers": 0}])
+def test_policy_refuses_numbers_out_of_range(wrong: dict[str, int]) -> None:
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+        EarlyExit(ByLength(), **wrong)  # type: ignore[arg-type]
+
+
+def test_as_published_counts_the_diagonal_and_leaves_with_one_answer() -> None:
     published = EarlyExit.as_published(ByLength())
     assert published.diagonal and published.min_answers == 1

@@ -1,4 +1,4 @@
-"""What aggregators are told, and how answers share their room."""
+"""Prompts of aggregators, and the shares of answers in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.moa.cluster import fair_shares
 from flashmoa.moa.prompts import AggregationPrompt
-from flashmoa.moa.shares import fair_shares
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -17,7 +17,7 @@ TALK = [
 ]
 
 
-def test_the_usual_layout_has_the_answers_in_the_system_message() -> None:
+def test_answers_first_puts_answers_into_the_system_message() -> None:
     prompt = AggregationPrompt(instruction="Weigh:", heading=" [{number}] ")
     slots = [f"{prompt.title(number)}{text}" for number, text in ((1, "two"), (2, "{three}"))]
     first, *rest = prompt.messages(TALK, slots)
@@ -26,7 +26,7 @@ def test_the_usual_layout_has_the_answers_in_the_system_message() -> None:
     assert prompt.messages("Why?", [])[1] == {"role": "user", "content": "Why?"}
 
 
-def test_question_first_keeps_all_but_the_answers_in_place() -> None:
+def test_question_first_puts_answers_at_the_end() -> None:
     prompt = AggregationPrompt("question-first", "Weigh:", "\n[{number}]", "\nNow you:")
     system, *talk = prompt.messages(TALK, [prompt.title(1), "two"])
     assert system["content"] == "Be brief.\n\nWeigh:"
@@ -35,17 +35,17 @@ def test_question_first_keeps_all_but_the_answers_in_place() -> None:
 
 
 @pytest.mark.parametrize("question", [[], [{"role": "assistant", "content": "Hello!"}], TALK[:1]])
-def test_what_asks_nothing_is_refused(question: list[dict[str, str]]) -> None:
+def test_question_must_end_with_a_user_message(question: list[dict[str, str]]) -> None:
     with pytest.raises(ValueError, match="last message"):
         AggregationPrompt().messages(question, [])
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.integers(-5, 300))
-def test_shares_are_fair(lengths: list[int], room: int) -> None:
+def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room: int) -> None:
     shares = fair_shares(lengths, room)
     assert sum(shares) <= max(0, room)
     assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))
     cut = [share for share, length in zip(shares, lengths, strict=True) if share < length]
     if cut:
-        # Whoever is cut has as much as anybody, but for what cannot be divided.
+        # A cut answer has as much as any other, except for the remainder of the division.
         assert max(shares) - min(cut) <= 1 and sum(shares) == max(0, room)

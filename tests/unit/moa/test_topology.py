@@ -1,4 +1,4 @@
-"""Who reads whom."""
+"""Layers of agents: trees, all-to-all, clusters, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flashmoa.moa.topology import Topology
 
 
-def test_the_papers_settings() -> None:
+def test_tree_and_all_to_all_of_the_paper() -> None:
     tree, dense = Topology.parse("9-3-1"), Topology.parse("9x9x1")
     assert tree.widths == (9, 3, 1) and dense.widths == (9, 9, 1)
     assert tree.layers[1] == ((0, 1, 2), (3, 4, 5), (6, 7, 8)) and tree.layers[2] == ((0, 1, 2),)
@@ -18,20 +18,20 @@ def test_the_papers_settings() -> None:
     assert tree.readers(1, 2) == (0,) and tree.readers(2, 0) == ()
 
 
-def test_clusters_of_mixed_sizes() -> None:
+def test_clusters_of_different_sizes() -> None:
     mixed = Topology.clusters([4, 3, 2], [3])
     assert mixed.layers[1] == ((0, 1, 2, 3), (4, 5, 6), (7, 8)) and mixed.widths == (9, 3, 1)
     assert Topology.tree(5, 2, 1).layers[1] == ((0, 1, 2), (3, 4))
 
 
-def test_the_critical_path_goes_back_by_way_of_who_came_last() -> None:
+def test_critical_path_follows_the_last_answer_of_each_cluster() -> None:
     tree = Topology.parse("9-3-1")
     last = {(2, (0, 1, 2)): 1, (1, (3, 4, 5)): 5}
     assert tree.critical_path(last.__getitem__) == [(2, (0, 1, 2)), (1, (3, 4, 5))]
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
-def test_in_a_tree_everybody_is_read_once(widths: list[int]) -> None:
+def test_every_agent_of_a_tree_has_one_reader(widths: list[int]) -> None:
     tree = Topology.tree(*sorted(widths, reverse=True), 1)
     for number in range(len(tree.layers) - 1):
         readers = [tree.readers(number, place) for place in range(tree.widths[number])]
@@ -51,12 +51,12 @@ def test_in_a_tree_everybody_is_read_once(widths: list[int]) -> None:
         (((), ()), ((),)),
     ],
 )
-def test_what_is_no_topology_is_refused(layers: tuple[tuple[tuple[int, ...], ...], ...]) -> None:
+def test_invalid_layers_are_refused(layers: tuple[tuple[tuple[int, ...], ...], ...]) -> None:
     with pytest.raises(ValueError, match=r"layer|read"):
         Topology(layers)
 
 
 @pytest.mark.parametrize("text", ["", "9", "9-3-", "9-3x1", "3-9-1", "9-3-2", "0-1", "a-b"])
-def test_what_cannot_be_read_is_refused(text: str) -> None:
+def test_invalid_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Topology.parse(text)

@@ -101,7 +101,7 @@ def parent(span: ReadableSpan) -> int | None:
     return span.parent.span_id if span.parent is not None else None
 
 
-def test_a_linked_call(telemetry: Telemetry) -> None:
+def test_linked_call_has_spans_of_agent_chat_link_and_prefill(telemetry: Telemetry) -> None:
     tell(telemetry.listener(), LINKED)
     spans = telemetry.spans()
     assert list(spans) == ["link B", "prefill", "chat m", "invoke_agent B"]
@@ -142,7 +142,7 @@ def test_a_linked_call(telemetry: Telemetry) -> None:
     assert all(span.status.is_ok or span.status.is_unset for span in spans.values())
 
 
-def test_what_is_measured(telemetry: Telemetry) -> None:
+def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:
     tell(telemetry.listener(), LINKED)
     (duration,) = telemetry.points("gen_ai.client.operation.duration")
     assert duration.sum == 2.0 and duration.attributes["gen_ai.request.model"] == "m"
@@ -163,7 +163,7 @@ def test_what_is_measured(telemetry: Telemetry) -> None:
     assert links.value == 1 and links.attributes == {"flashmoa.link.reason": "used"}
 
 
-def test_answers_are_recorded_on_request_only(
+def test_answers_are_recorded_only_on_request(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = "gen_ai.output.messages"
@@ -182,7 +182,7 @@ def test_answers_are_recorded_on_request_only(
     assert said == [{"role": "assistant", "parts": parts, "finish_reason": "stop"}]
 
 
-def test_a_failed_call(telemetry: Telemetry) -> None:
+def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
     failed = CallFailed(**CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError")
     closed = LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
     tell(telemetry.listener(), [*LINKED[:3], closed, failed])
@@ -200,7 +200,7 @@ def test_a_failed_call(telemetry: Telemetry) -> None:
     assert links.attributes == {"flashmoa.link.reason": "EngineUnreachable"}
 
 
-def test_a_call_that_failed_before_its_request(telemetry: Telemetry) -> None:
+def test_call_that_failed_before_its_request_has_a_span(telemetry: Telemetry) -> None:
     tell(telemetry.listener(), [CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")])
     (span,) = telemetry.spans().values()
     assert span.name == "invoke_agent B" and times(span) == (5.0, 5.0)
@@ -208,7 +208,7 @@ def test_a_call_that_failed_before_its_request(telemetry: Telemetry) -> None:
     assert telemetry.points("gen_ai.client.operation.duration") == []
 
 
-def test_calls_are_children_of_what_is_current(telemetry: Telemetry) -> None:
+def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
     """And of an agent's own span where there is one, as in AutoGen."""
     tracer = telemetry.tracers.get_tracer("a framework")
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
@@ -226,7 +226,7 @@ def test_calls_are_children_of_what_is_current(telemetry: Telemetry) -> None:
     assert parent(telemetry.spans()["invoke_agent B"]) == other.get_span_context().span_id
 
 
-def test_links_without_a_stream_are_told_of_by_the_call(telemetry: Telemetry) -> None:
+def test_links_without_a_stream_are_events_of_the_call(telemetry: Telemetry) -> None:
     before: list[Event] = [
         LinkWaits(**B, at=1.0, upstream="A", reason="it has tools"),
         UpstreamFailed(**B, at=2.0, upstream="A", failure="error", action="finalize"),
@@ -246,7 +246,7 @@ def test_links_without_a_stream_are_told_of_by_the_call(telemetry: Telemetry) ->
     assert chat.attributes is not None and chat.attributes["flashmoa.link.late"] is True
 
 
-def test_a_link_in_vain_is_a_span_where_it_was_opened(telemetry: Telemetry) -> None:
+def test_unused_link_is_a_child_of_where_it_was_opened(telemetry: Telemetry) -> None:
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
         tell(listener, [*LINKED[:2], UpstreamFailed(**B, upstream="A", failure="x", action="y")])
@@ -257,7 +257,9 @@ def test_a_link_in_vain_is_a_span_where_it_was_opened(telemetry: Telemetry) -> N
     assert link.status.is_unset
 
 
-def test_what_never_ends_is_dropped(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_unfinished_calls_and_links_are_dropped(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(opentelemetry, "_KEPT", 2)
     listener = telemetry.listener()
     for number in range(5):
@@ -274,12 +276,12 @@ def test_what_never_ends_is_dropped(telemetry: Telemetry, monkeypatch: pytest.Mo
         assert span.attributes is not None and span.attributes["error.type"] == "_OTHER"
 
 
-def test_events_nobody_began_are_ignored(telemetry: Telemetry) -> None:
+def test_events_of_unknown_calls_are_ignored(telemetry: Telemetry) -> None:
     tell(telemetry.listener(), [LINKED[4], LINKED[5]])
     assert telemetry.spans() == {}
 
 
-def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_without_opentelemetry_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "flashmoa.observe.opentelemetry")
     with pytest.raises(ImportError, match=r"pip install 'flashmoa\[opentelemetry\]'"):

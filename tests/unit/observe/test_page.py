@@ -1,4 +1,4 @@
-"""The page of a run: its data, and that it is one file. ``tests/integration/page`` opens it in a browser."""
+"""The page of a run: its data, and that it is one file. ``integration/page`` opens it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from flashmoa.cli import trace as command
 from flashmoa.observe import CallFinished, CallStarted, Event, LinkDeclined
-from flashmoa.observe.page import page
-from flashmoa.observe.page.run import run
+from flashmoa.observe.page import page, run_data
 from flashmoa.observe.trace import Trace
 from tests.integration.page.runs import HOSTILE, hostile, long_run
 from tests.unit.observe.test_trace import RUN
@@ -24,8 +23,8 @@ def embedded(document: str) -> dict[str, Any]:
     return json.loads(found[0])
 
 
-def test_its_data() -> None:
-    data = run(RUN)
+def test_run_data_of_lanes_calls_and_notes() -> None:
+    data = run_data(RUN)
     assert [(lane["agent"], lane["engine"]) for lane in data["lanes"]] == [
         ("A", "http://a"),
         ("B", "http://b"),
@@ -38,38 +37,38 @@ def test_its_data() -> None:
     assert data["seconds"] == 10 and data["summary"]["end_to_end"] == 10
 
 
-def test_calls_of_one_agent_at_the_same_time_have_rows() -> None:
+def test_concurrent_calls_of_one_agent_get_rows() -> None:
     events: list[Event] = []
     for name, start, end in (("1", 0, 5), ("2", 1, 3), ("3", 4, 6), ("4", 6, 7)):
         who = {"agent": "A", "engine": "http://e", "call_id": name}
         events += [CallStarted(**who, at=start), CallFinished(**who, at=end)]
-    data = run(events)
+    data = run_data(events)
     assert [call["row"] for call in data["calls"]] == [0, 1, 1, 0]
     assert data["lanes"][0]["rows"] == 2
 
 
-def test_an_agent_without_a_call_has_a_lane_for_what_is_said_of_it() -> None:
+def test_agent_without_a_call_gets_a_lane_for_its_notes() -> None:
     declined = LinkDeclined(agent="C", engine="", at=3.0, reason="why")
-    data = run([*RUN, declined])
+    data = run_data([*RUN, declined])
     assert data["lanes"][-1]["agent"] == "C" and data["notes"][0]["lane"] == 2
-    assert run([])["lanes"] == []
+    assert run_data([])["lanes"] == []
 
 
-def test_it_is_one_file_that_loads_nothing() -> None:
+def test_page_is_one_file_that_loads_nothing() -> None:
     document = page(long_run(3), "run.jsonl")
     assert "default-src 'none'" in document
     assert not re.search(r"<link|@import|\ssrc=|href=|url\((?!#)|fetch\(|XMLHttp", document)
     assert document.count("<script") == 2
 
 
-def test_what_others_wrote_cannot_leave_its_place() -> None:
+def test_agents_texts_cannot_break_out_of_their_element() -> None:
     document = page(hostile(), HOSTILE)
     assert embedded(document)["lanes"][0]["agent"] == HOSTILE
     assert "<img" not in document and document.count("</script>") == 2
     assert document.count("<!--") == 0
 
 
-def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, file = tmp_path / "run.json", tmp_path / "run.html"
     listener = Trace(trace)
     for event in RUN:
@@ -78,13 +77,13 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert f"For a browser: {file}" in shown
     assert "1 of 2 calls found their prompt streams" in " ".join(shown.split())
-    assert embedded(file.read_text()) == json.loads(json.dumps(run(RUN)))
+    assert embedded(file.read_text()) == json.loads(json.dumps(run_data(RUN)))
     with pytest.raises(SystemExit):
         command.main([str(trace), "--html", str(trace)])
     assert "is the trace itself" in capsys.readouterr().err
 
 
-def test_a_trace_is_no_page(tmp_path: Path) -> None:
+def test_trace_cannot_be_written_to_an_html_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"flashmoa trace .*run.jsonl --html .*run.html"):
         Trace(tmp_path / "run.html")
     assert not (tmp_path / "run.html").exists()

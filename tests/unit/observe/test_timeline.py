@@ -20,7 +20,7 @@ EVENTS: list[Event] = [
 ]
 
 
-def test_prefill_is_seen_under_the_upstreams_decode() -> None:
+def test_prefill_is_drawn_under_the_upstreams_decode() -> None:
     rows = draw(lanes(EVENTS), columns=44).splitlines()
     assert rows[0].startswith("A |") and rows[1].startswith("B |")
     assert all(len(row) <= 44 for row in rows[:3])
@@ -31,6 +31,6 @@ def test_prefill_is_seen_under_the_upstreams_decode() -> None:
     assert "10.00 s" in rows[2]
 
 
-def test_a_call_that_never_finished_has_no_bar() -> None:
+def test_unfinished_call_has_no_bar() -> None:
     assert lanes(EVENTS[:2])[0].bars == []
     assert draw(lanes(EVENTS[:1])) == "(nothing happened)"

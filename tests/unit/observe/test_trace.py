@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa.cli import trace as command
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, UpstreamFailed
-from flashmoa.observe.perfetto import perfetto
+from flashmoa.observe.timeline import perfetto
 from flashmoa.observe.trace import Trace, TraceError, read
 from tests.unit.observe.test_timeline import EVENTS
 
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_written_is_read(file: Path) -> None:
+def test_reading_returns_what_was_written(file: Path) -> None:
     assert read(file) == RUN
     # A program that was killed while it wrote.
     whole = file.read_text()
@@ -48,25 +48,25 @@ def test_what_is_written_is_read(file: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["no json", "[]", "{}", '{"event": "Unheard"}', '{"event": "FirstToken", "at": "x"}']
 )
-def test_what_is_no_trace_is_said(file: Path, line: str, capsys: Any) -> None:
+def test_reading_another_file_raises_trace_error(file: Path, line: str, capsys: Any) -> None:
     file.write_text(f"{line}\n{file.read_text()}")
-    with pytest.raises(TraceError, match=r"is no trace, .*; its line 1 is no event"):
+    with pytest.raises(TraceError, match=r"is not a trace, .*; its line 1 is not an event"):
         read(file)
     assert command.main([str(file)]) == 1
-    assert "line 1 is no event" in capsys.readouterr().err
+    assert "line 1 is not an event" in capsys.readouterr().err
     assert command.main([f"{file}-missing"]) == 1
-    assert "there is no file" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
-def test_what_is_no_trace_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_kept(tmp_path: Path) -> None:
     program = tmp_path / "team.py"
     program.write_text("print('Hello!')\n")
-    with pytest.raises(ValueError, match="is not overwritten"):
+    with pytest.raises(ValueError, match="is not a trace; give another name"):
         Trace(program)
     assert program.read_text() == "print('Hello!')\n"
 
 
-def test_it_is_shown(file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_command_shows_timeline_calls_and_links(file: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "perfetto.json"
     assert command.main([str(file), "--perfetto", str(out)]) == 0
     shown = capsys.readouterr().out
@@ -76,10 +76,10 @@ def test_it_is_shown(file: Path, tmp_path: Path, capsys: Any) -> None:
     assert json.loads(out.read_text()) == perfetto(RUN)
     file.write_text("")
     assert command.main([str(file)]) == 0
-    assert "No call was finished" in capsys.readouterr().out
+    assert "No call in this trace has finished" in capsys.readouterr().out
 
 
-def test_perfetto_has_the_overlap() -> None:
+def test_perfetto_shows_prefill_during_upstream_decode() -> None:
     events: list[dict[str, Any]] = perfetto(RUN)["traceEvents"]
     threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}

@@ -7,8 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from flashmoa_sglang.internals.modules import Module
-from flashmoa_sglang.internals.source import Source
+from flashmoa_sglang.internals.sglang_source import Module, Source
 
 
 def sglang() -> Path:
@@ -36,7 +35,7 @@ class Renamed(Source):
 
     def read(self, name: str) -> Module | None:
         usual = installed().module(name)
-        if usual is None or not usual.mentions(self._name):
+        if usual is None or self._name not in usual.text:
             return usual
         return super().read(name)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoa_sglang.asyncep.experts import Experts, in_host_memory
+from flashmoa_sglang.asyncep.experts import Experts, Packing, in_host_memory
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.packing import Packing
-from flashmoa_sglang.asyncep.rotation import Rotation
+from flashmoa_sglang.asyncep.slots import Rotation
 from hypothesis import given
 from hypothesis import strategies as st
 

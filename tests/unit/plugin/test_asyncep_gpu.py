@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.asyncep import experts as experts_module
-from flashmoa_sglang.asyncep.copying import StreamCopying
-from flashmoa_sglang.asyncep.experts import Experts, HostExperts, in_host_memory
+from flashmoa_sglang.asyncep.experts import Experts, HostExperts, in_host_memory, pinned
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.pinned import pinned
+from flashmoa_sglang.asyncep.slots import StreamCopying
 
 
 class Stream:

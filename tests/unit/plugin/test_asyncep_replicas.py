@@ -16,8 +16,7 @@ import pytest
 import torch
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
 from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
-from flashmoa_sglang.asyncep.segments import mapped, sealed
-from flashmoa_sglang.asyncep.sharing import rows, share_with
+from flashmoa_sglang.asyncep.sharing import mapped, rows, sealed, share_with
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from flashmoa_sglang import internals, plugin, releases
-from flashmoa_sglang.internals import names, ours
+from flashmoa_sglang.internals import names, plugin_source
 from flashmoa_sglang.internals.check import Check
-from flashmoa_sglang.internals.source import Source
-from flashmoa_sglang.internals.use import Use
-from flashmoa_sglang.internals.walk import Walk
+from flashmoa_sglang.internals.sglang_source import Source
+from flashmoa_sglang.internals.walk import Use, Walk
 
 from tests.unit.plugin.renamed import Renamed, copy_renamed, installed
 
@@ -78,24 +77,26 @@ def test_a_renamed_name_is_missed(feature: str, name: str) -> None:
 @pytest.mark.parametrize("release", releases.TESTED)
 def test_all_that_the_plugin_does_to_objects_of_sglang_is_understood(release: str) -> None:
     """What fails here needs a line in ``internals/names.py`` that says what it is."""
-    assert [one for walk in ours.walks(release) for one in walk.unclear] == []
+    assert [one for walk in plugin_source.walks(release) for one in walk.unclear] == []
 
 
 def test_names_tell_of_nothing_that_is_not_there() -> None:
-    walked = [walk for release in releases.TESTED for walk in ours.walks(release)]
+    walked = [walk for release in releases.TESTED for walk in plugin_source.walks(release)]
     functions = {where for walk in walked for where in walk.functions}
     told = {where for where, _, _ in names.BY_STRING}
     told |= {where for some in names.NOT_NEEDED.values() for where, _ in some}
     assert told <= functions
     defined = {re.split("[:.]", where)[-1] for where in functions}
-    returned = {name.removesuffix("{}") for name in names.NAMES if name.endswith("{}")} - {"fields"}
+    returned = {name.removesuffix("{}") for name in names.NAMES if name.endswith("{}")}
     assert returned <= defined
     plugin_folder = Path(plugin.__file__).parent
     assert all((plugin_folder / file).is_file() for file in names.IN_FILE)
 
 
 def test_only_what_the_installed_release_comes_to_is_looked_for() -> None:
-    used = {release: {use.name for use in ours.uses(release)} for release in releases.TESTED}
+    used = {
+        release: {use.name for use in plugin_source.uses(release)} for release in releases.TESTED
+    }
     assert "extend_range" in used["0.5.18"] and "prefix_len" not in used["0.5.18"]
     # 0.5.18's function, that 0.5.23 has not replaced; and one that it has.
     assert "needs_host_load_back" in used["0.5.23"] and "extend_range" not in used["0.5.23"]
@@ -154,7 +155,7 @@ def test_each_feature_is_looked_at_where_it_is_on(
     "name", ["waiting_queue", "sock_send", "inc_lock_ref", "num_reserved_tokens", "flush_cache"]
 )
 def test_a_start_stops_with_the_name_that_is_missing(name: str, tmp_path: Path) -> None:
-    used = next((use for use in ours.uses(releases.installed()) if use.name == name), None)
+    used = next((use for use in plugin_source.uses(releases.installed()) if use.name == name), None)
     if used is None and name != "flush_cache":
         pytest.skip(f"{name} is not used of SGLang {releases.installed()}")
     path = [str(copy_renamed(tmp_path, name)), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

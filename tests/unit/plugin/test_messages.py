@@ -16,7 +16,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.cli import bench, trace
 from flashmoa.engine import BadAnswer, EngineClient, EngineUnreachable, PluginMissing, engine_url
-from flashmoa.engine.errors import RequestRefused
+from flashmoa.errors import RequestRefused
 from flashmoa.observe import LinkClosed
 from flashmoa.observe.trace import Trace
 
@@ -55,7 +55,7 @@ async def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFi
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert trace.main([str(tmp_path / "binary")]) == 1
-    assert "is no trace: it is not text" in capsys.readouterr().err
+    assert "is not a trace: it is not text" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_a_trace_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_a_full_disk_ends_a_trace_and_is_said_once(caplog: pytest.LogCaptureFixt
         for _ in range(3):
             write(LinkClosed(agent="a", engine="e", stream_id=None, reason="used"))
     (record,) = caplog.records
-    assert "The trace ends here" in record.getMessage()
+    assert "ends here" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ async def test_what_is_no_engine() -> None:
                 async for _ in deltas:
                     pass
     async with answering(404, html="<html>") as client:
-        with pytest.raises(PluginMissing, match="or is no engine"):
+        with pytest.raises(PluginMissing, match="or it is not an engine"):
             await client.info()
     async with answering(401, json={"error": "Unauthorized"}) as client:
         with pytest.raises(RequestRefused, match="give it as api_key"):

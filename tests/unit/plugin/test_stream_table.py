@@ -16,7 +16,7 @@ torchvision_ops.allow_mismatched_build()
 from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
 from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
-from flashmoa_sglang.http.errors import Draining  # noqa: E402
+from flashmoa_sglang.http.errors import EngineDraining  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 from flashmoa_sglang.releases import RELEASE, Release0523  # noqa: E402
@@ -97,14 +97,14 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
     engine.draining = True
     assert await gone(table, busy) == "drained"
     assert len(engine.aborted) == 1
-    with pytest.raises(Draining):
+    with pytest.raises(EngineDraining):
         opened(table)
 
 
 async def test_a_mistake_is_said_once_and_ends_nothing(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.http.keeper._PAUSE_AFTER_MISTAKE", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
     table = StreamTable(engine)  # type: ignore[arg-type]
     engine.mistake = ZeroDivisionError("a mistake of ours")
     with caplog.at_level(logging.ERROR):

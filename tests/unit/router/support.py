@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashmoa.router.blocks import Blocks, token_blocks
 from flashmoa.router.flops import Measure, TokenCount, TrueFlops
-from flashmoa.router.policies import EngineTraits, Policy, Waiting
+from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa.router.prefix_aware import PrefixAware
 
 SIZE = 4
@@ -39,4 +39,4 @@ def policy(engines: int, measure: Measure, limit: int | None, patience: float = 
 
 def place(routing: Policy, name: str, prompt: Blocks) -> str | None:
     """Where a request goes that is alone in the queue."""
-    return routing.route([Waiting(name, prompt)]).get(name)
+    return routing.route([WaitingRequest(name, prompt)]).get(name)

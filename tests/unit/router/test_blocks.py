@@ -9,7 +9,7 @@ from tests.unit.router.support import PROMPTS, SIZE, blocks, prefixes
 
 
 @given(one=PROMPTS, other=PROMPTS)
-def test_hashes_are_equal_exactly_as_far_as_blocks_are(one: list[int], other: list[int]) -> None:
+def test_hashes_are_equal_exactly_up_to_the_shared_prefix(one: list[int], other: list[int]) -> None:
     shared = len(prefixes(one) & prefixes(other))
     pairs = zip(blocks(one).hashes, blocks(other).hashes, strict=False)
     assert [a == b for a, b in pairs].count(True) == shared
@@ -17,7 +17,7 @@ def test_hashes_are_equal_exactly_as_far_as_blocks_are(one: list[int], other: li
     assert len(blocks(one).hashes) == len(one) // SIZE
 
 
-def test_a_salt_and_a_text_are_prompts_of_their_own() -> None:
+def test_salted_and_text_prompts_share_no_hashes_with_plain_tokens() -> None:
     tokens = list(range(8))
     assert not set(token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
     text = text_blocks("x" * 130)
@@ -25,7 +25,7 @@ def test_a_salt_and_a_text_are_prompts_of_their_own() -> None:
     assert text_blocks("x" * 130 + "\ud800").hashes == text.hashes
 
 
-def test_the_last_token_is_always_computed() -> None:
+def test_last_token_is_always_computed() -> None:
     assert blocks([1] * 8).tokens(2) == 7
     assert blocks([1] * 9).tokens(2) == 8
     assert blocks([]).tokens(0) == 0

@@ -9,8 +9,9 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from flashmoa.router.connections import Connections, EngineLost, connections
-from flashmoa.router.paths import Repeat, repeat
+from flashmoa.router.client_requests import Repeat, repeat_rule
+from flashmoa.router.connections import Connections, connections
+from flashmoa.router.errors import EngineLost
 
 pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -78,47 +79,47 @@ class Server:
                 await client.receive()
 
 
-async def asked(http: Connections, url: str, times: Repeat) -> tuple[int, bytes | None]:
+async def send(http: Connections, url: str, times: Repeat) -> tuple[int, bytes | None]:
     answer, content = await http.exchange("POST", url, {}, b"body", times)
     answer.close()
     return answer.status, content
 
 
-async def test_a_connection_is_kept() -> None:
+async def test_connection_is_kept() -> None:
     server = Server((GOOD, GOOD))
     async with server.listening() as url, connections() as http:
         for _ in range(2):
-            assert await asked(http, url, Repeat.NEVER) == (200, b"ok")
+            assert await send(http, url, Repeat.NEVER) == (200, b"ok")
     assert server.seen == [0, 0]
 
 
 @pytest.mark.parametrize("answer", [BAD, LAST])
-async def test_a_connection_that_will_be_closed_is_not_used_again(answer: bytes) -> None:
+async def test_connection_that_will_be_closed_is_not_reused(answer: bytes) -> None:
     """SGLang says nothing of it after an error of its own."""
     server = Server((answer,), (GOOD,))
     async with server.listening() as url, connections() as http:
-        assert (await asked(http, url, Repeat.NEVER))[0] == int(answer[9:12])
-        assert await asked(http, url, Repeat.NEVER) == (200, b"ok")
+        assert (await send(http, url, Repeat.NEVER))[0] == int(answer[9:12])
+        assert await send(http, url, Repeat.NEVER) == (200, b"ok")
     assert server.seen == [0, 1]
 
 
-async def test_nor_is_it_where_the_rest_of_the_answer_comes_later() -> None:
+async def test_connection_is_not_reused_after_a_streamed_error() -> None:
     server = Server((EVENTS,), (GOOD,))
     async with server.listening() as url, connections() as http:
         answer, content = await http.exchange("POST", url, {}, b"body", Repeat.NEVER)
         assert (answer.status, content) == (500, None)
         server.rest.set()
         assert await answer.read() == b"no"
-        assert await asked(http, url, Repeat.NEVER) == (200, b"ok")
+        assert await send(http, url, Repeat.NEVER) == (200, b"ok")
     assert server.seen == [0, 1]
 
 
 @pytest.mark.parametrize("times", [Repeat.ALWAYS, Repeat.UNANSWERED])
-async def test_what_is_lost_on_a_used_connection_is_asked_again(times: Repeat) -> None:
+async def test_request_lost_on_a_reused_connection_is_repeated(times: Repeat) -> None:
     server = Server((GOOD, CLOSE), (GOOD,), (GOOD,))
     async with server.listening() as url, connections() as http:
         for _ in range(3):
-            assert await asked(http, url, times) == (200, b"ok")
+            assert await send(http, url, times) == (200, b"ok")
     # Once; on a connection that nothing else is sent on.
     assert server.seen == [0, 0, 1, 2]
 
@@ -131,38 +132,38 @@ async def test_what_is_lost_on_a_used_connection_is_asked_again(times: Repeat) -
         (Repeat.UNANSWERED, (CLOSE,)),
     ],
 )
-async def test_what_an_engine_may_have_done_is_not_done_again(
+async def test_request_that_may_have_been_done_is_not_repeated(
     times: Repeat, script: tuple[bytes, ...]
 ) -> None:
     server = Server(script, (GOOD,))
     async with server.listening() as url, connections() as http:
         for _ in script[1:]:
-            await asked(http, url, times)
+            await send(http, url, times)
         with pytest.raises(EngineLost) as lost:
-            await asked(http, url, times)
+            await send(http, url, times)
     assert lost.value.reached and server.seen == [0] * len(script)
 
 
 @pytest.mark.parametrize("script", [(GOOD, CLOSE), (GOOD, HALF), (CLOSE,), (HALF,)])
-async def test_what_is_harmless_to_repeat_is_repeated_once(script: tuple[bytes, ...]) -> None:
+async def test_idempotent_request_is_repeated_once(script: tuple[bytes, ...]) -> None:
     server = Server(script, (GOOD,), (CLOSE,), (CLOSE,))
     async with server.listening() as url, connections() as http:
         for _ in script:
-            assert await asked(http, url, Repeat.ALWAYS) == (200, b"ok")
+            assert await send(http, url, Repeat.ALWAYS) == (200, b"ok")
         with pytest.raises(EngineLost):
-            await asked(http, url, Repeat.ALWAYS)
+            await send(http, url, Repeat.ALWAYS)
     assert server.seen == [*[0] * len(script), 1, 2, 3]
 
 
-async def test_an_engine_that_is_gone_the_second_time_was_reached_the_first_time() -> None:
+async def test_engine_gone_at_the_second_attempt_counts_as_reached() -> None:
     server = Server((GOOD, END))
     async with server.listening() as url, connections() as http:
-        await asked(http, url, Repeat.UNANSWERED)
+        await send(http, url, Repeat.UNANSWERED)
         with pytest.raises(EngineLost) as lost:
-            await asked(http, url, Repeat.UNANSWERED)
+            await send(http, url, Repeat.UNANSWERED)
         assert lost.value.reached and server.seen == [0, 0]
         with pytest.raises(EngineLost) as lost:
-            await asked(http, url, Repeat.UNANSWERED)
+            await send(http, url, Repeat.UNANSWERED)
     assert not lost.value.reached
 
 
@@ -180,5 +181,5 @@ async def test_an_engine_that_is_gone_the_second_time_was_reached_the_first_time
         ("POST", "/prompt_streams/1/append/x", Repeat.NEVER),
     ],
 )
-def test_only_what_is_harmless_is_repeated(method: str, path: str, expected: Repeat) -> None:
-    assert repeat(method, path) is expected
+def test_repeat_rule_of_each_route(method: str, path: str, expected: Repeat) -> None:
+    assert repeat_rule(method, path) is expected

@@ -18,20 +18,18 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.router.blocks import token_blocks
+from flashmoa.router.blocks import PageMirror, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.event_sources import EventSource, event_sources
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.kv_events import PageMirror
+from flashmoa.router.kv_events import EngineBlocks, EventSource, KvEventSubscriber, event_sources
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.subscriber import EngineBlocks, Subscriber
 from tests.unit.router.support import PROMPTS, SIZE, blocks
 
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 STORED: list[object] = ["BlockStored", [1, 2], None, [1] * 32, 16, None, "GPU"]
-NOBODY = EventSource("tcp://nobody:1")
+UNUSED = EventSource("tcp://unused:1")
 
 
 def batch(*events: list[object], written: float = 0.0) -> bytes:
@@ -43,7 +41,7 @@ def batch(*events: list[object], written: float = 0.0) -> bytes:
     page=st.sampled_from([1, 2, 3, 4, 8]),
     seed=st.integers(0, 1000),
 )
-def test_what_an_engine_reports_is_what_prompts_hash_to(
+def test_reported_pages_become_the_hashes_of_prompts(
     prompts: list[list[int]], page: int, seed: int
 ) -> None:
     """Against an engine whose cache is a set of page prefixes, evicted from their ends."""
@@ -88,9 +86,9 @@ def one_engine() -> tuple[PrefixAware, Dispatcher]:
     return policy, dispatcher
 
 
-def test_a_gap_in_an_engine_s_events_empties_its_table() -> None:
+def test_gap_in_an_engine_s_events_empties_its_table() -> None:
     policy, dispatcher = one_engine()
-    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     heard.receive(4, batch(STORED))
     assert policy.matched("a", PROMPT) == 31
     heard.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
@@ -106,20 +104,20 @@ def test_a_gap_in_an_engine_s_events_empties_its_table() -> None:
     assert policy.cached_blocks("a") == 0
 
 
-def test_tokens_may_come_as_pairs() -> None:
+def test_tokens_of_speculative_decoding_come_as_pairs() -> None:
     """As an engine with speculative decoding tells them."""
     policy, dispatcher = one_engine()
-    heard = Subscriber(EngineBlocks(dispatcher, "a"), NOBODY)
+    heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     tokens = list(range(33))
     kind, pages, parent, _, size, *more = STORED
     heard.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
     assert policy.matched("a", token_blocks(tokens)) == 32
 
 
-def test_a_block_is_there_as_long_as_one_rank_has_it() -> None:
+def test_block_counts_as_long_as_one_rank_has_it() -> None:
     policy, dispatcher = one_engine()
     shared = EngineBlocks(dispatcher, "a", ranks=2)
-    ranks = [Subscriber(shared, NOBODY) for _ in range(2)]
+    ranks = [KvEventSubscriber(shared, UNUSED) for _ in range(2)]
     for rank in ranks:
         rank.receive(0, batch(STORED))
     ranks[0].receive(1, batch(["BlockRemoved", [2], "GPU"]))
@@ -139,7 +137,7 @@ class Publisher:
         self._live = live
         self._again = again
         self._kept: list[tuple[int, bytes]] = []
-        self.asked: list[int] = []
+        self.replays: list[int] = []
 
     async def publish(self, sequence: int, payload: bytes, *, lost: bool = False) -> None:
         self._kept.append((sequence, payload))
@@ -152,9 +150,9 @@ class Publisher:
     async def run(self) -> None:
         while True:
             client, _, first = await self._again.recv_multipart()
-            self.asked.append(int.from_bytes(first, "big"))
+            self.replays.append(int.from_bytes(first, "big"))
             for sequence, payload in self._kept:
-                if sequence >= self.asked[-1]:
+                if sequence >= self.replays[-1]:
                     number = sequence.to_bytes(8, "big")
                     await self._again.send_multipart([client, b"", number, payload])
             await self._again.send_multipart([client, b"", b"\xff" * 8, b""])
@@ -178,7 +176,7 @@ async def publishing() -> AsyncGenerator[tuple[Publisher, EventSource]]:
         context.term()
 
 
-async def test_what_was_not_heard_is_asked_for() -> None:
+async def test_missed_events_are_replayed() -> None:
     policy, dispatcher = one_engine()
     other: list[object] = ["BlockStored", [3, 4], None, [2] * 32, 16, None, "GPU"]
     third: list[object] = ["BlockStored", [5, 6], None, [3] * 32, 16, None, "GPU"]
@@ -191,7 +189,7 @@ async def test_what_was_not_heard_is_asked_for() -> None:
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
         # Before anybody listened.
         await publisher.publish(0, batch(STORED, written=1.0))
-        group.start_soon(Subscriber(EngineBlocks(dispatcher, "a"), source).run)
+        group.start_soon(KvEventSubscriber(EngineBlocks(dispatcher, "a"), source).run)
         await until(2)
         # A subscription takes a moment; this one is heard, replayed, or both.
         await publisher.publish(1, batch(other, written=2.0), lost=True)
@@ -202,12 +200,12 @@ async def test_what_was_not_heard_is_asked_for() -> None:
                 await publisher.publish(sequence, batch(written=sequence + 1.0))
                 sequence += 1
                 await anyio.sleep(0.005)
-        assert publisher.asked[:2] == [0, 1]
+        assert publisher.replays[:2] == [0, 1]
         # Another engine at the same address.
         publisher.restart()
         await publisher.publish(0, batch(STORED, written=1000.0))
         await until(2)
-        assert publisher.asked[-1] == 0
+        assert publisher.replays[-1] == 0
         group.cancel_scope.cancel()
 
 
@@ -244,7 +242,7 @@ CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tc
         ),
     ],
 )
-def test_where_an_engine_says_it_publishes(
+def test_event_sources_of_server_info(
     told: dict[str, Any], expected: tuple[EventSource, ...]
 ) -> None:
     assert event_sources("http://host:30000", told) == expected

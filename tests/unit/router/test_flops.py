@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.router.flops import Measure, TokenCount, saturation
-from flashmoa.router.shape import UnknownShape, true_flops
+from flashmoa.router.flops import Measure, TokenCount, UnknownShape, saturation, true_flops
 from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 QWEN3_8B = {
@@ -55,7 +54,7 @@ def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
     assert routing.load("e0") == FLOPS.work(0, 100) + 10 * FLOPS.work(100, 120)
 
 
-def test_the_threshold_is_a_full_batch_and_more_where_transfers_show() -> None:
+def test_saturation_is_a_full_batch_and_more_with_exposed_transfers() -> None:
     measure = TokenCount()
     assert saturation(measure, 1000) == 1200
     assert saturation(measure, 1000, exposed=0.5) == 1200
@@ -98,6 +97,6 @@ def test_flops_of_latent_attention_and_shared_experts() -> None:
         ({k: v for k, v in QWEN3_8B.items() if k != "intermediate_size"}, "intermediate_size"),
     ],
 )
-def test_a_shape_that_is_not_known_says_what_is_missing(config: dict[str, int], said: str) -> None:
+def test_unknown_shape_names_the_missing_field(config: dict[str, int], said: str) -> None:
     with pytest.raises(UnknownShape, match=said):
         true_flops(config)

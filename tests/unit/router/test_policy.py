@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.router.cascade import Candidate, choose
 from flashmoa.router.flops import Measure, TokenCount
-from flashmoa.router.policies import EngineTraits, Waiting
+from flashmoa.router.policies import EngineTraits, WaitingRequest
+from flashmoa.router.prefix_aware import EngineCandidate, choose_engine
 from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 CANDIDATES = st.lists(
     st.builds(
-        Candidate,
+        EngineCandidate,
         engine=st.uuids().map(str),
         matched=st.integers(0, 3),
         cost=st.integers(0, 4),
@@ -28,10 +28,10 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES, patience=st.sampled_from([0, 1, 8]))
-def test_the_choice_is_the_best_of_those_that_are_not_saturated(
-    candidates: list[Candidate], patience: int
+def test_choice_is_the_best_unsaturated_engine_unless_waiting_pays(
+    candidates: list[EngineCandidate], patience: int
 ) -> None:
-    chosen = choose(candidates, patience)
+    chosen = choose_engine(candidates, patience)
     free = [one for one in candidates if not one.saturated]
     if not free:
         assert chosen is None
@@ -57,14 +57,14 @@ def test_the_choice_is_the_best_of_those_that_are_not_saturated(
     limit=st.integers(1, 200),
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=60),
 )
-def test_a_round_fills_each_engine_to_the_threshold_and_by_one_request_more(
+def test_round_overfills_each_engine_by_at_most_one_request(
     measure: Measure, engines: int, limit: int, prompts: list[list[int]]
 ) -> None:
     routing = policy(engines, measure, limit)
     most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
-    queue = [Waiting(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
+    queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
-    # In order of arrival, and nobody is overtaken.
+    # In order of arrival: no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
     loads = [routing.load(f"e{number}") for number in range(engines)]
     assert all(load < limit + most for load in loads)
@@ -84,14 +84,14 @@ def test_a_round_fills_each_engine_to_the_threshold_and_by_one_request_more(
         st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12), max_size=5
     ),
 )
-def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
+def test_requests_wait_beside_free_engines_only_for_a_saturated_one(
     measure: Measure, engines: int, limit: int, patience: float, rounds: list[list[list[int]]]
 ) -> None:
     routing = policy(engines, measure, limit, patience)
     names = [f"e{number}" for number in range(engines)]
-    queue: list[Waiting] = []
+    queue: list[WaitingRequest] = []
     for number, prompts in enumerate(rounds):
-        queue += [Waiting(f"{number}/{n}", blocks(one)) for n, one in enumerate(prompts)]
+        queue += [WaitingRequest(f"{number}/{n}", blocks(one)) for n, one in enumerate(prompts)]
         placed = routing.route(queue)
         queue = [one for one in queue if one.request not in placed]
         room = {name for name in names if not routing.is_saturated(name)}
@@ -111,13 +111,16 @@ def test_who_waits_though_engines_have_room_waits_for_a_saturated_one(
             assert best > 0 and not any(matched[name] == best for name in room)
 
 
-def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
+def test_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     routing = policy(2, TokenCount(), 10, patience=2.0)
     document = [7] * 16
-    queue = [Waiting("first", blocks(document)), Waiting("other", blocks([1] * 4))]
+    queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
     # 16 of 17 tokens saved, twice, and 16 to be computed before: it waits.
-    queue = [Waiting("sibling", blocks([*document, 1])), Waiting("stranger", blocks([2] * 4))]
+    queue = [
+        WaitingRequest("sibling", blocks([*document, 1])),
+        WaitingRequest("stranger", blocks([2] * 4)),
+    ]
     assert routing.route(queue) == {"stranger": "e1"}
     # 4 of 8 tokens saved, twice, and 8 more to be computed than elsewhere: it does not.
     routing.computed("other")
@@ -127,34 +130,34 @@ def test_a_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
-def test_an_idle_engine_takes_what_would_be_done_later() -> None:
+def test_idle_engine_takes_requests_that_would_be_done_later() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.stored("e0", blocks(document).hashes)
-    routing.admit(Waiting("long", blocks([1] * 20)), "e0")
+    routing.admit(WaitingRequest("long", blocks([1] * 20)), "e0")
     # 16 tokens to compute again, or 20 to be computed before: one does; others wait, for either.
     assert routing.route(queue) == {"0": "e1"}
     routing.computed("0")
     assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
 
 
-def test_nobody_computes_a_prefix_again_that_is_being_computed() -> None:
+def test_prefix_under_way_is_not_computed_again() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     # Though the other engine has nothing to do: it would take as long.
     assert routing.route(queue) == {"0": "e0"}
     routing.computed("0")
     assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
 
 
-def test_what_an_idle_engine_takes_draws_others_there() -> None:
+def test_prefix_that_an_idle_engine_takes_draws_siblings_there() -> None:
     routing = policy(2, TokenCount(), 30, patience=9.0)
     document = [7] * 16
-    queue = [Waiting(str(number), blocks([*document, number])) for number in range(3)]
+    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.stored("e0", blocks(document).hashes)
-    routing.admit(Waiting("long", blocks([1] * 40)), "e0")
+    routing.admit(WaitingRequest("long", blocks([1] * 40)), "e0")
     assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
 
 
@@ -164,7 +167,7 @@ def test_what_an_idle_engine_takes_draws_others_there() -> None:
     measure=MEASURES,
     limit=st.one_of(st.none(), st.integers(1, 300)),
 )
-def test_whatever_happens_loads_are_those_of_what_is_left(
+def test_loads_are_always_those_of_the_work_left(
     seed: int, measure: Measure, limit: int | None
 ) -> None:
     """Requests come, are computed, end or fail; engines report, die and come back."""
@@ -209,7 +212,7 @@ def test_whatever_happens_loads_are_those_of_what_is_left(
     assert all(routing.load(engine) == 0 for engine in alive)
 
 
-def test_a_burst_of_siblings_goes_where_the_first_one_went_and_spills_when_that_is_full() -> None:
+def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full() -> None:
     routing = policy(2, TokenCount(), 30)
     document = [7] * 16
     siblings = [blocks([*document, number, number]) for number in range(14)]
@@ -223,7 +226,7 @@ def test_a_burst_of_siblings_goes_where_the_first_one_went_and_spills_when_that_
     assert place(routing, "late", siblings[0]) == "e1"
 
 
-def test_an_engine_that_left_is_forgotten() -> None:
+def test_engine_that_left_is_forgotten() -> None:
     routing = policy(2, TokenCount(), None)
     prompt = blocks([1] * 17)
     assert place(routing, "a", prompt) == "e0"
@@ -238,21 +241,21 @@ def test_an_engine_that_left_is_forgotten() -> None:
     assert place(routing, "c", prompt) is None
 
 
-def test_a_prompt_that_an_engine_has_already_is_no_work() -> None:
+def test_prompt_that_an_engine_has_already_costs_nothing() -> None:
     routing = policy(2, TokenCount(), 40)
     prompt = blocks([1] * 41)
-    routing.admit(Waiting("a", prompt), "e1", cached=prompt.length)
+    routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
     assert routing.load("e1") == 0 and routing.matched("e1", prompt) == 40
-    with pytest.raises(ValueError, match="routed already"):
-        routing.admit(Waiting("a", prompt), "e0")
+    with pytest.raises(ValueError, match="has an engine already"):
+        routing.admit(WaitingRequest("a", prompt), "e0")
     routing.computed("a")
     routing.end("a")
     assert place(routing, "b", prompt) == "e1"
-    routing.admit(Waiting("c", blocks([2] * 41)), "e1")
+    routing.admit(WaitingRequest("c", blocks([2] * 41)), "e1")
     assert routing.load("e1") == 42
 
 
-def test_a_failed_request_takes_its_promise_back_and_a_computed_one_keeps_it() -> None:
+def test_failed_request_withdraws_its_promise_and_a_computed_one_keeps_it() -> None:
     routing = policy(1, TokenCount(), None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)

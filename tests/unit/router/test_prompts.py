@@ -6,13 +6,13 @@ import httpx
 import pytest
 
 from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
-from flashmoa.router.prompts import Prompts
+from flashmoa.router.prompts import PromptHasher
 
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 
 
-async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
+async def test_engine_tokenises_each_prompt_once() -> None:
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -22,7 +22,7 @@ async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
         return httpx.Response(200, json={"tokens": [1] * 32})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        prompts = Prompts(http, lambda: True, remembered=3)
+        prompts = PromptHasher(http, lambda: True, max_remembered=3)
         for _ in range(2):
             assert await prompts.blocks({"text": "a b"}, "http://ours", {}) == PROMPT
         assert await prompts.blocks({"input_ids": [1] * 32}, "http://ours", {}) == PROMPT
@@ -34,28 +34,28 @@ async def test_prompts_are_tokenised_by_the_engine_and_remembered() -> None:
     assert asked == ["ours", "ours", "plain"]
 
 
-async def test_a_prompt_is_known_at_once_where_nobody_has_to_be_asked() -> None:
+async def test_known_blocks_ask_no_engine() -> None:
     async with httpx.AsyncClient() as http:
         text = {"text": "a" * 200}
-        assert Prompts(http, lambda: False).at_once(text) == text_blocks("a" * 200)
-        asking = Prompts(http, lambda: True)
-        assert asking.at_once(text) == Blocks((), 50)
-        assert asking.at_once({"input_ids": [1] * 32}) == PROMPT
+        assert PromptHasher(http, lambda: False).known_blocks(text) == text_blocks("a" * 200)
+        asking = PromptHasher(http, lambda: True)
+        assert asking.known_blocks(text) == Blocks((), 50)
+        assert asking.known_blocks({"input_ids": [1] * 32}) == PROMPT
 
 
-async def test_embeddings_have_prompts_too() -> None:
+async def test_input_of_embeddings_is_a_prompt() -> None:
     async with httpx.AsyncClient() as http:
-        prompts = Prompts(http, lambda: False)
+        prompts = PromptHasher(http, lambda: False)
         assert await prompts.blocks({"input": "a" * 200}, "", {}) == text_blocks("a" * 200)
         assert await prompts.blocks({"input": [1] * 32}, "", {}) == PROMPT
         many = await prompts.blocks({"input": ["a" * 100, "b" * 100]}, "", {})
         assert many.length == 50
 
 
-async def test_what_is_scored_has_a_prompt_that_begins_with_its_query() -> None:
+async def test_prompt_of_scores_begins_with_the_query() -> None:
     query, documents = "a" * 200, ["b" * 100, "c" * 100]
     async with httpx.AsyncClient() as http:
-        prompts = Prompts(http, lambda: False)
+        prompts = PromptHasher(http, lambda: False)
         for name in ("items", "documents"):
             told = await prompts.blocks({"query": query, name: documents}, "", {})
             assert told == text_blocks(query + "".join(documents))

@@ -12,34 +12,33 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flashmoa.router.application import application
-from flashmoa.router.options import RouterOptions
-from flashmoa.router.paths import CHAT, GENERATE, ROUTED, STREAMS
-from tests.unit.router.asked import KEY, Asked, Engine, pair, routing, running
+from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.client_requests import CHAT, GENERATE, ROUTED, STREAMS
+from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, pair, routing, running
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_how_many_streams_are_open_is_all_that_is_said_of_them() -> None:
-    async with routing(Engine("a", "b"), Engine("c")) as asked:
-        assert await asked("GET", STREAMS, headers=KEY) == (200, b'{"open": 3}')
+async def test_streams_are_only_counted_never_named() -> None:
+    async with routing(FakeEngine("a", "b"), FakeEngine("c")) as client:
+        assert await client("GET", STREAMS, headers=KEY) == (200, b'{"open": 3}')
         for path in ("/metrics", "/flashmoa/info"):
-            _, page = await asked("GET", path, headers=KEY)
+            _, page = await client("GET", path, headers=KEY)
             assert b"prompt_streams/" not in page
 
 
-async def test_a_stream_s_requests_go_to_its_engine() -> None:
-    engines = [Engine("a"), Engine("b")]
-    async with routing(*engines) as asked:
+async def test_requests_about_a_stream_go_to_its_engine() -> None:
+    engines = [FakeEngine("a"), FakeEngine("b")]
+    async with routing(*engines) as client:
         for method, rest in (("POST", "/keep_alive"), ("POST", "/append"), ("GET", "")):
-            assert (await asked(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
-        status, content = await asked("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
+            assert (await client(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
+        status, content = await client("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
         assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
     # It was looked for once.
     looked = ["GET /prompt_streams/b", "GET /prompt_streams/c"]
-    assert engines[0].asked == looked
+    assert engines[0].requests == looked
     ours = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
-    assert engines[1].asked == [looked[0], *ours, looked[0], looked[1]]
+    assert engines[1].requests == [looked[0], *ours, looked[0], looked[1]]
 
 
 REFUSED = [
@@ -52,38 +51,38 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
-async def test_who_has_no_key_is_let_in_nowhere(headers: dict[str, str]) -> None:
-    engine, body = Engine("a"), b'{"text": "x", "prompt_stream_id": "a"}'
-    async with routing(engine) as asked:
+async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> None:
+    engine, body = FakeEngine("a"), b'{"text": "x", "prompt_stream_id": "a"}'
+    async with routing(engine) as client:
         # Its router knows the stream, and the prompt.
         for path in (STREAMS, GENERATE):
-            assert (await asked("POST", path, body, KEY))[0] == 200
-        known = list(engine.asked)
+            assert (await client("POST", path, body, KEY))[0] == 200
+        known = list(engine.requests)
         for method, path in REFUSED:
-            assert (await asked(method, path, body, headers))[0] == 401, path
-        assert engine.asked == known
+            assert (await client(method, path, body, headers))[0] == 401, path
+        assert engine.requests == known
         # It has not forgotten where the stream is.
-        assert (await asked("GET", f"{STREAMS}/a", headers=KEY))[0] == 200
-        assert engine.asked == [*known, f"GET {STREAMS}/a"]
+        assert (await client("GET", f"{STREAMS}/a", headers=KEY))[0] == 200
+        assert engine.requests == [*known, f"GET {STREAMS}/a"]
 
 
-async def test_nor_by_the_shell_router() -> None:
-    engine, read = Engine("a"), b'{"prompt": [{"agent": "nobody"}]}'
-    async with pair(engine, 60) as asked:
+async def test_shell_router_refuses_a_wrong_api_key_at_once() -> None:
+    engine, read = FakeEngine("a"), b'{"prompt": [{"agent": "absent"}]}'
+    async with pair(engine, 60) as client:
         for method, path in [*REFUSED, ("GET", "/anything")]:
-            assert (await asked(method, path))[0] == 401, path
+            assert (await client(method, path))[0] == 401, path
         # Nor does it wait for an agent.
         with anyio.fail_after(10):
-            assert (await asked("POST", GENERATE, read))[0] == 401
-            assert (await asked("POST", GENERATE, b'{"agent": "a", "text": "x"}'))[0] == 401
-        assert engine.asked == []
+            assert (await client("POST", GENERATE, read))[0] == 401
+            assert (await client("POST", GENERATE, b'{"agent": "a", "text": "x"}'))[0] == 401
+        assert engine.requests == []
 
 
-async def test_without_engines_nobody_says_that_there_are_no_streams() -> None:
-    async with running(application(RouterOptions(["http://127.0.0.1:9"]))) as asked:
+async def test_streams_without_engines_answer_503() -> None:
+    async with running(application(RouterOptions(["http://127.0.0.1:9"]))) as client:
         for method, path in (("GET", STREAMS), ("GET", f"{STREAMS}/a"), ("POST", "/flush_cache")):
-            assert (await asked(method, path))[0] == 503
-        assert (await asked("GET", "/flashmoa/info"))[0] == 503
+            assert (await client(method, path))[0] == 503
+        assert (await client("GET", "/flashmoa/info"))[0] == 503
 
 
 HALF = "half of a pair: \ud83d"
@@ -156,18 +155,20 @@ EXAMPLES = settings(
 
 
 @pytest.fixture(params=["router", "tokenizing", "shell"])
-async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[Asked]:
-    engine = Engine("a", lets_in=True)
+async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterClient]:
+    engine = FakeEngine("a", lets_in=True)
     if request.param == "shell":
-        async with pair(engine) as asked:
-            yield asked
+        async with pair(engine) as client:
+            yield client
     else:
-        async with routing(engine, tokenize=request.param == "tokenizing") as asked:
-            yield asked
+        async with routing(engine, tokenize=request.param == "tokenizing") as client:
+            yield client
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
-async def test_no_depth_of_a_body_is_too_much(any_router: Asked, path: str) -> None:
+async def test_nesting_over_the_limit_is_refused_at_any_depth(
+    any_router: RouterClient, path: str
+) -> None:
     for depth in (198, 199, *range(900, 1000), 10_000):
         deep = "[" * depth + "]" * depth
         body = f'{{"messages": [], "tools": {deep}, "text": "x"}}'.encode()
@@ -180,11 +181,11 @@ async def test_no_depth_of_a_body_is_too_much(any_router: Asked, path: str) -> N
 @example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
 @example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')
 @given(path=st.sampled_from(ROUTED), body=bodies())
-async def test_a_router_says_what_is_wrong_with_a_body(
-    any_router: Asked, path: str, body: bytes
+async def test_router_explains_every_refused_body(
+    any_router: RouterClient, path: str, body: bytes
 ) -> None:
     status, content = await any_router("POST", path, body)
-    # The engine likes them all; nobody writes what is read.
+    # The engine accepts every body, and no agent writes what is read.
     assert status in (200, 400, 424)
     if status != 200:
         assert len(json.loads(content)["error"]["message"]) > 10
@@ -192,8 +193,8 @@ async def test_a_router_says_what_is_wrong_with_a_body(
 
 @EXAMPLES
 @given(request=requests)
-async def test_whatever_is_sent_a_router_does_not_fail(
-    any_router: Asked, request: dict[str, Any]
+async def test_no_request_makes_a_router_fail(
+    any_router: RouterClient, request: dict[str, Any]
 ) -> None:
     method, path = request["route"]
     path = path.replace("ID", request["name"] or "x")

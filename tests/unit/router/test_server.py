@@ -13,25 +13,24 @@ from starlette.requests import Request
 
 from flashmoa import cli
 from flashmoa.router.blocks import token_blocks
-from flashmoa.router.connections import EngineLost, connections
-from flashmoa.router.dispatcher import Dispatcher, NoEngine, QueueFull
-from flashmoa.router.engines import Engine, Watch
-from flashmoa.router.event_sources import EventSource
-from flashmoa.router.fleet import merged
+from flashmoa.router.client_requests import ForwardedRequest, Repeat, passed_on
+from flashmoa.router.connections import connections
+from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.engine_pool import merged_info
+from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
+from flashmoa.router.errors import EngineLost, NoEngine, QueueFull
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.forwarding import Call, passed_on
-from flashmoa.router.paths import Repeat
+from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.progress import Progress
 
 pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TokenCount(), saturation=20)
 PROMPT = token_blocks([1] * 32)
 
 
-async def test_requests_wait_in_order_and_whoever_leaves_makes_room() -> None:
-    dispatcher = Dispatcher(PrefixAware(), most_waiting=2)
+async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
+    dispatcher = Dispatcher(PrefixAware(), max_waiting=2)
     dispatcher.join("a", SMALL)
     served: list[int] = []
 
@@ -54,7 +53,7 @@ async def test_requests_wait_in_order_and_whoever_leaves_makes_room() -> None:
     assert served == [2, 3] and dispatcher.waiting == 0
 
 
-async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
+async def test_waiting_request_is_told_that_no_engine_is_left() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.join("a", SMALL)
     lost: list[str] = []
@@ -64,7 +63,7 @@ async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
             async with dispatcher.place(PROMPT) as place:
                 lost.append(place.engine)
         except NoEngine:
-            lost.append("nobody")
+            lost.append("none")
 
     async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
         group.start_soon(ask)
@@ -72,10 +71,10 @@ async def test_who_waits_for_an_engine_hears_that_none_is_left() -> None:
         dispatcher.leave("a")
     dispatcher.join("b", SMALL)
     await ask()
-    assert lost == ["nobody", "b"]
+    assert lost == ["none", "b"]
 
 
-async def test_an_engine_too_busy_to_say_what_it_is_is_asked_again() -> None:
+async def test_engine_too_busy_to_tell_its_settings_is_asked_again() -> None:
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -85,32 +84,32 @@ async def test_an_engine_too_busy_to_say_what_it_is_is_asked_again() -> None:
         config = json.dumps({"publisher": "zmq", "endpoint": "tcp://*:7"})
         return httpx.Response(200, json={"kv_events_config": config})
 
-    dispatcher, engine = Dispatcher(PrefixAware()), Engine("http://engine")
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        watch = Watch(http, dispatcher)
-        await watch.look(engine)
+        monitor = EngineMonitor(http, dispatcher)
+        await monitor.probe(engine)
         assert not engine.is_up and not dispatcher.engines
-        await watch.look(engine)
+        await monitor.probe(engine)
     assert engine.is_up and engine.events == (EventSource("tcp://engine:7"),)
 
 
-async def test_an_engine_that_never_says_what_it_is_is_taken_all_the_same() -> None:
+async def test_engine_that_never_tells_its_settings_joins_in_the_end() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/server_info":
             raise httpx.ReadTimeout("busy")
         return httpx.Response(200, json={})
 
-    dispatcher, engine = Dispatcher(PrefixAware()), Engine("http://engine")
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     looks = 0
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        watch = Watch(http, dispatcher)
+        monitor = EngineMonitor(http, dispatcher)
         while not engine.is_up and looks < 20:
-            await watch.look(engine)
+            await monitor.probe(engine)
             looks += 1
     assert 1 < looks < 20 and list(dispatcher.engines) == ["http://engine"]
 
 
-async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
+async def test_requests_to_a_hung_engine_are_cancelled() -> None:
     silent = False
 
     async def answer(_request: httpx.Request) -> httpx.Response:
@@ -118,20 +117,20 @@ async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
             raise httpx.ReadTimeout("silence")
         return httpx.Response(200, json={})
 
-    dispatcher, engine = Dispatcher(PrefixAware()), Engine("http://engine")
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        patient, watch = (Watch(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
-        await watch.look(engine)
+        patient, monitor = (EngineMonitor(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
+        await monitor.probe(engine)
         silent = True
-        with engine.attended() as waiting:
+        with engine.until_hung() as waiting:
             # A busy one is slow, too.
-            await patient.look(engine)
+            await patient.probe(engine)
             assert engine.is_up
-            await watch.look(engine)
+            await monitor.probe(engine)
             await anyio.sleep_forever()
         assert waiting.cancelled_caught and not engine.is_up and not dispatcher.engines
         silent = False
-        await watch.look(engine)
+        await monitor.probe(engine)
     assert engine.is_up
 
 
@@ -143,7 +142,7 @@ async def test_an_engine_that_hangs_is_waited_for_no_longer() -> None:
         ({}, 9830, 1 << 16),
     ],
 )
-async def test_what_an_engine_says_of_a_rank_is_meant_for_all_of_them(
+async def test_settings_of_one_rank_are_multiplied_by_the_ranks(
     told: dict[str, int], saturation: int, blocks: int
 ) -> None:
     joined: list[EngineTraits] = []
@@ -155,11 +154,11 @@ async def test_what_an_engine_says_of_a_rank_is_meant_for_all_of_them(
 
     answer = httpx.MockTransport(lambda _: httpx.Response(200, json=told))
     async with httpx.AsyncClient(transport=answer) as http:
-        await Watch(http, Dispatcher(Joined())).look(Engine("http://engine"))
+        await EngineMonitor(http, Dispatcher(Joined())).probe(RoutedEngine("http://engine"))
     assert joined == [EngineTraits(TokenCount(), saturation, blocks)]
 
 
-async def test_an_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
+async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", SMALL)
@@ -173,24 +172,24 @@ async def test_an_engine_that_has_the_prompt_takes_its_request_at_once() -> None
         place.computed()
 
 
-async def test_a_prompt_is_computed_once_a_later_snapshot_says_that_nobody_waits() -> None:
+async def test_prompt_is_computed_once_a_later_snapshot_shows_no_waiting_request() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits(TokenCount()))
     async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
-        progress = Progress(http, "http://a")
+        poller = PrefillPoller(http, "http://a")
         for number in range(3):
             place = await stack.enter_async_context(dispatcher.place(token_blocks([number] * 32)))
-            stack.enter_context(progress.follow(place))
+            stack.enter_context(poller.follow(place))
         loads: list[int] = []
         # Made before they came, the same once more, the next one; then with two, one, none waiting.
         for waiting, made in ((0, 1.0), (0, 1.0), (0, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
-            progress.told(waiting, made)
+            poller.apply_snapshot(waiting, made)
             loads.append(policy.load("a"))
     assert loads == [96, 96, 96, 64, 32, 0]
 
 
-def test_what_was_asked_for_is_what_is_passed_on() -> None:
+def test_forwarded_target_is_what_the_client_sent() -> None:
     scope = {
         "type": "http",
         "method": "POST",
@@ -199,13 +198,13 @@ def test_what_was_asked_for_is_what_is_passed_on() -> None:
         "query_string": b"c=%2F",
         "headers": [(b"host", b"x/flush_cache?")],
     }
-    call = Call.of(Request(scope), b"")
+    call = ForwardedRequest.from_client(Request(scope), b"")
     assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b?c=%2F")
     del scope["raw_path"]
-    assert Call.of(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
+    assert ForwardedRequest.from_client(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
 
 
-async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
+async def test_connection_is_probed_while_an_answer_takes_long() -> None:
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(SocketAttribute.local_port)
         timers: list[str] = []
@@ -226,19 +225,19 @@ async def test_a_connection_is_probed_while_an_answer_takes_long() -> None:
     assert timers == ["02"]
 
 
-def test_headers_that_concern_one_connection_stay_there() -> None:
+def test_headers_of_one_connection_are_not_passed_on() -> None:
     given = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
     assert passed_on(given) == {"Authorization": "Bearer k"}
 
 
-def test_engines_are_told_of_as_one_that_does_what_all_can() -> None:
+def test_merged_info_has_what_all_engines_can_do() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
-    assert merged([one, other]) == expected
+    assert merged_info([one, other]) == expected
 
 
-def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     from flashmoa.cli import router
 
     with pytest.raises(SystemExit):

@@ -12,23 +12,30 @@ from hypothesis import strategies as st
 
 from flashmoa import cli
 from flashmoa.linking.prompt import Slot
-from flashmoa.router.paths import CHAT
-from flashmoa.router.shell.agents import AgentAnswer, AgentFailed, AgentPromptCache, Name
-from flashmoa.router.shell.asks import parsed
-from flashmoa.router.shell.counters import ShellCounters
-from flashmoa.router.shell.writing import Writing
-from flashmoa.router.shell.written import TextPrompt, TokenPrompt
+from flashmoa.router.client_requests import CHAT
+from flashmoa.router.errors import AgentFailed
+from flashmoa.router.metrics import ShellMetrics
+from flashmoa.router.shell.agent_answers import (
+    AgentKey,
+    AgentPromptCache,
+    AnswerRecorder,
+    GrowingAnswer,
+)
+from flashmoa.router.shell.agent_requests import parse_request
+from flashmoa.router.shell.early_prefill import TextPrompt, TokenPrompt
 
 pytestmark = pytest.mark.anyio
 
 
-def named(agent: str, client: str = "", workflow: str = "w") -> Name:
-    return Name(client, workflow, agent)
+def named(agent: str, client: str = "", workflow: str = "w") -> AgentKey:
+    return AgentKey(client, workflow, agent)
 
 
-def test_a_prompt_s_parts_become_the_body_that_is_sent() -> None:
+def test_parts_of_a_prompt_become_the_body_that_is_sent() -> None:
     prompt = [{"text": "Plan: "}, {"agent": "a"}, {"text": "\nAgain: "}, {"agent": "a"}]
-    ask = parsed("/generate", {"prompt": prompt, "agent": "b", "workflow": "w", "stream": True})
+    ask = parse_request(
+        "/generate", {"prompt": prompt, "agent": "b", "workflow": "w", "stream": True}
+    )
     assert (ask.form, ask.agent, ask.workflow, ask.reads) == ("text", "b", "w", ("a",))
     assert ask.with_texts({"a": "X"}) == {"text": "Plan: X\nAgain: X", "stream": True}
     assert [piece for piece in ask.pieces() if piece not in ask.marks.values()] == [
@@ -36,12 +43,12 @@ def test_a_prompt_s_parts_become_the_body_that_is_sent() -> None:
     ]  # fmt: skip
 
     prompt = [{"input_ids": [1, 2]}, {"agent": "a"}, {"input_ids": [3]}]
-    ask = parsed("/generate", {"prompt": prompt})
+    ask = parse_request("/generate", {"prompt": prompt})
     assert (ask.form, ask.reads, ask.is_ordinary) == ("tokens", ("a",), False)
     assert ask.with_tokens({"a": [7, 8]}) == {"input_ids": [1, 2, 7, 8, 3]}
 
 
-def test_a_chat_s_parts_become_messages() -> None:
+def test_parts_of_a_chat_become_messages() -> None:
     image = {"type": "image_url", "image_url": {"url": "u"}}
     agent = {"type": "agent", "agent": "a"}
     messages = [
@@ -49,7 +56,7 @@ def test_a_chat_s_parts_become_messages() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Judge: "}, agent]},
         {"role": "user", "content": [image, agent]},
     ]
-    ask = parsed(CHAT, {"messages": messages, "temperature": 0})
+    ask = parse_request(CHAT, {"messages": messages, "temperature": 0})
     assert ask.with_texts({"a": "X"}) == {
         "messages": [
             {"role": "system", "content": "Be brief."},
@@ -71,8 +78,8 @@ def test_a_chat_s_parts_become_messages() -> None:
         ("/generate", {"input_ids": [[1], [2]]}),
     ],
 )
-def test_a_request_without_agents_is_an_ordinary_one(path: str, body: dict[str, Any]) -> None:
-    ask = parsed(path, body)
+def test_request_without_agents_is_ordinary(path: str, body: dict[str, Any]) -> None:
+    ask = parse_request(path, body)
     assert ask.is_ordinary and ask.body == body
 
 
@@ -84,24 +91,24 @@ def test_a_request_without_agents_is_an_ordinary_one(path: str, body: dict[str, 
         ({"prompt": [{"input_ids": [1]}, {"text": "x"}]}, "part of a prompt"),
         ({"prompt": [{"agent": "a"}], "text": "x"}, "give one of"),
         ({"prompt": [{"agent": f"{number}"} for number in range(257)]}, "at most 256"),
-        ({"agent": 3}, "are strings"),
+        ({"agent": 3}, "must be strings"),
         ({"agent": "a", "text": ["x", "y"]}, "one answer"),
         ({"agent": "a", "text": "x", "sampling_params": {"n": 2}}, "one answer"),
         ({"agent": "a", "input_ids": [[1]]}, "one answer"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said(body: dict[str, Any], said: str) -> None:
+def test_malformed_request_is_refused_with_the_reason(body: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        parsed("/generate", body)
+        parse_request("/generate", body)
 
 
-def test_what_is_kept_apart_is_not_prefilled_ahead() -> None:
+def test_salted_prompt_is_not_prefilled_early() -> None:
     prompt = [{"agent": "a"}]
-    assert parsed("/generate", {"prompt": prompt}).can_go_ahead
-    assert not parsed("/generate", {"prompt": prompt, "cache_salt": "s"}).can_go_ahead
+    assert parse_request("/generate", {"prompt": prompt}).can_prefill_early
+    assert not parse_request("/generate", {"prompt": prompt, "cache_salt": "s"}).can_prefill_early
 
 
-def test_agents_of_other_workflows_and_clients_are_others() -> None:
+def test_agents_differ_between_workflows_and_clients() -> None:
     cache = AgentPromptCache()
     mine = cache.read(named("a"))
     assert cache.read(named("a")) is mine
@@ -109,12 +116,12 @@ def test_agents_of_other_workflows_and_clients_are_others() -> None:
     assert cache.read(named("a", client="Bearer x")) is not mine
 
 
-def test_whose_answer_nobody_begins_is_there_while_somebody_waits() -> None:
-    cache = AgentPromptCache(most=2)
+def test_answer_not_begun_is_kept_while_a_request_waits_for_it() -> None:
+    cache = AgentPromptCache(max_finished=2)
     writing = [cache.begin(named(name), ()) for name in "ab"]
     waited_for = cache.read(named("x"))
     for number in range(100):
-        cache.read(named(f"nobody-{number}"))
+        cache.read(named(f"unbegun-{number}"))
     # Those that are written stay, however many there are.
     writing.append(cache.begin(named("c"), ()))
     assert [cache.read(named(name)) for name in "abc"] == writing and len(cache) == 3
@@ -125,7 +132,7 @@ def test_whose_answer_nobody_begins_is_there_while_somebody_waits() -> None:
     assert len(cache) == 2
 
 
-def test_an_agent_that_is_asked_again_writes_another_answer() -> None:
+def test_agent_asked_again_writes_another_answer() -> None:
     cache = AgentPromptCache()
     waited_for = cache.read(named("a"))
     first = cache.begin(named("a"), ())
@@ -143,14 +150,14 @@ def test_agents_that_wait_for_each_other_are_refused() -> None:
     cache.begin(named("b"), [named("c")])
     with pytest.raises(ValueError, match="would wait"):
         cache.begin(named("c"), [named("a")])
-    # Once one of them is done, nobody waits for it; and an agent may read what it said before.
+    # A finished answer is not waited for, and an agent may read its own previous one.
     a.close()
     cache.begin(named("c"), [named("a")])
     cache.begin(named("a"), [named("a")])
 
 
-def test_what_was_used_least_recently_is_forgotten() -> None:
-    cache = AgentPromptCache(most=2)
+def test_least_recently_used_answer_is_forgotten() -> None:
+    cache = AgentPromptCache(max_finished=2)
     first, other = (cache.begin(named(name), ()) for name in "ab")
     first.close()
     other.close()
@@ -162,8 +169,8 @@ def test_what_was_used_least_recently_is_forgotten() -> None:
 
 
 @given(pieces=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), seen=st.integers(0, 6))
-async def test_tokens_are_taken_in_as_they_come(pieces: list[list[int]], seen: int) -> None:
-    prompt, answer, taken = TokenPrompt([(1,), "a", (2, 3), "a"]), AgentAnswer("a"), list[int]()
+async def test_token_prompt_takes_tokens_as_they_come(pieces: list[list[int]], seen: int) -> None:
+    prompt, answer, taken = TokenPrompt([(1,), "a", (2, 3), "a"]), GrowingAnswer("a"), list[int]()
     written = [token for piece in pieces for token in piece]
     async with anyio.create_task_group() as group:
         group.start_soon(prompt.follow, answer, lambda: taken.extend(prompt.take()))
@@ -177,8 +184,8 @@ async def test_tokens_are_taken_in_as_they_come(pieces: list[list[int]], seen: i
     assert prompt.is_complete and taken == [1, *written, 2, 3, *written]
 
 
-async def test_a_text_goes_into_its_slot_and_a_failure_is_raised() -> None:
-    prompt, answer = TextPrompt(["Plan: ", Slot("a"), "!"]), AgentAnswer("a")
+async def test_text_fills_its_slot_and_a_failure_is_raised() -> None:
+    prompt, answer = TextPrompt(["Plan: ", Slot("a"), "!"]), GrowingAnswer("a")
     answer.add("walk", None)
     assert prompt.take() == "Plan: "
     answer.close()
@@ -186,7 +193,7 @@ async def test_a_text_goes_into_its_slot_and_a_failure_is_raised() -> None:
     assert prompt.whole() == "Plan: walk!" and prompt.is_complete
     with pytest.raises(AgentFailed, match="tokens are not known"):
         await TokenPrompt(["a"]).follow(answer, lambda: None)
-    failing = AgentAnswer("a")
+    failing = GrowingAnswer("a")
     failing.fail(AgentFailed("gone"))
     with pytest.raises(AgentFailed, match="gone"):
         await TextPrompt([Slot("a")]).follow(failing, lambda: None)
@@ -201,9 +208,9 @@ def generation(text: str, ids: list[int], reason: dict[str, Any] | None = None) 
 
 
 @given(cut=st.integers(1, 40))
-def test_a_generation_is_heard_however_it_is_cut(cut: int) -> None:
-    answer = AgentAnswer("a")
-    writing = Writing(answer, ShellCounters(), streams=True)
+def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
+    answer = GrowingAnswer("a")
+    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
     stop = {"type": "stop", "matched": 9}
     told = events(generation("wa", [1], None), generation("walk", [1, 2, 9], stop))
     for start in range(0, len(told), cut):
@@ -214,20 +221,20 @@ def test_a_generation_is_heard_however_it_is_cut(cut: int) -> None:
     assert writing.last["text"] == "walk"
 
 
-def test_a_chat_is_heard_as_text_streamed_or_not() -> None:
-    streamed, whole = AgentAnswer("a"), AgentAnswer("b")
+def test_chat_is_recorded_as_text_streamed_or_not() -> None:
+    streamed, whole = GrowingAnswer("a"), GrowingAnswer("b")
     chunks = [{"choices": [{"delta": {"content": part}}]} for part in ("wa", None, "lk")]
-    Writing(streamed, ShellCounters(), streams=True).heard(events(*chunks, {"choices": []}))
+    AnswerRecorder(streamed, ShellMetrics(), streams=True).heard(events(*chunks, {"choices": []}))
     message = {"choices": [{"message": {"content": "walk"}}]}
-    Writing(whole, ShellCounters(), streams=False).heard(json.dumps(message).encode())
+    AnswerRecorder(whole, ShellMetrics(), streams=False).heard(json.dumps(message).encode())
     assert streamed.written == whole.written == "walk"
     assert streamed.tokens is None
 
 
-async def test_a_chat_that_is_aborted_is_no_answer() -> None:
-    answer = AgentAnswer("a")
+async def test_aborted_chat_fails_its_answer() -> None:
+    answer = GrowingAnswer("a")
     choice = {"delta": {"content": "wa"}, "finish_reason": "abort"}
-    writing = Writing(answer, ShellCounters(), streams=True)
+    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
     writing.heard(events({"choices": [choice]}))
     writing.ended("answered")
     with pytest.raises(AgentFailed, match="aborted"):
@@ -244,9 +251,9 @@ async def test_a_chat_that_is_aborted_is_no_answer() -> None:
         (b"", "left", "was left"),
     ],
 )
-async def test_an_answer_that_is_not_one_fails(told: bytes, ending: str, said: str) -> None:
-    answer = AgentAnswer("a")
-    writing = Writing(answer, ShellCounters(), streams=True)
+async def test_unusable_response_fails_its_answer(told: bytes, ending: str, said: str) -> None:
+    answer = GrowingAnswer("a")
+    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
     writing.heard(told)
     writing.ended(ending)
     with pytest.raises(AgentFailed, match=said):
@@ -257,7 +264,7 @@ async def test_an_answer_that_is_not_one_fails(told: bytes, ending: str, said: s
     "arguments",
     [[], ["--prefill", "a:1"], ["--engine", "a:1", "--prefill", "a:1", "--pd-router", "b:1"]],
 )
-def test_a_router_is_for_engines_or_for_a_pair(
+def test_command_takes_engines_or_a_pair(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["flashmoa", "router", *arguments])

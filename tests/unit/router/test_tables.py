@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flashmoa.router.engine_state import BlockTable, PrefillLoad
 from flashmoa.router.flops import Measure
-from flashmoa.router.loads import Load
-from flashmoa.router.tables import BlockTable
 from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, prefixes
 
 
@@ -70,7 +69,7 @@ TestTables.settings = STEPS
 
 
 @given(prompts=st.lists(PROMPTS, max_size=12), capacity=st.integers(0, 6))
-def test_a_bounded_table_forgets_ends_before_beginnings(
+def test_bounded_table_forgets_ends_before_beginnings(
     prompts: list[list[int]], capacity: int
 ) -> None:
     table = BlockTable(capacity)
@@ -86,7 +85,7 @@ class Loads(RuleBasedStateMachine):
     @initialize(measure=MEASURES)
     def begin(self, measure: Measure) -> None:
         self.measure = measure
-        self.load = Load(measure)
+        self.load = PrefillLoad(measure)
         self.left: list[tuple[str, int]] = []
         self.names = 0
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashmoa.scoring import CandidateRefused
-from flashmoa.scoring.candidates import Border
+from flashmoa.scoring.candidates import CandidateTokenizer
 
 torchvision_ops.allow_mismatched_build()
 
@@ -64,13 +64,13 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Asked:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(context=texts, candidate=candidates)
-async def test_it_is_what_the_tokenizer_makes_of_it_there_or_refused(
+async def test_candidate_is_tokenised_as_after_its_context_or_refused(
     engine: Asked, context: str, candidate: str
 ) -> None:
     before = engine.tokenizer.encode(context)
     whole = engine.tokenizer.encode(context + candidate)
     try:
-        (found,) = await Border(engine).tokens(before, [candidate])
+        (found,) = await CandidateTokenizer(engine).tokens(before, [candidate])
     except CandidateRefused as refused:
         joins = whole[: len(before)] != before
         assert joins or "give candidates as token ids" in str(refused)
@@ -78,17 +78,20 @@ async def test_it_is_what_the_tokenizer_makes_of_it_there_or_refused(
     assert [*before, *found] == whole
 
 
-async def test_ordinary_ones_are_never_refused(engine: Asked) -> None:
+async def test_ordinary_candidates_are_never_refused(engine: Asked) -> None:
     for context in ("Is it good?\nAnswer:", "<|im_start|>assistant\n", "One two", "Hi"):
         before = engine.tokenizer.encode(context)
         given = ["Yes", "No"] if context.endswith("\n") else [" Yes", " No"]
-        found = await Border(engine).tokens(before, given)
+        found = await CandidateTokenizer(engine).tokens(before, given)
         for candidate, tokens in zip(given, found, strict=True):
             assert [*before, *tokens] == engine.tokenizer.encode(context + candidate)
 
 
-async def test_it_is_asked_once_for_contexts_that_end_alike(engine: Asked) -> None:
-    border, ending = Border(engine), " Is it good? Please say so. Say it in one word.\nAnswer:"
+async def test_contexts_that_end_alike_are_tokenised_once(engine: Asked) -> None:
+    border, ending = (
+        CandidateTokenizer(engine),
+        " Is it good? Please say so. Say it in one word.\nAnswer:",
+    )
     first = await border.tokens(engine.tokenizer.encode("One" + ending), [" Yes", " No"])
     asked = engine.count
     again = await border.tokens(engine.tokenizer.encode("Another" + ending), [" No", " Yes", [5]])

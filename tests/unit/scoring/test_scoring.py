@@ -23,13 +23,17 @@ from flashmoa.engine import (
     NextLogprobs,
     PromptUsage,
 )
-from flashmoa.engine.logprobs import Generated
+from flashmoa.engine.generation import Generated
 from flashmoa.scoring import PrefillUsage, Scorer, Scores
-from flashmoa.scoring.bulk import batches
-from flashmoa.scoring.contexts import asked, kind_of, lettered
-from flashmoa.scoring.distribution import letters, mass, shares
+from flashmoa.scoring.bulk import OrderedWorkers, batches
+from flashmoa.scoring.candidates import (
+    choice_question,
+    context_kind,
+    option_letters,
+    with_question,
+)
 from flashmoa.scoring.lines import BadLine, Line, record
-from flashmoa.scoring.window import Window
+from flashmoa.scoring.scores import probability_mass, softmax
 
 LINES = 200_000
 logprobs = st.lists(
@@ -38,8 +42,8 @@ logprobs = st.lists(
 
 
 @given(logprobs)
-def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None:
-    found = shares(values)
+def test_softmax_gives_probabilities_in_the_same_order(values: list[float]) -> None:
+    found = softmax(values)
     assert len(found) == len(values)
     assert math.isclose(sum(found), 1, rel_tol=1e-9)
     assert all(0 <= one <= 1 for one in found)
@@ -48,55 +52,55 @@ def test_shares_are_probabilities_in_the_same_order(values: list[float]) -> None
 
 
 @given(logprobs, st.floats(min_value=-500, max_value=0))
-def test_shares_do_not_depend_on_what_else_there_is(values: list[float], less: float) -> None:
-    assert shares([one + less for one in values]) == pytest.approx(shares(values), abs=1e-9)
+def test_softmax_ignores_a_common_factor(values: list[float], less: float) -> None:
+    assert softmax([one + less for one in values]) == pytest.approx(softmax(values), abs=1e-9)
 
 
 @given(logprobs)
-def test_mass_is_what_shares_are_of(values: list[float]) -> None:
-    total = mass(values)
+def test_probability_mass_scales_the_softmax(values: list[float]) -> None:
+    total = probability_mass(values)
     assert total >= 0
     if total > 1e-300:
         expected = [math.exp(one) for one in values]
-        assert [share * total for share in shares(values)] == pytest.approx(expected, abs=1e-9)
+        assert [share * total for share in softmax(values)] == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.integers(min_value=1, max_value=26))
-def test_every_option_has_a_letter_of_its_own(count: int) -> None:
-    found = letters(count)
+def test_every_option_has_its_own_letter(count: int) -> None:
+    found = option_letters(count)
     assert len(set(found)) == count == len(found)
-    question = lettered([f"option {number}" for number in range(count)], "Which?")
+    question = choice_question([f"option {number}" for number in range(count)], "Which?")
     assert question.splitlines()[-2] == f"{found[-1]}. option {count - 1}"
 
 
 @pytest.mark.parametrize("count", [0, 27])
-def test_there_are_not_more_letters(count: int) -> None:
+def test_too_many_options_for_letters_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"not for {count}"):
-        letters(count)
+        option_letters(count)
 
 
-def test_a_question_goes_where_the_user_speaks() -> None:
-    assert asked("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
+def test_question_goes_into_the_user_s_last_message() -> None:
+    assert with_question("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
     added = {"role": "user", "content": "Which?"}
-    assert asked([user], "Which?") == [{"role": "user", "content": "Hello\n\nWhich?"}]
-    assert asked([user, model], "Which?") == [user, model, added]
-    assert asked([{"role": "user", "content": None}], "Which?") == [added]
+    assert with_question([user], "Which?") == [{"role": "user", "content": "Hello\n\nWhich?"}]
+    assert with_question([user, model], "Which?") == [user, model, added]
+    assert with_question([{"role": "user", "content": None}], "Which?") == [added]
     parts = [{"type": "text", "text": "Hello"}]
-    (found,) = asked([{"role": "user", "content": parts}], "Which?")
+    (found,) = with_question([{"role": "user", "content": parts}], "Which?")
     assert found["content"] == [*parts, {"type": "text", "text": "\n\nWhich?"}]
     assert user["content"] == "Hello" and len(parts) == 1
 
 
-def test_what_a_context_is() -> None:
-    assert [kind_of(one) for one in ("x", [1], [{"role": "user"}])] == [
+def test_kinds_of_contexts() -> None:
+    assert [context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
         "text",
         "tokens",
         "messages",
     ]
     for wrong in ([], [True], [1, "x"], [None]):
-        with pytest.raises(ValueError, match="none is empty"):
-            kind_of(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="not empty"):
+            context_kind(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +121,12 @@ def test_what_a_context_is() -> None:
         ('{"context": "x", "labels": {"yes": [5, -1]}}', "greater than or equal to 0"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(line: str, problem: str) -> None:
+def test_malformed_line_is_refused_with_the_reason(line: str, problem: str) -> None:
     with pytest.raises(BadLine, match=problem):
         Line.read(line.encode())
 
 
-def test_a_record_is_json_whatever_the_model_thinks() -> None:
+def test_record_of_infinite_logprobs_is_valid_json() -> None:
     line = Line.read(b'{"id": 7, "context": "x", "candidates": ["a", "b"]}')
     scores = Scores.of(["a", "b"], [-0.1234567891, -math.inf], None, PrefillUsage())
     written = json.loads(json.dumps(record(3, line, scores), allow_nan=False))
@@ -136,7 +140,7 @@ def told(**meta: Any) -> Generated:
     return Generated(meta_info={**usage, "finish_reason": {"type": "length"}, **meta})
 
 
-def test_an_engines_log_probabilities_are_read_by_token() -> None:
+def test_logprobs_are_read_by_token() -> None:
     answer = told(output_token_ids_logprobs=[[[-2.5, 7, None], [None, 5, None]]])
     assert answer.logprobs([5, 7], []).tokens == [-math.inf, -2.5]
     answer = told(input_token_logprobs=[[None, 1, None], [-1.0, 8, None], [-0.5, 9, None]])
@@ -144,7 +148,7 @@ def test_an_engines_log_probabilities_are_read_by_token() -> None:
     assert found.continuation == [-1.0, -0.5] and found.usage.cached_tokens == 2
 
 
-def test_answers_that_are_none_are_errors() -> None:
+def test_answers_without_logprobs_are_errors() -> None:
     for wrong in (told(), told(output_token_ids_logprobs=[[[-2.5, 7, None]]])):
         with pytest.raises(BadAnswer, match="no log-probabilities"):
             wrong.logprobs([5], [])
@@ -190,7 +194,7 @@ class Ranks:
     [([True], False), ([None], False), ([], False), ([False], True), ([True, False], True)],
 )
 @pytest.mark.anyio
-async def test_siblings_wait_where_an_engine_says_that_it_does_not_share(
+async def test_siblings_wait_where_an_engine_does_not_share_prefixes(
     ranks: list[bool | None], waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine: Any = Ranks(*ranks)
@@ -200,7 +204,7 @@ async def test_siblings_wait_where_an_engine_says_that_it_does_not_share(
 
 
 @pytest.mark.anyio
-async def test_results_come_in_order_and_only_so_many_are_ahead() -> None:
+async def test_results_come_in_order_within_the_window() -> None:
     dice = random.Random(3)
     under_way, most, written = 0, 0, list[int]()
     taken = 0
@@ -220,13 +224,13 @@ async def test_results_come_in_order_and_only_so_many_are_ahead() -> None:
         under_way -= 1
         return item
 
-    await Window(some(), work, written.extend, workers=8, ahead=16).run()
+    await OrderedWorkers(some(), work, written.extend, workers=8, ahead=16).run()
     assert written == list(range(300))
     assert most == 8
 
 
 @pytest.mark.anyio
-async def test_what_goes_wrong_stops_everything_and_is_raised_as_it_is() -> None:
+async def test_failing_work_stops_all_workers_and_is_raised_as_it_is() -> None:
     written: list[int] = []
 
     async def some() -> AsyncIterator[list[int]]:
@@ -240,7 +244,7 @@ async def test_what_goes_wrong_stops_everything_and_is_raised_as_it_is() -> None
         return item
 
     with pytest.raises(ConnectionError, match="gone"):
-        await Window(some(), work, written.extend, workers=8, ahead=8).run()
+        await OrderedWorkers(some(), work, written.extend, workers=8, ahead=8).run()
     assert written == list(range(4))
 
 
@@ -262,7 +266,7 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             tracemalloc.start()
 
     try:
-        await Window(batches(source, 1000), work, write, workers=32, ahead=256).run()
+        await OrderedWorkers(batches(source, 1000), work, write, workers=32, ahead=256).run()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,0 +1,116 @@
+"""``flashmoa bench NAME``: the list of benchmarks, and how one is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from flashmoa.engine import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        module: below ``flashmoa_bench``; its ``main(arguments)`` returns the exit status.
+        about: what it measures, in one line.
+    """
+
+    module: str
+    about: str
+
+
+BENCHMARKS = {
+    "handoff": Benchmark(
+        "linking.handoff",
+        "from one agent's tokens to the next one's first (FlashAgents §6.1)",
+    ),
+    "ablation": Benchmark(
+        "linking.ablation", "what streaming and the intra-turn cache each contribute (Table 1)"
+    ),
+    "chunk": Benchmark("linking.chunk", "what prefilling in pieces costs (§6.5)"),
+    "first_token": Benchmark("linking.first_token", "first tokens of streamed prompts by length"),
+    "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
+    "interference": Benchmark(
+        "linking.interference", "what the plugin and its streams cost other requests"
+    ),
+    "client": Benchmark("linking.client", "what linking costs between two agents' calls"),
+    "workflows": Benchmark(
+        "workflows.benchmark",
+        "chain, mapreduce and slides: what each part of FlashMoA contributes (§6.2, 6.3)",
+    ),
+    "moa": Benchmark(
+        "moa.benchmark",
+        "Mixture-of-Agents: accuracy and latency of its parts, and staircases (Faster-MoA §5)",
+    ),
+    "router": Benchmark(
+        "routing.benchmark",
+        "routing policies on simulated engines, and routers on real ones (MoE-Prefill Table 2)",
+    ),
+    "prefill_only": Benchmark(
+        "prefill.benchmark",
+        "one generated token against scores, on one engine and on two (MoE-Prefill Table 2)",
+    ),
+    "asyncep": Benchmark(
+        "prefill.asyncep", "experts on the device and in host memory (MoE-Prefill §4)"
+    ),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names; return the exit status.
+
+    What a user can mend is reported in one line, without a traceback.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return 0 if arguments else 2
+    name = arguments[0].replace("-", "_")
+    if name not in BENCHMARKS:
+        print(f"flashmoa bench: there is no benchmark {name!r}\n{usage()}", file=sys.stderr, end="")
+        return 2
+    try:
+        benchmark = import_module(f"flashmoa_bench.{BENCHMARKS[name].module}")
+        return int(benchmark.main(arguments[1:]))
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        problem = f"{error}; `flashmoa doctor` checks what is installed"
+    except OSError as error:
+        if error.filename is None:
+            raise
+        problem = str(error)
+    except (EngineError, ExceptionGroup) as error:
+        problems = _problems_of_engines(error)
+        if problems is None:
+            raise
+        problem = "; ".join(problems)
+    print(f"flashmoa bench {name}: {problem}", file=sys.stderr)
+    return 1
+
+
+def _problems_of_engines(error: BaseException) -> list[str] | None:
+    """Return what engines did wrong, or ``None`` if any part of ``error`` is something else."""
+    if isinstance(error, EngineError):
+        return [str(error)]
+    found: list[str] = []
+    members: Sequence[BaseException] = getattr(error, "exceptions", ())
+    for member in members:
+        problems = _problems_of_engines(member)
+        if problems is None:
+            return None
+        found += [problem for problem in problems if problem not in found]
+    return found or None
+
+
+def usage() -> str:
+    """Return the list of benchmarks, as ``flashmoa bench --help`` prints it."""
+    names = "".join(f"  {name:12}  {one.about}\n" for name, one in BENCHMARKS.items())
+    return (
+        "usage: flashmoa bench NAME [options]\n\n"
+        f"{names}\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the "
+        "figures.\n"
+    )

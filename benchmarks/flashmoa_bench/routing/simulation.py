@@ -1,0 +1,177 @@
+"""Routing policies on simulated engines with the shape of Qwen3-235B-A22B: figures and tables.
+
+Nothing is computed and nothing is timed; the same seed gives the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flashmoa.router.blocks import BLOCK_TOKENS
+from flashmoa.router.flops import saturation, true_flops
+from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
+from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
+from flashmoa_bench.routing.engines import Machine, ReplayOutcome, best_hit_rate, replay
+
+OURS, SILENT = "prefix_aware", "prefix_aware, no events"
+PAPER = "prefix_aware, the paper's rule"
+# Qwen3-235B-A22B.
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "random": Random,
+    "round_robin": lambda _seed: RoundRobin(),
+    "cache_aware": lambda seed: CacheAware(seed=seed),
+    PAPER: lambda _seed: PrefixAware(patience=0),
+    SILENT: lambda _seed: PrefixAware(),
+    OURS: lambda _seed: PrefixAware(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """One policy over so many engines; ``speedup``: over random."""
+
+    engines: int
+    policy: str
+    throughput: float
+    speedup: float
+    hit_rate: float
+    seconds: float
+    imbalance: float
+    steps: int
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Replay the mix with every policy, print the table and write the report."""
+    console = terminal()
+    report = Report("router", options)
+    report.head(console)
+    asks = mix(options.scale, options.spread, options.seed)
+    rows: list[PolicyRow] = []
+    with progress(console) as bars:
+        bar = bars.add_task("", total=len(options.engines) * len(POLICIES))
+        for engines in options.engines:
+            outcomes: dict[str, ReplayOutcome] = {}
+            for policy in POLICIES:
+                bars.update(bar, description=f"{engines} engines, {policy}")
+                outcomes[policy] = run(policy, asks, engines, options)
+                bars.advance(bar)
+            rows += summarise(engines, outcomes)
+    best = best_hit_rate(ask.blocks for ask in asks)
+    show(rows, asks, best, console)
+    report.save(
+        console,
+        {
+            "rows": [asdict(row) for row in rows],
+            "best_hit_rate": best,
+            "datasets": [asdict(one) for one in TABLE_2],
+        },
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the simulation."""
+    group = parser.add_argument_group("the mix of requests")
+    group.add_argument("--scale", type=float, default=0.4, help="of Table 2's 73,800 requests")
+    group.add_argument(
+        "--spread", type=float, default=0.05, help="part of the mix in which siblings come"
+    )
+    engine = parser.add_argument_group("the simulated engines")
+    engine.add_argument("--engines", type=positive, nargs="+", default=[2, 8], help="how many")
+    engine.add_argument("--tflops", type=float, default=680.0, help="that they reach")
+    engine.add_argument("--batch-tokens", type=positive, default=16384, help="of a forward")
+    engine.add_argument("--kv-tokens", type=positive, default=400_000, help="of their caches")
+    engine.add_argument(
+        "--floor",
+        type=float,
+        default=0.56,
+        help="seconds of a forward at least: weights in transfer",
+    )
+    engine.add_argument(
+        "--margin", type=float, default=1.2, help="kappa of the saturation threshold"
+    )
+
+
+def run(
+    policy: str, asks: Sequence[MixRequest], engines: int, options: argparse.Namespace
+) -> ReplayOutcome:
+    """Replay the mix with one policy."""
+    machine = Machine(
+        measure=true_flops(SHAPE),
+        rate=options.tflops * 1e12,
+        batch_tokens=options.batch_tokens,
+        cache_blocks=options.kv_tokens // BLOCK_TOKENS,
+        floor=options.floor,
+        reports=policy != SILENT,
+    )
+    full = machine.measure.work(0, machine.batch_tokens) / machine.rate
+    limit = saturation(
+        machine.measure,
+        machine.batch_tokens,
+        margin=options.margin,
+        exposed=machine.floor / full,
+    )
+    return replay(
+        asks,
+        POLICIES[policy](options.seed),
+        {f"engine {number}": replace(machine) for number in range(engines)},
+        saturation=limit,
+        concurrency=options.concurrency * engines,
+    )
+
+
+def summarise(engines: int, outcomes: dict[str, ReplayOutcome]) -> Iterator[PolicyRow]:
+    """Yield a row for each policy; ``outcomes`` are by policy, ``random`` among them."""
+    floor = outcomes["random"].throughput
+    for policy, one in outcomes.items():
+        yield PolicyRow(
+            engines=engines,
+            policy=policy,
+            throughput=one.throughput,
+            speedup=one.throughput / floor,
+            hit_rate=one.hit_rate,
+            seconds=one.seconds,
+            imbalance=one.imbalance,
+            steps=one.steps,
+        )
+
+
+def show(
+    rows: Sequence[PolicyRow], asks: Sequence[MixRequest], best: float, console: Console
+) -> None:
+    """Print the table."""
+    tokens = sum(ask.blocks.length for ask in asks)
+    title = f"{len(asks):,} requests, {tokens / 1e6:.1f}M tokens, simulated"
+    table = Table(title=title, title_justify="left")
+    for name in ("engines", "policy", "tokens/s", "of random", "hits", "makespan", "imbalance"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in rows:
+        table.add_row(
+            str(row.engines),
+            row.policy,
+            f"{row.throughput:,.0f}",
+            f"{row.speedup:.2f}",
+            f"{row.hit_rate:.1%}",
+            f"{row.seconds:,.0f} s",
+            f"{row.imbalance:.2f}",
+        )
+    console.print(table)
+    console.print(f"One engine whose cache forgets nothing would hit {best:.1%}.\n")

@@ -1,0 +1,175 @@
+"""The agents of FlashAgents' three workflows: a chain, mapreduce and slides (§6.2, 6.3).
+
+They are those of ``examples/``, where each is a program by itself: there for users to copy, here
+to be measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autogen_agentchat.agents import (
+    AssistantAgent,
+    MessageFilterAgent,
+    MessageFilterConfig,
+    PerSourceFilter,
+)
+from autogen_agentchat.base import ChatAgent, Team
+from autogen_agentchat.teams import DiGraphBuilder, GraphFlow, RoundRobinGroupChat
+
+from flashmoa import Answer, EngineClient, Text, Workflow
+from flashmoa.autogen import FlashMoAChatCompletionClient as Client
+
+_DOCUMENTS = Path(__file__).parent / "documents"
+GUIDE = _DOCUMENTS / "nepal.md"
+PAPER = _DOCUMENTS / "handoffs.md"
+
+TRIP = "Plan a three day trip to Nepal for two people who like walking and food."
+TRAVEL_AGENTS = {
+    "planner": "You propose a day by day plan for the traveller, based on the guide above.",
+    "local": "You improve the plan with authentic local places and activities from the guide.",
+    "language": "You point out where language or customs matter for this plan, and how to act.",
+    "summary": "You merge the plan and every remark into one complete final travel plan.",
+}
+
+REVIEW = "Review the paper for a conference on machine learning systems."
+REVIEWERS = {
+    "novelty": "You review what is new in the paper above, and what has been known before.",
+    "method": "You review how the paper above measures, and whether that supports its claims.",
+    "clarity": "You review whether the paper above can be understood, and what it leaves out.",
+}
+_META = "You weigh the reviews of the paper above against each other and recommend a decision."
+
+SLIDES = 12
+_LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
+_ANALYST = f"You read papers and outline talks. The outline has {SLIDES} lines, one for each slide."
+_WRITER = "You write slides of a talk about the paper above: a heading, then three points."
+_DESIGNER = f"You choose the layout of each slide of a talk: {', '.join(_LAYOUTS)}."
+# Regular expressions keep any model to the form, an untrained one, too.
+_NUMBER = re.compile(r"\d+\. ")
+_LINE = r"[^\x00-\x1f]{12,40}"
+_OUTLINE = "".join(rf"{number}\. {_LINE}\n" for number in range(1, SLIDES + 1))
+_SLIDE = rf"# [^\x00-\x1f]{{10,30}}\n(- {_LINE}\n){{3}}"
+_CHOICES = "".join(rf"{number}\. ({'|'.join(_LAYOUTS)})\n" for number in range(1, SLIDES + 1))
+
+
+def chain(small: Client, large: Client) -> RoundRobinGroupChat:
+    """Build a team of four travel agents in a row; only the last one uses the large model."""
+    guide = GUIDE.read_text()
+    agents: list[ChatAgent | Team] = [
+        AssistantAgent(
+            name,
+            model_client=large if name == "summary" else small,
+            system_message=f"{guide}\n\n{role}",
+        )
+        for name, role in TRAVEL_AGENTS.items()
+    ]
+    return RoundRobinGroupChat(agents, max_turns=len(agents))
+
+
+def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> GraphFlow:
+    """Build a team of three reviewers and a meta-reviewer, which uses the large model.
+
+    Args:
+        sequential: run the reviewers one after the other, to compare with.
+    """
+    paper = PAPER.read_text()
+    reviewers = [
+        _filtered(AssistantAgent(name, small, system_message=f"{paper}\n\n{role}"), [])
+        for name, role in REVIEWERS.items()
+    ]
+    meta = AssistantAgent("meta", large, system_message=f"{paper}\n\n{_META}")
+    reader = _filtered(meta, list(REVIEWERS))
+    graph = DiGraphBuilder()
+    for agent in (*reviewers, reader):
+        graph.add_node(agent)
+    if sequential:
+        for agent, after in zip(reviewers, [*reviewers[1:], reader], strict=True):
+            graph.add_edge(agent, after)
+    else:
+        for agent in reviewers:
+            graph.add_edge(agent, reader)
+    return GraphFlow([*reviewers, reader], graph=graph.build())
+
+
+def _filtered(agent: AssistantAgent, sources: Sequence[str]) -> MessageFilterAgent:
+    """Show an agent the task, then one message of each source, always in this order.
+
+    The first review can then flow into the meta-reviewer's prompt as it is written.
+    """
+    filters = [PerSourceFilter(source=one, position="last", count=1) for one in ("user", *sources)]
+    return MessageFilterAgent(agent.name, agent, MessageFilterConfig(per_source=filters))
+
+
+async def slides(
+    flow: Workflow, small: EngineClient, large: EngineClient, *, topic: str, eager: bool = False
+) -> list[str]:
+    """Write a talk about the paper: an outline, twelve slides at once, a layout for each.
+
+    Args:
+        eager: begin a slide when its point of the outline is complete; by default, as all
+            frameworks do it, when the whole outline is.
+
+    Returns: the slides' texts.
+    """
+    paper = PAPER.read_text()
+    outline = flow.ask(
+        _asked(f"{paper}\n\n{_ANALYST}", f"Outline a talk {topic}."),
+        engine=small,
+        name="analyst",
+        **_constrained(_OUTLINE, 900),
+    )
+    points = [flow.text(f"point {number}") for number in range(1, SLIDES + 1)]
+    written = [
+        flow.ask(
+            _asked(f"{paper}\n\n{_WRITER}", f"Write the slide about this point: {point}"),
+            engine=large,
+            name=f"slide {number}",
+            **_constrained(_SLIDE, 300),
+        )
+        for number, point in enumerate(points, 1)
+    ]
+    layouts = flow.ask(
+        _asked(_DESIGNER, f"The outline:\n{outline}"),
+        engine=small,
+        name="designer",
+        **_constrained(_CHOICES, 400),
+    )
+    await _split(outline, points, eager=eager)
+    texts = [await slide for slide in written]
+    await layouts
+    return texts
+
+
+def _asked(system: str, task: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": task}]
+
+
+def _constrained(form: str, tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens, "regex": form}
+
+
+async def _split(outline: Answer, points: Sequence[Text], *, eager: bool) -> None:
+    """Write each line of the outline, without its number, into its point as it arrives."""
+    waiting, line = iter(points), ""
+    point = next(waiting)
+    async for piece in outline:
+        *ended, line = (line + piece).split("\n")
+        for one in ended:
+            _add(point, one)
+            if eager:
+                point.close()
+            point = next(waiting, point)
+        _add(point, line)
+    for point in points:
+        point.close()
+
+
+def _add(point: Text, line: str) -> None:
+    """Write what of its line a point does not have yet."""
+    number = _NUMBER.match(line)
+    if number is not None:
+        point.write(line[number.end() :].removeprefix(point.written))

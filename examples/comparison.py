@@ -1,0 +1,227 @@
+"""A team run in several modes, and what each took: tables, timelines and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autogen_agentchat.teams import BaseGroupChat
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink
+from flashmoa.observe import Event
+from flashmoa.observe.calls import Call, calls
+from flashmoa.observe.timeline import draw, lanes
+
+_NOTES = (
+    "cached: hit in the radix cache; streamed: of these, computed by the link before the call; "
+    "late: computed after it. hidden: time saved / bound, bound = min(T_decode of all upstream "
+    "agents, T_prefill downstream); above 1 where the known part of the prompt was prefilled even "
+    "before the first upstream token, below 0 where a link cost more than it saved: agents on one "
+    "engine take time from each other on a CPU, and so does whatever else runs on its cores.\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a team."""
+
+    mode: str
+    seconds: float
+    events: tuple[Event, ...]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The agents' calls, in the order in which they began."""
+        return [call for call in calls(self.events) if call.finished is not None]
+
+    @property
+    def texts(self) -> list[str]:
+        """What the agents wrote."""
+        return [call.finished.text for call in self.calls]
+
+    def handoff(self, place: int) -> float:
+        """Return the seconds from the last token of the call before ``place`` to its first."""
+        before, call = self.calls[place - 1 : place + 1]
+        return first_token(call) - before.finished.at
+
+
+def first_token(call: Call) -> float:
+    """Return when a call's first token came; an answer without any has its end."""
+    return call.first_token or call.finished.at
+
+
+async def measure(
+    build_team: Callable[[], BaseGroupChat],
+    clients: Sequence[FlashMoAChatCompletionClient],
+    task: str,
+    modes: Mapping[str, Callable[..., TeamLink]],
+    repeats: int,
+    console: Console,
+) -> list[Run]:
+    """Run a fresh team in every mode, alternating, after a round that is not counted."""
+    names = list(modes)
+    # Each round starts with another mode, so that drift of the machine affects all alike.
+    plan = [names[(start + i) % len(names)] for start in range(repeats) for i in range(len(names))]
+    runs: list[Run] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("warming up", total=len(plan) + 1)
+        for mode in [names[0], *plan]:
+            runs.append(await run_once(build_team(), clients, task, mode, modes[mode]))
+            progress.advance(bar)
+            progress.update(bar, description=f"{mode:9}")
+    return runs[1:]
+
+
+async def run_once(
+    team: BaseGroupChat,
+    clients: Sequence[FlashMoAChatCompletionClient],
+    task: str,
+    mode: str,
+    attach: Callable[..., TeamLink],
+) -> Run:
+    """Run a team on empty caches; ``attach`` links it, or only watches it."""
+    for client in clients:
+        await client.engine.flush_cache()
+    events: list[Event] = []
+    linked = attach(team, listener=events.append)
+    start = time.perf_counter()
+    await team.run(task=task)
+    seconds = time.perf_counter() - start
+    await linked.close()
+    return Run(mode, seconds, tuple(events))
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """One transition of a mode; medians over its runs, in seconds and tokens.
+
+    ``hidden_fraction`` is the time saved between the upstream's last token and the downstream's
+    first, over ``bound_seconds`` = min(T_decode of all upstream agents, T_prefill of the
+    downstream): what can be hidden at all (FlashAgents Eq. 4). The unlinked handoff also holds
+    what no overlap can hide: transport and one token.
+    """
+
+    agent: str
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    streamed_tokens: int
+    late_tokens: int
+    bound_seconds: float
+    hidden_fraction: float | None
+
+
+class Comparison:
+    """Runs in several modes, the first of which the others are compared with."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._modes = {run.mode: [one for one in runs if one.mode == run.mode] for run in runs}
+        self._base = next(iter(self._modes.values()))
+        self._same_text = all(run.texts == runs[0].texts for run in runs)
+
+    def _seconds(self, mode: str) -> float:
+        return median(run.seconds for run in self._modes[mode])
+
+    def _handoffs(self, mode: str) -> list[Handoff]:
+        count = len(self._base[0].calls)
+        return [self._handoff(self._modes[mode], place) for place in range(1, count)]
+
+    def _handoff(self, runs: Sequence[Run], place: int) -> Handoff:
+        def tokens(name: str) -> int:
+            usages = [run.calls[place].usage for run in runs]
+            return round(median(getattr(usage, name, None) or 0 for usage in usages))
+
+        seconds = median(run.handoff(place) for run in runs)
+        prefill = median(run.handoff(place) for run in self._base)
+        decode = median(
+            sum(call.finished.at - first_token(call) for call in run.calls[:place])
+            for run in self._base
+        )
+        bound = min(decode, prefill)
+        return Handoff(
+            agent=runs[0].calls[place].agent,
+            seconds=seconds,
+            prompt_tokens=tokens("prompt_tokens"),
+            cached_tokens=tokens("cached_tokens"),
+            streamed_tokens=tokens("streamed_tokens"),
+            late_tokens=tokens("late_tokens"),
+            bound_seconds=bound,
+            hidden_fraction=None if runs is self._base else (prefill - seconds) / bound,
+        )
+
+    def show(self, console: Console) -> None:
+        """Print the tables, and a timeline for each mode."""
+        console.print(self._latencies())
+        console.print("→ agent: from its upstream's last token to its own first token\n")
+        console.print(self._tokens())
+        console.print(_NOTES)
+        for mode, runs in self._modes.items():
+            console.print(f"[bold]{mode}[/] ({runs[-1].seconds:.2f} s)")
+            drawn = draw(lanes(runs[-1].events), min(console.width, 110))
+            console.print(drawn, highlight=False, markup=False)
+            console.print()
+        count = sum(map(len, self._modes.values()))
+        console.print(f"Same text in all {count} runs: {'yes' if self._same_text else 'NO'}")
+
+    def _latencies(self) -> Table:
+        table = Table(title=f"Chain, medians of {len(self._base)} runs", title_justify="left")
+        agents = [handoff.agent for handoff in self._handoffs(self._base[0].mode)]
+        for name in ("mode", "end to end", "speed-up", *(f"→ {agent}" for agent in agents)):
+            table.add_column(name, justify="left" if name == "mode" else "right")
+        for mode in self._modes:
+            seconds = self._seconds(mode)
+            speed_up = self._seconds(self._base[0].mode) / seconds
+            cells = [f"{handoff.seconds * 1000:.0f} ms" for handoff in self._handoffs(mode)]
+            table.add_row(mode, f"{seconds:.2f} s", f"{speed_up:.2f}x", *cells)
+        return table
+
+    def _tokens(self) -> Table:
+        table = Table(title="Prompt tokens", title_justify="left")
+        for name in ("mode", "agent"):
+            table.add_column(name)
+        for name in ("prompt", "cached", "streamed", "late", "bound", "hidden"):
+            table.add_column(name, justify="right")
+        for mode in self._modes:
+            for one in self._handoffs(mode):
+                hidden = one.hidden_fraction
+                tokens = (one.prompt_tokens, one.cached_tokens)
+                tokens += (one.streamed_tokens, one.late_tokens)
+                table.add_row(
+                    mode,
+                    one.agent,
+                    *map(str, tokens),
+                    f"{one.bound_seconds * 1000:.0f} ms",
+                    "" if hidden is None else f"{hidden:.2f}",
+                )
+        return table
+
+    def save(self, path: Path) -> None:
+        """Write the same as JSON."""
+        base = self._seconds(self._base[0].mode)
+        modes: list[dict[str, Any]] = [
+            {
+                "mode": mode,
+                "seconds": self._seconds(mode),
+                "ratio": base / self._seconds(mode),
+                "handoffs": [asdict(handoff) for handoff in self._handoffs(mode)],
+            }
+            for mode in self._modes
+        ]
+        document = {
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "runs": len(self._base),
+            "same_text": self._same_text,
+            "modes": modes,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,90 @@
+"""What the examples have in common: the engines that they ask, yours or some on this CPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console
+
+from flashmoa.engine.tiny_models import tiny_engines
+
+_HERE = Path(__file__).parent
+GUIDE = _HERE / "guides" / "nepal.md"
+PAPER = _HERE / "papers" / "handoffs.md"
+_MODELS = _HERE.parent / ".cache" / "models"
+
+
+def run_program(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``main``; interrupted, end without a traceback once its engines have ended."""
+    try:
+        anyio.run(main)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def one_engine_arguments(about: str | None) -> argparse.Namespace:
+    """Parse ``--engine`` and ``--model``."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--engine", help="URL of a running engine, http://HOST:PORT")
+    parser.add_argument("--model", default="tiny", help="as the engine serves it")
+    return parser.parse_args()
+
+
+@asynccontextmanager
+async def one_engine(given: str | None) -> AsyncGenerator[str]:
+    """Yield the URL that was given, or that of an engine started here on a tiny model."""
+    if given is not None:
+        yield given
+        return
+    print("Starting an SGLang engine on this CPU with a tiny, untrained model ...")
+    async with tiny_engines(["small"], [GUIDE], _MODELS) as (engine,):
+        yield engine.url
+
+
+def two_engine_parser(about: str | None, tokens: int) -> argparse.ArgumentParser:
+    """Make a parser with two engines, their models and ``--tokens`` of each answer."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--engine-a", metavar="URL", help="engine of the smaller model")
+    parser.add_argument("--engine-b", metavar="URL", help="engine of the larger model")
+    parser.add_argument("--model-a", default="small", help="as engine A serves it")
+    parser.add_argument("--model-b", default="large", help="as engine B serves it")
+    parser.add_argument("--tokens", type=int, default=tokens, help="what each agent writes")
+    parser.add_argument("--cache", type=Path, default=_MODELS.parent, help="for tiny models")
+    return parser
+
+
+@asynccontextmanager
+async def two_engines(
+    arguments: argparse.Namespace, text: Path, console: Console
+) -> AsyncGenerator[tuple[str, str]]:
+    """Yield the URLs that were given, or those of two engines started here, one per core.
+
+    Args:
+        arguments: of :func:`two_engine_parser`.
+        text: what the tiny models' tokenizer is trained on.
+
+    Raises: ValueError if one URL is given without the other.
+    """
+    urls = (arguments.engine_a, arguments.engine_b)
+    if bool(urls[0]) != bool(urls[1]):
+        raise ValueError("give both --engine-a and --engine-b, or neither")
+    if urls[0]:
+        yield urls
+        return
+    console.print("Real SGLang on this CPU. The models are tiny and untrained: what they say is")
+    console.print("noise, the timing is real.\n")
+    status = console.status("")
+    status.start()
+    try:
+        models = arguments.cache / "models"
+        async with tiny_engines(["small", "large"], [text], models, status.update) as (a, b):
+            status.stop()
+            console.print(f"engine A (core 0): {a.url}   engine B (core 1): {b.url}\n")
+            yield a.url, b.url
+    finally:
+        status.stop()

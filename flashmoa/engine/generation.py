@@ -1,0 +1,152 @@
+"""What engines generate: streamed answers as :class:`Delta`, and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+
+from flashmoa import errors
+from flashmoa.engine.refusals import aborted
+from flashmoa.engine.wire import Delta, PromptUsage
+
+# A log-probability (``None`` for minus infinity, and for a prompt's first token), a token, its
+# text.
+_Logprob = tuple[float | None, int, Any]
+
+
+async def event_data(response: httpx.Response) -> AsyncGenerator[str]:
+    """Yield the data of each server-sent event of an answer, as it arrives.
+
+    Only a line feed ends a line: ``Response.aiter_lines`` also breaks at separators like U+2028,
+    which texts in JSON may hold.
+    """
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip().decode(errors="replace")
+
+
+async def data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the events of a stream. Raises: BadAnswer, RequestRefused."""
+    async with aclosing(event_data(response)) as several:
+        async for data in several:
+            if data == "[DONE]":
+                continue
+            try:
+                event = json.loads(data)
+            except json.JSONDecodeError as error:
+                raise errors.BadAnswer(
+                    f"{data[:200]!r} is not the data of a server-sent event of an engine; is the "
+                    "URL right?"
+                ) from error
+            if "error" in event:
+                problem = event["error"]
+                raise errors.RequestRefused(
+                    str(problem.get("message", problem)),
+                    int(problem.get("code") or 400),
+                    "generation",
+                )
+            yield event
+
+
+async def generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    """Yield what is new in each event of ``/generate``; SGLang repeats the whole text."""
+    seen, tokens = 0, 0
+    async for event in events:
+        text: str = event.get("text") or ""
+        meta: dict[str, Any] = event["meta_info"]
+        reason = meta.get("finish_reason")
+        if reason and "prompt_tokens" not in meta:
+            raise aborted(reason)
+        yield Delta(
+            text=text[seen:],
+            token_ids=event["output_ids"][tokens:],
+            usage=PromptUsage.model_validate(meta) if reason else None,
+            finish_reason=reason["type"] if reason else None,
+        )
+        seen, tokens = len(text), len(event["output_ids"])
+
+
+async def chat_completion(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    """Yield a step for each chunk of an OpenAI chat completion."""
+    async for event in events:
+        choices: list[dict[str, Any]] = event.get("choices") or []
+        choice = choices[0] if choices else {}
+        delta: dict[str, Any] = choice.get("delta") or {}
+        usage: dict[str, Any] | None = event.get("usage")
+        logprobs: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
+        yield Delta(
+            text=delta.get("content") or "",
+            logprobs=[token["logprob"] for token in logprobs.get("content") or []],
+            usage=PromptUsage.from_openai(usage) if usage else None,
+            finish_reason=choice.get("finish_reason"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NextLogprobs:
+    """Log-probabilities (natural logarithm) of what may follow a prompt.
+
+    Attributes:
+        tokens: one for each token that may follow.
+        continuation: one for each token of the continuation, given all tokens before it.
+        usage: that of the prefill.
+    """
+
+    tokens: list[float]
+    continuation: list[float]
+    usage: PromptUsage
+
+
+class Generated(BaseModel):
+    """An answer of ``/generate`` with log-probabilities."""
+
+    meta_info: dict[str, Any]
+
+    def logprobs(self, token_ids: Sequence[int], continuation: Sequence[int]) -> NextLogprobs:
+        """Return those of ``token_ids`` and of ``continuation``.
+
+        Raises: RequestRefused for an aborted request; BadAnswer.
+        """
+        reason: dict[str, Any] = self.meta_info.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise aborted(reason)
+        try:
+            found = _Logprobs.model_validate(self.meta_info)
+            after = {token: value for value, token, _ in found.after} if token_ids else {}
+            following = found.input_token_logprobs[1:] if continuation else []
+            if [token for _, token, _ in following] != list(continuation):
+                raise errors.BadAnswer(
+                    "the engine gave log-probabilities of other tokens than it was sent"
+                )
+            return NextLogprobs(
+                [_number(after[token]) for token in token_ids],
+                [_number(value) for value, _, _ in following],
+                PromptUsage.model_validate(self.meta_info),
+            )
+        except (ValueError, LookupError) as error:
+            raise errors.BadAnswer(
+                "the engine gave no log-probabilities of the tokens that were asked for"
+            ) from error
+
+
+class _Logprobs(BaseModel):
+    input_token_logprobs: list[_Logprob] = []
+    output_token_ids_logprobs: list[list[_Logprob]] = []
+
+    @property
+    def after(self) -> list[_Logprob]:
+        return self.output_token_ids_logprobs[0]
+
+
+def _number(value: float | None) -> float:
+    return -math.inf if value is None else value

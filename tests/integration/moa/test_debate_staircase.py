@@ -1,0 +1,108 @@
+"""Debates on a staircase, on real engines."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.linking.link import Ahead
+from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Steps
+from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
+from tests.integration.support import settled
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = DebatePrompt(heading="\n{number}. ", staircase_instruction="You are {number}:")
+
+
+def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any) -> Debate:
+    small, large = pair
+    debaters = [agent(small, 1, max_tokens=24), agent(large, 2, max_tokens=24)]
+    return Debate(debaters, 3, conclusion, **{"prompt": PROMPT, "staircase": Steps(), **more})
+
+
+async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineClient]) -> None:
+    ways: list[Ahead] = ["nothing", "text"]
+    results: list[DebateResult] = []
+    for ahead in ways:
+        for engine in pair:
+            await engine.flush_cache()
+        results.append(await debate(pair, first_letter, ahead=ahead).answer(QUESTION))
+    unlinked, linked = results
+    assert answers_by_round(unlinked) == answers_by_round(linked)
+    assert linked.vote is not None and linked.vote.ballots[0] is not None
+    assert linked.text == linked.rounds[-1][linked.vote.place].text
+    assert linked.time_to_first_token is not None
+    for number, round_ in enumerate(linked.rounds):
+        for one in round_:
+            assert one.status == "used" and one.usage and one.usage.completion_tokens == 24
+            assert one.started and one.first_token and one.finished
+            # One request each for its chunks of 8 and 16 tokens.
+            assert len(one.steps) == (2 if number else 0)
+            assert "".join(step.text for step in one.steps) == (one.text if number else "")
+    for engine in pair:
+        await settled(engine)
+
+
+async def test_interleaved_chunks_are_prefilled_once(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    for engine in pair:
+        await engine.flush_cache()
+    steps = Steps(order="interleaved")
+    result = await debate(pair, first_letter, staircase=steps).answer(QUESTION)
+    for one in (one for round_ in result.rounds[1:] for one in round_):
+        usage = [step.usage for step in one.steps if step.usage is not None]
+        again = [
+            before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usage)
+        ]
+        # Only the template's tokens at the prompt's end are computed again.
+        assert again and max(again) <= 8
+
+
+async def test_aggregator_writes_along_with_debaters(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    concluded = debate(pair, agent(pair[1], 5, max_tokens=24), staircase=Steps(order="contiguous"))
+    async with concluded.answering(QUESTION) as debating:
+        pieces = [piece async for piece in debating]
+        result = await debating.result()
+    assert len(pieces) > 1 and "".join(pieces) == result.text
+    assert result.aggregate is not None and len(result.aggregate.steps) == 2
+    assert result.aggregate.first_token is not None and result.finish_reason == "length"
+
+
+async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
+    small, _ = pair
+    failing = agent(small, 2, temperature=-1)
+    two = Debate(
+        [agent(small, 1, max_tokens=24), failing], 2, first_letter, prompt=PROMPT, staircase=Steps()
+    )
+    result = await two.answer(QUESTION)
+    for round_ in result.rounds:
+        assert [one.status for one in round_] == ["used", "failed"] and round_[1].problem
+    assert result.vote is not None and result.vote.ballots[1] is None
+    with pytest.raises(MixtureFailed, match="no agent answered"):
+        await Debate([failing, failing], 2, first_letter, staircase=Steps()).answer(QUESTION)
+    with pytest.raises(MixtureFailed, match="the aggregator failed"):
+        async with EngineClient("http://127.0.0.1:9") as nowhere:
+            await debate(pair, agent(nowhere)).answer(QUESTION)
+    await settled(small)
+
+
+async def test_cancelled_debate_frees_its_engines(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    slow = [agent(engine, max_tokens=2000) for engine in pair]
+    async with Debate(slow, 3, slow[0], staircase=Steps()).answering(QUESTION) as debating:
+        async for _ in debating:
+            break
+        debating.cancel()
+        with pytest.raises(UpstreamCancelled):
+            await debating.result()
+    for engine in pair:
+        await settled(engine)

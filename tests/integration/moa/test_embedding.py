@@ -1,0 +1,42 @@
+"""Embeddings of answers from a real embedding engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine.local import LocalEngines
+from flashmoa.moa import EngineEmbedder
+from flashmoa.moa.early_exit import frobenius_cosine, normalised
+from tests.integration.support import special_engine
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_embedding_engine_gives_a_row_per_sentence(
+    engines: LocalEngines, model: Path
+) -> None:
+    """The plugin adds nothing to an embedding engine, so its routes are missing."""
+    async with (
+        special_engine(engines, model, "--is-embedding", measures=False) as engine,
+        EngineClient(engine.url) as client,
+    ):
+        with pytest.raises(PluginMissing):
+            await client.info()
+        embedder = EngineEmbedder(client)
+        answers = [
+            "The river is wide. It is cold!\nNobody swims.",
+            "Go by train.",
+            "",
+            "Go by train.",
+        ]
+        embedded = [await embedder.embed(answer) for answer in answers]
+    assert [len(one) for one in embedded] == [3, 1, 1, 1]
+    assert len({one.shape[1] for one in embedded}) == 1
+    assert all(np.isfinite(one).all() for one in embedded)
+    river, train, _, again = map(normalised, embedded)
+    assert frobenius_cosine(train, again) == pytest.approx(1)
+    assert frobenius_cosine(river, train) < 0.999

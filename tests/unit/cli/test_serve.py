@@ -1,0 +1,95 @@
+"""How ``flashmoa serve`` starts and ends, with another program in SGLang's place."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoa.cli import serve
+
+SERVER = """
+import sys
+from flashmoa.cli.server import Server
+server = Server([], "127.0.0.1", 9)
+server._command = [sys.executable, "-c", sys.argv[1]]
+print("ended:", server.run(), flush=True)
+"""
+
+
+def start(instead: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER, instead],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("instead", "ended"),
+    [
+        (
+            "import sys; sys.exit('RuntimeError: CUDA out of memory')",
+            "status=1, text='there is not",
+        ),
+        ("import os; os._exit(3)", "status=3, text='SGLang ended with status 3; the lines above"),
+        ("import os; os.kill(os.getpid(), 9)", "status=1, text='SGLang ended by signal 9"),
+    ],
+)
+def test_failed_start_ends_in_one_sentence(instead: str, ended: str) -> None:
+    out, _ = start(instead).communicate(timeout=60)
+    assert f"ended: Problem({ended}" in out
+
+
+def test_output_is_passed_on_and_stages_are_announced() -> None:
+    lines = "server_args=ServerArgs()", "Load weight begin.", "Load weight end."
+    script = "".join(f"print({line!r}, flush=True);" for line in lines)
+    out, said = start(script).communicate(timeout=60)
+    assert out.splitlines()[:3] == list(lines)
+    assert "flashmoa: importing SGLang, which takes a while (0 s)" in said
+    assert "flashmoa: making the KV pool (" in said
+
+
+def test_interrupt_during_start_leaves_no_process() -> None:
+    process = start("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "ended: None\n")
+    assert "Traceback" not in said
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
+        (["--model-path", "/tmp"], "--model-path /tmp is not a model: it has no config.json"),
+        (["--model-path", "a/b", "--port", "99999"], "--port 99999 is not between 1 and 65535"),
+        (["--model-path", "a/b", "--host", "no.invalid"], "cannot listen on no.invalid:30000"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_start(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_other_systems_and_old_releases_are_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "installed", lambda _name: "0.4.6")
+    assert serve.main(["--model-path", "a/b"]) == 2
+    assert "SGLang 0.4.6 is too old" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "find_spec", lambda _name: None)
+    assert serve.main(["--model-path", "a/b"]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "runs_engines", lambda: False)
+    assert serve.main(["--model-path", "a/b"]) == 2
+    assert "Linux only" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""What an engine refuses, as the client's exceptions."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import httpx
+import pytest
+from flashmoa_sglang.http.errors import ApiError
+
+import flashmoa
+from flashmoa import errors
+from flashmoa.engine.refusals import refusal
+
+URL = "http://engine"
+# Of the server's errors those without a class of their own on the client.
+OTHERWISE = {
+    "DecodesOnly": errors.PluginMissing,
+    "EngineBusy": errors.EngineDraining,
+    "EngineFailed": errors.RequestRefused,
+}
+
+
+def refused(status: int, body: Any) -> errors.EngineError:
+    request = httpx.Request("POST", f"{URL}/prompt_streams")
+    return refusal(httpx.Response(status, json=body, request=request), URL)
+
+
+@pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_server_errors_keep_their_name_on_the_client(kind: type[ApiError]) -> None:
+    error = refused(kind.status, kind("Read this.").body())
+    assert type(error) is OTHERWISE.get(kind.__name__) or type(error).__name__ == kind.__name__
+    assert "Read this." in str(error)
+    if isinstance(error, errors.RequestRefused):
+        assert (error.status, error.code) == (kind.status, kind.code)
+
+
+@pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_the_code_tells_the_error_whatever_the_status(kind: type[ApiError]) -> None:
+    """A proxy may answer with a status of its own, and two errors may share one."""
+    if kind.__name__ not in OTHERWISE:
+        error = refused(418, kind("Read this.").body())
+        assert type(error).__name__ == kind.__name__
+
+
+@pytest.mark.parametrize("status", [409, 410, 429])
+def test_a_foreign_code_is_not_an_error_of_prompt_streams(status: int) -> None:
+    error = refused(status, {"error": {"message": "Slow down.", "code": "rate_limit"}})
+    assert type(error) is errors.RequestRefused and error.code == "rate_limit"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, errors.MalformedRequest), (413, errors.PromptTooLarge), (503, errors.EngineDraining)],
+)
+def test_sglangs_own_refusals_are_told_by_status(
+    status: int, kind: type[errors.RequestRefused]
+) -> None:
+    for body in ({"error": {"message": "No.", "code": status}}, {"message": "No.", "code": status}):
+        error = refused(status, body)
+        assert type(error) is kind and str(error) == "No."
+
+
+def exceptions() -> set[type[BaseException]]:
+    """Return every exception of every module that can be imported here."""
+    found: set[type[BaseException]] = set()
+    for module in pkgutil.walk_packages(flashmoa.__path__, "flashmoa.", onerror=lambda _: None):
+        try:
+            values = vars(importlib.import_module(module.name)).values()
+        except ImportError:  # An extra that is not installed.
+            continue
+        found |= {
+            value
+            for value in values
+            if isinstance(value, type)
+            and issubclass(value, BaseException)
+            and value.__module__.startswith("flashmoa.")
+        }
+    return found
+
+
+# They end a dry run once its request is captured, or turn the tap off, and reach no user.
+INTERNAL = {"Captured", "_Captured", "_Unheard"}
+
+
+def test_every_exception_is_a_flashmoa_error() -> None:
+    found = {kind for kind in exceptions() if kind.__name__ not in INTERNAL}
+    assert {"UpstreamCancelled", "EngineLost", "BadLine"} <= {kind.__name__ for kind in found}
+    assert not [kind for kind in found if not issubclass(kind, errors.FlashMoAError)]
+    assert not [kind for kind in found if not (kind.__doc__ or "").startswith("Raised when")]

@@ -1,0 +1,137 @@
+"""What ran ahead of a call, whose text went into it, and what is pointed out."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoa.engine import PromptUsage, Span, StreamUse
+from flashmoa.observe import (
+    CallFailed,
+    CallFinished,
+    CallStarted,
+    Event,
+    FirstToken,
+    LinkClosed,
+    LinkDeclined,
+    LinkOpened,
+    LinkWaits,
+    UpstreamFailed,
+)
+from flashmoa.observe.calls import Handoff, calls, handoffs
+from flashmoa.observe.notes import notes
+from flashmoa.observe.summary import Overlap, overlaps, row, seconds, summary
+
+
+def call(
+    agent: str, at: float, token: float, end: float, use: StreamUse | None = None
+) -> list[Event]:
+    who = {"agent": agent, "engine": "http://e", "call_id": agent}
+    usage = PromptUsage(
+        prompt_tokens=100,
+        completion_tokens=9,
+        streamed_tokens=70,
+        late_tokens=10,
+        prompt_stream=use,
+    )
+    stream = use.id if use is not None else None
+    return [
+        CallStarted(**who, at=at, stream_id=stream),
+        FirstToken(**who, at=token),
+        CallFinished(**who, at=end, usage=usage),
+    ]
+
+
+def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
+    prefills = [Span(start=start, end=end, tokens=1) for start, end in spans]
+    return StreamUse(id="s", status=status, prefills=prefills)
+
+
+def test_prefill_counts_until_the_call_and_under_decode() -> None:
+    # A decodes from 2 to 8, B goes out at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
+    found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
+    assert overlaps(found) == {"B": Overlap(5.5, 3.5, 0.5, 70, 10)}
+    # Spans of one stream that lie over each other count once.
+    found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((1, 4), (3, 5), (9, 9.5)))])
+    assert overlaps(found)["B"] == Overlap(4.0, 3.0, 0.5, 70, 10)
+
+
+def test_concurrent_decodes_count_once_and_later_ones_not() -> None:
+    events = [*call("A", 0, 1, 3), *call("C", 0, 2, 4), *call("D", 5, 5.5, 6)]
+    found = calls([*events, *call("B", 7, 8, 12, use((0, 5)))])
+    assert overlaps(found)["B"].under_decode == 3.0
+
+
+@pytest.mark.parametrize("status", ["mispredicted", "expired"])
+def test_stream_without_hit_has_no_overlap(status: str) -> None:
+    found = calls([*call("A", 0, 2, 8), *call("B", 8, 9, 10, use((0, 4), status=status))])
+    assert overlaps(found) == {}
+    whole = summary(found)
+    assert (whole.linked, whole.calls, whole.overlap.ahead) == (0, 2, 0)
+    assert row(found[1], None)[-3:] == ["", "1.00 s", status]
+
+
+def test_summary_of_a_run() -> None:
+    failed = {"agent": "C", "engine": "http://e", "call_id": "C"}
+    events = [
+        *call("A", 0, 2, 8),
+        *call("B", 8, 8.5, 10, use((0, 4))),
+        CallStarted(**failed, at=10),
+        CallFailed(**failed, at=11, error="no"),
+    ]
+    whole = summary(calls(events))
+    assert (whole.end_to_end, whole.failed, whole.first_token) == (11, 1, 1.25)
+    assert str(whole) == (
+        "end to end 11.00 s; 1 of 3 calls found their prompt streams: 70 of their tokens were "
+        "prefilled ahead, 10 tokens and 500 ms to their first tokens were left"
+    )
+    assert row(calls(events)[2], None) == ["C", "", "", "", "", "", "", "failed", ""]
+    assert summary([]).end_to_end == 0
+    assert [seconds(x) for x in (0.0004, 0.9996, 2377)] == ["0 ms", "1.00 s", "39 min 37 s"]
+
+
+def test_handoffs_follow_the_order_of_the_prompt() -> None:
+    # B wrote beside A; its text could go on only once that of A was complete.
+    events: list[Event] = [
+        LinkOpened(
+            agent="M", engine="http://e", at=0.5, upstream=("user", "A", "B"), stream_id="s"
+        ),
+        *call("A", 0, 1, 4),
+        *call("B", 0, 2, 6),
+        *call("M", 7, 8, 9, use((1, 2))),
+    ]
+    assert handoffs(events) == {"M": [Handoff("A", 1, 4), Handoff("B", 4, 6)]}
+
+
+def test_writer_is_the_agents_last_call_before_the_reader() -> None:
+    events = [*call("A", 0, 1, 2), *call("M", 5, 6, 7, use((1, 2)))]
+    opened = LinkOpened(agent="M", engine="http://e", at=3, upstream=("A",), stream_id="s")
+    # A was done when the link was opened: it had nothing more to say.
+    assert handoffs([opened, *events]) == {"M": []}
+    again = {"agent": "A", "engine": "http://e", "call_id": "A2"}
+    events += [CallStarted(**again, at=3), FirstToken(**again, at=3.5), CallFinished(**again, at=4)]
+    assert handoffs([opened, *events]) == {"M": [Handoff("A2", 3.5, 4)]}
+
+
+def test_notes_name_failures_lateness_and_declined_links() -> None:
+    who = {"agent": "B", "engine": "http://e"}
+    events: list[Event] = [
+        LinkClosed(**who, at=9, stream_id="s", reason="used"),
+        LinkClosed(**who, at=8, stream_id="s", reason="mispredicted"),
+        LinkClosed(**who, at=7, stream_id="s", reason="unused"),
+        UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize"),
+        LinkWaits(**who, at=5, upstream="A", reason="it calls tools"),
+        LinkDeclined(**who, at=4, reason="no room"),
+        CallStarted(**who, at=3, call_id="1", late=True),
+        *call("C", 10, 11, 12, use((1, 2), status="mispredicted")),
+    ]
+    found = [(note.agent, note.kind) for note in notes(events)]
+    assert found == [
+        ("B", "late"),
+        ("B", "declined"),
+        ("B", "waits"),
+        ("B", "upstream failed"),
+        ("B", "ended"),
+        ("B", "mispredicted"),
+        ("C", "mispredicted"),
+    ]
+    assert "A failed (stall): finalize" in [note.text for note in notes(events)]

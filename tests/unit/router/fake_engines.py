@@ -1,0 +1,127 @@
+"""Routers in front of fake engines, and clients that call them without a web server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from urllib.parse import unquote
+
+import anyio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.client_requests import STREAMS, json_answer
+from flashmoa.router.shell.application import ShellOptions, shell_application
+from tests.integration.router.serving import served
+
+KEY = {"authorization": "Bearer right"}
+
+
+class FakeEngine:
+    """Answers every request that has the right API key.
+
+    Args:
+        streams: the ids of its prompt streams.
+        lets_in: whether it accepts requests with any key or none.
+
+    Attributes:
+        requests: those that it let in, except the router's own questions.
+    """
+
+    def __init__(self, *streams: str, lets_in: bool = False) -> None:
+        self._streams = streams
+        self._lets_in = lets_in
+        self.requests: list[str] = []
+
+    def app(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "DELETE"]
+        return Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path
+        await request.body()
+        if not self._lets_in and request.headers.get("authorization") != KEY["authorization"]:
+            return json_answer({"error": "Unauthorized"}, 401)
+        if path not in ("/model_info", "/server_info", "/v1/loads"):
+            self.requests.append(f"{request.method} {path}")
+        if path == STREAMS:
+            told = {"open": len(self._streams)}
+            return json_answer(told if request.method == "GET" else {"id": self._streams[0]})
+        if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
+            return json_answer({"error": {"code": "unknown_stream"}}, 404)
+        return json_answer({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
+
+
+class RouterClient:
+    """Calls an application as a web server would."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        query: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """Return the answer's status and body. Raises: what the application raises.
+
+        ``path`` is percent-encoded.
+        """
+        given: Iterator[bytes] = iter([body])
+        status, pieces = 0, list[bytes]()
+
+        async def receive() -> dict[str, Any]:
+            if (piece := next(given, None)) is None:
+                await anyio.sleep_forever()
+            return {"type": "http.request", "body": piece, "more_body": False}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            pieces.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": query,
+            "headers": [
+                (name.lower().encode("latin-1"), value.encode("latin-1"))
+                for name, value in ({"host": "router"} | dict(headers or {})).items()
+            ],
+        }
+        await self._app(scope, receive, send)
+        return status, b"".join(pieces)
+
+
+@asynccontextmanager
+async def running(app: Starlette) -> AsyncGenerator[RouterClient]:
+    async with app.router.lifespan_context(app):
+        yield RouterClient(app)
+
+
+@asynccontextmanager
+async def routing(*engines: FakeEngine, **more: Any) -> AsyncGenerator[RouterClient]:
+    """Run a router over fake engines."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(one.app())) for one in engines]
+        options = RouterOptions(urls, api_key="right", watch_seconds=60, **more)
+        yield await stack.enter_async_context(running(application(options)))
+
+
+@asynccontextmanager
+async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
+    """Run a shell router; the engine is its prefill engine and its pair's router."""
+    async with (
+        served(engine.app()) as url,
+        running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,
+    ):
+        yield client

@@ -1,4 +1,4 @@
-"""From how many tokens on transfers are hidden, and that nobody waits for so many for long."""
+"""From how many tokens on transfers are hidden, and how long prefills wait for so many."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_ranks_that_step_together_do_not_wait(
 
 
 ARRIVALS = st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=60)
-PATIENCE, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
+LONGEST_WAIT, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
 
 
-@given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * PATIENCE]))
-def test_nobody_waits_for_long_and_nobody_where_there_is_enough(
+@given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * LONGEST_WAIT]))
+def test_prefills_wait_only_briefly_and_not_once_tokens_suffice(
     arrivals: list[list[int]], taken: int, step: float
 ) -> None:
-    gate = SaturationGate(ENOUGH, PATIENCE)
+    gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     queue: dict[str, int] = {}
     waited: dict[str, float] = {}
     for number, coming in enumerate(arrivals):
@@ -118,7 +118,7 @@ def test_nobody_waits_for_long_and_nobody_where_there_is_enough(
             assert 0 < tokens < ENOUGH and len(queue) < ROOM
             for rid in queue:
                 waited[rid] = waited.get(rid, 0.0) + step
-                assert waited[rid] <= PATIENCE + 1e-9
+                assert waited[rid] <= LONGEST_WAIT + 1e-9
         else:
             for rid in list(queue)[:taken]:
                 del queue[rid]
@@ -132,11 +132,11 @@ def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> in
     return steps
 
 
-def test_a_lone_request_goes_after_a_while_and_the_next_one_waits_anew() -> None:
-    gate = SaturationGate(ENOUGH, PATIENCE)
-    assert steps_alone(gate, "a") == pytest.approx(PATIENCE / STEP, abs=1)
-    # It found no room: it has waited already, whoever comes.
+def test_a_lone_request_goes_after_the_longest_wait_and_the_next_one_waits_too() -> None:
+    gate = SaturationGate(ENOUGH, LONGEST_WAIT)
+    assert steps_alone(gate, "a") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
+    # It found no room: it has waited already, whichever request comes.
     assert steps_alone(gate, "a", ["b"]) == 0
-    assert steps_alone(gate, "b") == pytest.approx(PATIENCE / STEP, abs=1)
+    assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
     assert not gate.holds([], 0, ROOM, STEP)
     assert gate._held == {}

@@ -1,4 +1,4 @@
-"""What a forward costs: seconds against tokens, measured once at start."""
+"""The costs of a forward: seconds against tokens, measured once at start."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class Costs:
             least = rising[-1][1] if rising else 0.0
             rising.append((tokens, max(seconds, least)))
         if len({tokens for tokens, _ in rising}) < 2:
-            raise ValueError("Costs need measurements at two different sizes.")
+            sizes = sorted({tokens for tokens, _ in rising})
+            raise ValueError(f"Costs need measurements at two different sizes, not at {sizes}.")
         object.__setattr__(self, "points", tuple(rising))
 
     def prefill(self, tokens: float) -> float:
-        """Seconds of a prefill forward."""
+        """Return the seconds of a prefill forward."""
         (x0, y0), (x1, y1) = self._segment(tokens)
         return max(y0 + (y1 - y0) * (tokens - x0) / (x1 - x0), 0.0)
 
     def decode(self, requests: int) -> float:
-        """Seconds of a decode step of so many requests."""
+        """Return the seconds of a decode step of so many requests."""
         return self.decode_step + self.per_token * (requests - 1)
 
     @property
@@ -48,11 +49,11 @@ class Costs:
 
     @property
     def decode_weight(self) -> float:
-        """What a decode step takes, in prefill tokens."""
+        """The prefill tokens that take as long as a decode step of one request."""
         return max(1.0, self.decode_step / max(self.per_token, 1e-9))
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens whose prefill takes no longer; may be 0."""
+        """Return the most tokens whose prefill takes no longer; may be 0."""
         low, high = 0, 1
         while high < 1 << 20 and self.prefill(high) <= seconds:
             low, high = high, high * 2

@@ -1,4 +1,4 @@
-"""What the HTTP process and the scheduler processes say to each other beside requests.
+"""The messages between the HTTP process and the scheduler processes, and the marks on requests.
 
 Prefill itself travels as ordinary SGLang requests (tensor parallelism, chunking, metrics and
 abort then work as for any request), marked through ``sampling_params.custom_params``, which
@@ -7,6 +7,8 @@ SGLang carries to the scheduler untouched. These messages are for control only.
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ NO_ROOM = "no room in the KV pool"
 
 @dataclass(frozen=True, slots=True)
 class RequestMark:
-    """Why the plugin sent, or touched, a request.
+    """Why the plugin sent or touched a request.
 
     ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
     that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
@@ -34,37 +36,47 @@ class RequestMark:
     timed: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
+        """Return the mark as an entry of ``sampling_params.custom_params``."""
         return {CUSTOM_PARAMS_KEY: asdict(self)}
 
+    @classmethod
+    def read(cls, custom_params: Any) -> RequestMark | None:
+        """Return the mark among a request's parameters; users may put anything else beside it."""
+        if not isinstance(custom_params, dict):
+            return None
+        fields = custom_params.get(CUSTOM_PARAMS_KEY)
+        try:
+            return cls(**fields) if isinstance(fields, dict) else None
+        except TypeError:  # Not ours.
+            return None
 
-def mark_of(req: Any) -> RequestMark | None:
-    """The mark of a request in a scheduler; users may put anything else beside it."""
-    custom_params = req.sampling_params.custom_params
-    if not isinstance(custom_params, dict):
-        return None
-    fields = custom_params.get(CUSTOM_PARAMS_KEY)
-    try:
-        return RequestMark(**fields) if isinstance(fields, dict) else None
-    except TypeError:  # Not ours.
-        return None
+
+def unsent() -> dict[str, Any]:
+    """Return what makes a ``GenerateReqInput`` one that a PD pair's prefill engine keeps to itself.
+
+    It computes the request and sends it to no decode engine, like SGLang's own warm-up.
+    """
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    # Its room says nothing, but that it is in one.
+    return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": secrets.randbelow(1 << 30)}
 
 
-def is_increment(req: Any) -> bool:
-    """Whether a scheduler's request prefills a prompt stream: nobody waits for its answer."""
-    mark = mark_of(req)
-    return mark is not None and mark.stream is not None and not mark.final
+def handle(dispatcher: Any, message_type: type, handler: Callable[[Any], None]) -> None:
+    """Register a handler with SGLang's dispatcher of messages by type."""
+    dispatcher._mapping[message_type] = handler
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseStream:
-    """To every scheduler: the stream is over, give its KV back to the cache."""
+    """To every scheduler: the stream is over; give its KV back to the cache."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """To every scheduler: what this engine's forwards cost; as in ``costs.Costs``."""
+    """To every scheduler: the costs of this engine's forwards, as in ``costs.Costs``."""
 
     points: tuple[tuple[int, float], ...]
     decode_step: float
@@ -74,9 +86,9 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """From a scheduler: how long the forward of a timed request took, in seconds.
+    """From a scheduler: the seconds that the forward of a timed request took.
 
-    ``layers``: what its layers took, where their experts are in host memory.
+    ``layers``: those of its layers, where their experts are in host memory.
     """
 
     rid: str
@@ -86,7 +98,7 @@ class ForwardTime:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """From a scheduler, for the metrics: what has happened since its last message."""
+    """From a scheduler, for the metrics: counts since its last message, as in ``KvReport``."""
 
     duplicates_avoided: int
     gave_way: int
@@ -101,19 +113,21 @@ class RoomAgain:
 
 @dataclass(frozen=True, slots=True)
 class KvQuery:
-    """To every scheduler: report how the KV pool stands."""
+    """To every scheduler: answer with a ``KvReport``."""
 
     query: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """From one rank per data-parallel group; in tokens.
+    """From one rank per data-parallel group: its KV pool, in tokens.
 
     ``pinned_streams`` and ``gave_way`` count streams. Since the start: ``gave_way``,
     ``duplicates_avoided``, and ``rode_along``, what streams prefilled beside decode steps of
     others. ``shares``: whether requests that come at once compute a common prefix once;
-    ``None`` where no KV of prompts is kept, and they never do.
+    ``None`` where no KV of prompts is kept, and they never do. ``experts``: where they are, as
+    ``asdict(ExpertMemory)``; ``None`` where SGLang keeps them. In bytes: ``kv_bytes`` of the pool,
+    ``peak_bytes``, the most that the scheduler's process has had on its device.
     """
 
     query: int
@@ -126,9 +140,7 @@ class KvReport:
     gave_way: int
     duplicates_avoided: int
     rode_along: int
-    # Where the experts are, as asdict(ExpertMemory); ``None`` where SGLang keeps them.
     experts: dict[str, int] | None = None
-    # In bytes: of the pool, and the most that the scheduler's process has had on its device.
     kv_bytes: int | None = None
     peak_bytes: int | None = None
     shares: bool | None = None

@@ -2,7 +2,7 @@
 
 SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP
 process and in each scheduler. SGLang logs and swallows a hook that fails to apply; half a
-plugin would be worse than none. So whatever the plugin uses inside SGLang is looked for before
+plugin would be worse than none. So all that the plugin uses inside SGLang is looked for before
 (:func:`verify`), each hook is looked for afterwards, and a failure stops the process with a
 message that names the release and what is missing.
 """
@@ -21,17 +21,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import asyncep, cpu, internals, kv_free, options, releases
+from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
 from flashmoa_sglang.cpu import host_memory
 from flashmoa_sglang.http import metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.scheduler import answers, batches, side, waiting
+from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
+from flashmoa_sglang.scheduler import admission, batches, queue, state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class Hook:
 
 
 def attach_api(_result: None, manager: Any) -> None:
-    """After ``TokenizerManager.init_request_dispatcher``: add the routes, wrap the tokenizer."""
-    arguments = releases.resolved(manager.server_args)
+    """Add the routes, wrap the tokenizer: after ``TokenizerManager.init_request_dispatcher``."""
+    arguments = RELEASE.resolved(manager.server_args)
     _refuse_unsupported(arguments)
     metrics.start(arguments)
     engine = Engine(manager)
@@ -78,11 +79,11 @@ def attach_api(_result: None, manager: Any) -> None:
 
 
 def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Have ``work`` done beside the application, from its start to its end at most."""
+    """Do ``work`` beside the application, from its start to its end at most."""
     usual = app.router.lifespan_context
 
     @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[Any]:
+    async def lifespan(app: Any) -> AsyncGenerator[Any]:
         async with usual(app) as state:
             task = asyncio.create_task(work())
             try:
@@ -97,8 +98,8 @@ def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
-    """Around ``TokenizerManager.generate_request``: tie requests to their prompt stream."""
-    original = releases.forgetting(original)
+    """Tie requests to their prompt stream: around ``TokenizerManager.generate_request``."""
+    original = RELEASE.forget_refused(original)
     if is_ours(obj):
         return original(manager, obj, request)
     return stream_requests.generate_request(original, manager, obj, request)
@@ -107,7 +108,7 @@ def generate_request(
 async def handle_chat(
     original: Callable[..., Any], chat: Any, request: Any, raw_request: Any
 ) -> Any:
-    """Around ``OpenAIServingChat.handle_request``: the same for chat completions."""
+    """Do the same for chat completions: around ``OpenAIServingChat.handle_request``."""
     try:
         final = stream_requests.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
     except ValueError as error:
@@ -117,7 +118,7 @@ async def handle_chat(
 
 
 SCHEDULER_HOOKS = [
-    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", side.attach),
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
     Hook(f"{_SCHEDULER}.flush_cache", "around", batches.flush_cache),
     Hook(
@@ -125,13 +126,13 @@ SCHEDULER_HOOKS = [
         "around",
         batches.check_decode_memory,
     ),
-    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", batches.admit),
-    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", waiting.order_queue),
-    Hook(releases.STREAM_OUTPUT, "around", answers.stream_output),
-    Hook(releases.CREATE_OFFLOADER, "around", asyncep.create_offloader),
+    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
+    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", queue.order_queue),
+    Hook(RELEASE.STREAM_OUTPUT, "around", batches.stream_output),
+    Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
     Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.size),
-    *(Hook(target, "around", function) for target, function in releases.MENDED_IN_SCHEDULER),
+    *(Hook(target, "around", function) for target, function in RELEASE.SCHEDULER_FIXES),
 ]
 HTTP_HOOKS = [
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),
@@ -143,7 +144,7 @@ HTTP_HOOKS = [
         Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", asyncep.update_weights)
         for source in ("distributed", "tensor", "ipc")
     ),
-    *(Hook(target, "around", function) for target, function in releases.MENDED),
+    *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]
 
 
@@ -156,16 +157,16 @@ def register() -> None:
     Raises:
         SystemExit: something that is used of SGLang is missing, or a hook later did not apply.
     """
-    if problem := releases.too_old(releases.installed()):
+    if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
     verify_what_is_known()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if releases.installed() not in releases.TESTED:
+    if installed() not in TESTED:
         logger.warning(
             "flashmoa-sglang was tested with SGLang %s; this is %s",
-            ", ".join(releases.TESTED),
-            releases.installed(),
+            ", ".join(TESTED),
+            installed(),
         )
     hooks = _hooks_of_this_process()
     before = {hook.target: _resolve(hook.target) for hook in hooks}
@@ -175,7 +176,7 @@ def register() -> None:
 
 
 def verify_what_is_known() -> None:
-    """:func:`verify` what this process knows to be used, before it has read any arguments.
+    """Verify what this process knows to be used before it has read any arguments.
 
     Raises: SystemExit.
     """
@@ -186,7 +187,7 @@ def verify_what_is_known() -> None:
 
 
 def verify_arguments(arguments: Any) -> None:
-    """:func:`verify` what only some arguments use; ``arguments``: SGLang's. Raises: SystemExit."""
+    """Verify what only some of SGLang's arguments need. Raises: SystemExit."""
     if arguments.disaggregation_mode not in (None, "null"):
         verify(names.PD)
     _verify_options()
@@ -202,24 +203,20 @@ def _verify_options() -> None:
 
 @cache
 def verify(feature: str) -> None:
-    """Look whether SGLang has what the plugin uses with a feature, once in a process.
-
-    Processes that are forked from it are looked after, too.
+    """Verify, once in a process and those forked from it, that SGLang has what a feature needs.
 
     Raises:
         SystemExit: it has not.
     """
     source = internals.installed()
     if source is not None and (
-        problem := internals.looked_at(
-            releases.installed(), source, feature, hooked(feature)
-        ).problem
+        problem := internals.looked_at(installed(), source, feature, hooked(feature)).problem
     ):
         _stop(f"{problem}, which {feature} needs" if feature else problem)
 
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
-    """What is hooked with a feature, and by which function."""
+    """Return what is hooked with a feature, and by which function."""
     hooks = {
         names.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
         names.CPU: CPU_HOOKS,
@@ -245,7 +242,7 @@ def _resolve(target: str) -> Any:
 
 
 def _verify_after(registry: Any, before: dict[str, Any]) -> None:
-    """SGLang applies hooks after all plugins have registered; look at the result then."""
+    """Check that each hook took, once SGLang applies them after all plugins have registered."""
     apply_hooks = registry.apply_hooks
 
     def apply_and_verify() -> None:
@@ -259,8 +256,8 @@ def _verify_after(registry: Any, before: dict[str, Any]) -> None:
 
 def _stop(problem: str) -> None:
     raise SystemExit(
-        f"flashmoa-sglang cannot run: SGLang {releases.installed()} {problem}. "
-        f"Tested releases: {', '.join(releases.TESTED)}. Install one of them, or start "
+        f"flashmoa-sglang cannot run: SGLang {installed()} {problem}. "
+        f"Tested releases: {', '.join(TESTED)}. Install one of them, or start "
         "without the plugin (SGLANG_PLUGINS=none)."
     )
 

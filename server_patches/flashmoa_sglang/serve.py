@@ -13,12 +13,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import releases
 from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_sglang.releases import RELEASE, installed, too_old
 
 # At import, because SGLang's spawned children import this module before SGLang.
 torchvision_ops.allow_mismatched_build()
-releases.prepare_import()
+RELEASE.prepare_import()
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,7 +50,7 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
-    arguments = prepare_server_args(releases.server_arguments(argv))
+    arguments = prepare_server_args(RELEASE.server_arguments(argv))
     if not is_stock():
         plugin.verify_arguments(arguments)
     launch_server(
@@ -79,7 +79,7 @@ def die_with_parent() -> None:
 def main() -> None:
     if os.environ.pop("FLASHMOA_DIE_WITH_PARENT", None):
         die_with_parent()
-    if problem := releases.too_old(releases.installed()):
+    if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
     if not is_stock():
         from flashmoa_sglang import plugin

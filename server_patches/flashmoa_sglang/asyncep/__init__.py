@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import releases
 from flashmoa_sglang.asyncep.replicas import ONLY_CPUS
 from flashmoa_sglang.options import Options
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.asyncep.experts import Experts, Source
@@ -137,9 +137,9 @@ def problem(arguments: Any, options: Options) -> str | None:
         )
     if options.asyncep == "d2d":
         return _problem_of_replicas(arguments, options)
-    if arguments.device == "cuda" and not releases.graphs_are_off(arguments):
+    if arguments.device == "cuda" and not RELEASE.graphs_are_off(arguments):
         return (
-            f"--flashmoa-asyncep needs {releases.NO_GRAPHS}: a graph would look for experts where "
+            f"--flashmoa-asyncep needs {RELEASE.NO_GRAPHS}: a graph would look for experts where "
             "they were when it was made."
         )
     if arguments.device == "cuda" and arguments.mem_fraction_static <= 0:
@@ -165,7 +165,7 @@ def _problem_of_replicas(arguments: Any, options: Options) -> str | None:
         options.replica()
     except ValueError as error:
         return f"{mode}: {error}"
-    sizes = (arguments.tp_size, arguments.pp_size, releases.data_parallel_ranks(arguments))
+    sizes = (arguments.tp_size, arguments.pp_size, RELEASE.data_parallel_ranks(arguments))
     if max(sizes) > 1:
         return (
             f"{mode} needs a server for each replica: start without --tp-size, --pp-size and "

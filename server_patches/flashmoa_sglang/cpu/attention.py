@@ -17,7 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashmoa_sglang import releases
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -109,7 +109,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         if save_kv_cache and k is not None and v is not None:
             # Every key of the batch is written before any is read, so one request of a
             # batch may attend to keys that another of the same batch has just written.
-            location = releases.write_location(self, forward_batch)
+            location = RELEASE.write_location(self, forward_batch)
             pool.set_kv_buffer(layer, location, k, v)
         keys = pool.get_key_buffer(layer.layer_id)
         values = pool.get_value_buffer(layer.layer_id)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
-from flashmoa_sglang import cpu, releases
+from flashmoa_sglang import cpu
 from flashmoa_sglang.cpu.host_memory import Unpinned, as_it_is
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -31,7 +32,7 @@ def activate() -> str | None:
     return f"{__name__}:TorchCpuPlatform" if cpu.is_all_there_is() else None
 
 
-class TorchCpuPlatform(releases.cpu_platform()):
+class TorchCpuPlatform(RELEASE.cpu_platform()):
     """SGLang on plain torch CPU ops, in float32 or bfloat16."""
 
     _enum = PlatformEnum.OOT

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import kv_free, releases
+from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
@@ -27,7 +27,10 @@ from flashmoa_sglang.messages import (
     ReleaseStream,
     RequestMark,
     RoomAgain,
+    handle,
+    unsent,
 )
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +87,7 @@ class Engine:
     @cached_property
     def _arguments(self) -> Any:
         """SGLang's, as it resolved them."""
-        return releases.resolved(self._manager.server_args)
+        return RELEASE.resolved(self._manager.server_args)
 
     @property
     def context_length(self) -> int:
@@ -125,7 +128,7 @@ class Engine:
     @property
     def steps_together(self) -> bool:
         """Whether schedulers let prefills wait for nothing, as other ranks would wait, too."""
-        return releases.steps_together(self._arguments)
+        return RELEASE.steps_together(self._arguments)
 
     @property
     def draining(self) -> bool:
@@ -143,14 +146,14 @@ class Engine:
     @property
     def data_parallel_ranks(self) -> int:
         """Schedulers with KV of their own; SGLang sends each request to any of them."""
-        return releases.data_parallel_ranks(self._arguments)
+        return RELEASE.data_parallel_ranks(self._arguments)
 
     def when_room(self, told: Callable[[tuple[str, ...]], None]) -> None:
         """Call ``told`` with the streams that may ask again, after they were refused for room."""
         self._handle(RoomAgain, lambda news: told(news.streams))
 
     def _handle(self, kind: type, handler: Callable[[Any], None]) -> None:
-        releases.handle(self._manager._result_dispatcher, kind, handler)
+        handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
         """Return what this process is busy with; idle, the same each time where nothing leaks."""
@@ -212,7 +215,7 @@ class Engine:
             # Increments would count every prompt token many times over.
             log_metrics=mark.stream is None and not mark.timed,
             **terms.namespace(),
-            **(releases.unsent() if self.role == "prefill" else {}),
+            **(unsent() if self.role == "prefill" else {}),
         )
         setattr(work, _OURS, True)
         self._prefills += 1
@@ -261,7 +264,7 @@ class Engine:
         """
         self.costs, self.waits_for = costs, waits_for
         message = MeasuredCosts(costs.points, costs.decode_step, waits_for)
-        releases.to_scheduler(self._manager, message)
+        RELEASE.to_scheduler(self._manager, message)
 
     def abort(self, rid: str) -> None:
         """Stop a prefill that is queued or running; unknown ids are ignored."""
@@ -269,7 +272,7 @@ class Engine:
 
     def release(self, stream: str) -> None:
         """Give a stream's KV back to the cache, in every scheduler."""
-        releases.to_scheduler(self._manager, ReleaseStream(stream))
+        RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
         """Ask how the KV pool of each data-parallel rank stands, in tokens."""
@@ -279,7 +282,7 @@ class Engine:
         self._reports[query] = (reports, complete)
         try:
             self._manager.auto_create_handle_loop()
-            releases.to_scheduler(self._manager, KvQuery(query))
+            RELEASE.to_scheduler(self._manager, KvQuery(query))
             await asyncio.wait_for(complete.wait(), _KV_REPORT_TIMEOUT)
         except TimeoutError:
             pass  # A scheduler in a long forward answers late; report what came.

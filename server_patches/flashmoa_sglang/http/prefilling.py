@@ -13,7 +13,7 @@ from flashmoa_sglang.http.engine import NoRoom, Superseded, new_rid
 from flashmoa_sglang.http.errors import EngineBusy
 from flashmoa_sglang.http.stream import Span
 from flashmoa_sglang.http.trigger import Policy, due
-from flashmoa_sglang.scheduler.scheduling import chunk_tokens
+from flashmoa_sglang.scheduler.policy import chunk_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection

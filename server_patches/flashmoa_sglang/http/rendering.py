@@ -11,10 +11,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashmoa_sglang import releases
 from flashmoa_sglang.http import stream_requests
 from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.token_buffer import Sealed, TokenBuffer
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ _capture: ContextVar[Rendered | None] = ContextVar("flashmoa_capture", default=N
 
 def wrap_encode(tokenizer: Any) -> None:
     """Replace ``tokenizer.encode`` on this instance."""
-    releases.render_before_encoding(tokenizer)
+    RELEASE.render_before_encoding(tokenizer)
     original: Callable[..., list[int]] = tokenizer.encode
 
     def encode(text: Any, *args: Any, **kwargs: Any) -> list[int]:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import releases
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.token_buffer import TokenBuffer
@@ -31,7 +31,7 @@ class Terms:
 
     def namespace(self) -> dict[str, Any]:
         """Return it as fields of a ``GenerateReqInput``."""
-        return releases.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
+        return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
 
 
 Ending = Literal["used", "deleted", "expired", "drained"]

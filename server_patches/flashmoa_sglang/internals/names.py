@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashmoa_sglang import releases
+from flashmoa_sglang.releases import RELEASE
 
 
 def _srt(*classes: str) -> str:
@@ -88,8 +88,7 @@ NAMES: Mapping[str, str] = {
     "self._scheduler": SCHEDULER,
     "server_args": ARGUMENTS,
     "ServerArgs": ARGUMENTS,
-    "side": PLAIN,
-    "streamer": _class_of(releases.STREAM_OUTPUT),
+    "streamer": _class_of(RELEASE.STREAM_OUTPUT),
     "taken": f"[{REQ}]",
     "tokenizer": PLAIN,
     "tokenizer_channel()": SENDER,
@@ -123,20 +122,20 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         "http_server": HTTP_SERVER,
         "registry": _srt("plugins.hook_registry:HookRegistry"),
     },
-    "releases/__init__.py": {"dispatcher": DISPATCHER},
+    "messages.py": {"dispatcher": DISPATCHER},
     "releases/v0_5_12.py": {
         "current_platform": PLATFORM,
         "forward_batch": FORWARD_BATCH,
         "message": _srt("managers.io_struct:AbortReq"),
         "state": STATE,
     },
-    "releases/v0_5_18.py": {
+    "releases/base.py": {
         "attention": _srt("layers.attention.torch_native_backend:TorchNativeAttnBackend"),
         "forward_batch": FORWARD_BATCH,
-        "get_memory()": ARGUMENTS,
-        "logprobs": PLAIN,
-        "stage": PLAIN,
+        "indices": PLAIN,
+        "result": PLAIN,
     },
+    "releases/v0_5_18.py": {"get_memory()": ARGUMENTS, "logprobs": PLAIN, "stage": PLAIN},
     "releases/v0_5_23.py": {
         # It looks up what it is asked for among these.
         "get_parallel()": _srt(
@@ -220,7 +219,7 @@ BY_STRING: tuple[tuple[str, str, str], ...] = (
     ("http/engine.py:Engine", MANAGER, "'finish_reason'"),
     ("plugin.py:attach_api", f"{HTTP_SERVER}:*", "openai_serving_chat"),
     (
-        "releases/v0_5_18.py:running_batch",
+        "releases/base.py:Release.running_batch",
         SCHEDULER,
         "_get_new_batch_prefill_raw(running_batch)",
     ),
@@ -241,12 +240,14 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("asyncep/__init__.py:problem", "dwdp_size"),
         ("http/rendering.py:ChatRenderer.render", "input_ids"),
         ("kv_free.py:_has_scales", "is_quantized_kv_cache"),
-        ("releases/v0_5_12.py:graphs_are_off", "cuda_graph_config"),
+        ("releases/base.py:Release.graphs_are_off", ""),
+        ("releases/v0_5_12.py:Release0512.graphs_are_off", "cuda_graph_config"),
     ),
     "v0_5_23": (
         # No request of a batch reads what another one of it computes.
-        ("releases/__init__.py:adopt", ""),
-        ("releases/v0_5_18.py:grow_prefix", ""),
+        ("scheduler/shared_prefill.py:adopt", ""),
+        ("releases/base.py:Release.grow_prefix", ""),
+        ("releases/base.py:Release._set_prefix", ""),
     ),
 }
 
@@ -271,16 +272,24 @@ _FEATURE: Mapping[str, str] = {
     "kv_free.py:_pool": EVERYBODY,
     "kv_free.py:bytes_of": EVERYBODY,
     "kv_free.py:peak_memory": EVERYBODY,
-    "releases/__init__.py:keep_kv": PD,
-    "releases/__init__.py:let_go": PD,
-    "releases/__init__.py:unsent": PD,
+    "messages.py:unsent": PD,
     "releases/v0_5_12.py:_mask_on_cpu": CPU,
-    **{f"releases/{module}.py:release_metadata_buffer": PD for module in ("v0_5_12", "v0_5_18")},
     **{
-        f"releases/{module}.py:{function}": CPU
-        for module in ("v0_5_12", "v0_5_18", "v0_5_23")
-        for function in ("cpu_platform", "write_location")
+        f"releases/{release}.{method}": feature
+        for release in (
+            "base.py:Release",
+            "v0_5_12.py:Release0512",
+            "v0_5_18.py:Release0518",
+            "v0_5_23.py:Release0523",
+        )
+        for method, feature in (
+            ("cpu_platform", CPU),
+            ("write_location", CPU),
+            ("release_metadata_buffer", PD),
+        )
     },
+    "scheduler/queue.py:keep_kv": PD,
+    "scheduler/queue.py:let_go": PD,
 }
 
 

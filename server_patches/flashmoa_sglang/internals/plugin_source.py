@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from flashmoa_sglang import releases
 from flashmoa_sglang.internals import names
 from flashmoa_sglang.internals.walk import Use, Walk
+from flashmoa_sglang.releases import class_for
 
 _PLUGIN = Path(__file__).parent.parent
 # What comes from SGLang has no type in the plugin, unless it is imported.
 _MAY_USE = re.compile(r"\bAny\b|\bsglang\.")
-# The module of releases with all that the others have in ways of their own.
-_COMPLETE = "v0_5_18"
+# The file with all that releases have in ways of their own.
+_BASE = "releases/base.py"
 
 
 @cache
@@ -33,7 +33,7 @@ def uses(release: str) -> tuple[Use, ...]:
     ]
     not_needed = {
         *names.NOT_NEEDED[""],
-        *names.NOT_NEEDED.get(releases.module_for(release), ()),
+        *names.NOT_NEEDED.get(_module(release), ()),
     }
     return tuple(use for use in found if not {(use.where, use.name), (use.where, "")} & not_needed)
 
@@ -49,8 +49,7 @@ def walks(release: str) -> list[Walk]:
         text = path.read_text(encoding="utf-8")
         if not file.startswith(names.APART) and _MAY_USE.search(text):
             trees[file] = ast.parse(text)
-    module = releases.module_for(release)
-    of_releases = [f"releases/{name}.py" for name in dict.fromkeys((module, _COMPLETE))]
+    of_releases = [f"releases/{_module(release)}.py", _BASE]
     others = {file for file in trees if re.match(r"releases/v", file)} - set(of_releases)
     reached = _reached(trees, of_releases, others)
     return [
@@ -106,3 +105,8 @@ def _identifiers(tree: ast.AST) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Name | ast.Attribute)
     }
+
+
+def _module(release: str) -> str:
+    """Return the name of the module whose class serves a release."""
+    return class_for(release).__module__.rpartition(".")[2]

@@ -1,23 +1,27 @@
-"""The scheduler side: hooks around prefill batching.
+"""Hooks around a scheduler's batches: how one step prefills, and how its results leave.
 
-Time is never looked at here: tensor-parallel ranks run this independently and must decide
-alike, so everything follows from the queue, the batch and the radix tree.
+No decision looks at a clock: tensor-parallel ranks run this independently and must decide alike, so
+everything follows from the queue, the batch and the radix tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import releases
-from flashmoa_sglang.messages import is_increment, mark_of
-from flashmoa_sglang.scheduler import room
-from flashmoa_sglang.scheduler.scheduling import chunk_tokens, pause_steps, ride_tokens
-from flashmoa_sglang.scheduler.waiting import gathers, look_in, one_at_a_time, prepare
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler.admission import left_of_chunked, make_room, offer_room
+from flashmoa_sglang.scheduler.pins import available_tokens, pin_finished, pin_published
+from flashmoa_sglang.scheduler.policy import chunk_tokens, pause_steps, ride_tokens
+from flashmoa_sglang.scheduler.queue import look_after_queue, prepare, waits_for_saturation
+from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
+from flashmoa_sglang.scheduler.state import can_pin
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.scheduler.side import Side
+    from flashmoa_sglang.scheduler.state import SchedulerState
 
 # How soon memory is short, in tokens of each decoding request: more than a step, and a speculative
 # one is of several.
@@ -25,41 +29,56 @@ _SOON = 64
 _UNBOUNDED = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How one step prefills.
+
+    ``tokens``: the most new tokens of its forward; ``None``: as SGLang has it. ``for_streams``:
+    only prompt streams want to prefill. ``mixed``: decodes run in the same forward, and count
+    towards ``tokens``. ``first_only``: only the first waiting request may join. ``then_pause``:
+    streams leave the next steps to decodes.
+    """
+
+    tokens: int | None = None
+    for_streams: bool = False
+    mixed: bool = False
+    first_only: bool = False
+    then_pause: bool = False
+
+
 def next_prefill_batch(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``Scheduler._get_new_batch_prefill_raw``: hold, call, share, publish, pin."""
-    running = releases.running_batch(scheduler, kwargs)
-    side: Side = scheduler.flashmoa
-    room.offer(scheduler, running)
-    if not _anybody_waits(scheduler):
+    """Plan and build a step's batch: around ``Scheduler._get_new_batch_prefill_raw``."""
+    running = RELEASE.running_batch(scheduler, kwargs)
+    state: SchedulerState = scheduler.flashmoa
+    offer_room(scheduler, running)
+    if not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
     if scheduler.enable_priority_preemption:
-        room.make(scheduler, running)
+        make_room(scheduler, running)
     turns = {id(req): turn for turn, req in enumerate(scheduler.waiting_queue)}
     held = prepare(scheduler, running)
+    decoding = _decoding(running)
     try:
-        if gathers(scheduler, running):
-            return _nobody(scheduler, running)
-        if not _only_streams_want(scheduler):
-            return _build(original, scheduler, running, *args, **kwargs)
-        with _in_the_gaps(scheduler, running) as may_go:
-            if not may_go:
-                return _nobody(scheduler, running)
-            return _build(original, scheduler, running, *args, **kwargs)
+        step = _plan(scheduler, running, decoding)
+        if step is None:
+            look_after_queue(scheduler)
+            return RELEASE.no_batch(running)
+        with _limits(scheduler, step):
+            build = partial(original, scheduler, *args, **kwargs)
+            return _build(build, scheduler, running, step, decoding)
     finally:
-        side.batch = None
+        state.shared = None
         if held:
-            # Whoever joined the queue meanwhile comes last.
-            everybody = held + scheduler.waiting_queue
-            scheduler.waiting_queue = sorted(
-                everybody, key=lambda req: turns.get(id(req), len(turns))
-            )
-        side.tell(scheduler)
+            # Requests that joined the queue meanwhile come last.
+            queue = held + scheduler.waiting_queue
+            scheduler.waiting_queue = sorted(queue, key=lambda req: turns.get(id(req), len(turns)))
+        state.report_counts(scheduler)
 
 
-def _anybody_waits(scheduler: Any) -> bool:
-    """Whether a prefill may be built: also of a request whose grammar is compiled by now."""
+def _may_prefill(scheduler: Any) -> bool:
+    """Return whether a prefill may be built: also of a request whose grammar is compiled by now."""
     return bool(
         scheduler.waiting_queue
         or scheduler.chunked_req is not None
@@ -67,63 +86,41 @@ def _anybody_waits(scheduler: Any) -> bool:
     )
 
 
-def _nobody(scheduler: Any, running: Any) -> Any:
-    look_in(scheduler)
-    return releases.no_batch(running)
+def _plan(scheduler: Any, running: Any, decoding: int) -> Step | None:
+    """Decide how this step prefills; ``None``: not at all.
 
+    ``decoding``: how many requests wait for their next token. The cases, in this order:
 
-def _build(
-    original: Callable[..., Any], scheduler: Any, running: Any, *args: Any, **kwargs: Any
-) -> Any:
-    side: Side = scheduler.flashmoa
-    side.batch = side.shared_batch(scheduler)
-    side.is_short_for_streams = _only_streams_want(scheduler)
-    full = running.batch_is_full
-    result = original(scheduler, *args, **kwargs)
-    if side.is_short_for_streams:
-        # That an increment found no room says nothing about requests.
-        releases.running_after(scheduler, result).batch_is_full = full
-    batch = releases.new_batch(result)
-    if batch is not None:
-        _settle(scheduler, batch)
-    return result
-
-
-def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PrefillAdder.add_one_req``: share what the batch computes already, and have
-    streams give way to a request that finds no room.
-
-    Here SGLang knows what each request takes beside those that joined the batch before it, so
-    that any number of them find the room that streams hold.
+    1. Prefills wait until a forward of them hides the transfers of experts.
+    2. A client waits for a prefill: SGLang builds its batch as usual.
+    3. Only streams want to prefill, on an idle engine: a forward short enough for a request that
+       comes meanwhile.
+    4. An increment that is being cut into chunks would soon find no room for the rest, and its KV
+       cannot give way before it is whole: the rest of it, at once.
+    5. Memory is short for the decodes: nothing.
+    6. Tokens of one stream ride along with the decode step.
+    7. SGLang cannot mix the two, or too few tokens could ride: streams have a forward of their own
+       now and then.
     """
-    side: Side | None = getattr(adder.tree_cache, "flashmoa", None)
-    if side is None:
-        return original(adder, req, *args, **kwargs)
-
-    def ask() -> Any:
-        if side.batch is None:
-            return original(adder, req, *args, **kwargs)
-        return side.batch.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
-
-    def joined() -> bool:
-        return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-    result = ask()
-    if is_increment(req) and releases.is_without_room(result):
-        side.is_short_for_streams = True
-        # It leaves the queue before the next batch, so that nobody waits behind it.
-        req.flashmoa_found_no_room = not joined()
-        return result
-    while releases.is_without_room(result) and side.pins.give_way():
-        if joined():
-            result = adder.budget_state()
-            continue
-        # Asked as seldom as possible: SGLang may count how often a request found no room.
-        needs = room.asked_of_pool(req, adder.page_size)
-        while adder.rem_total_tokens <= needs and side.pins.give_way():
-            pass
-        result = ask()
-    return result
+    state: SchedulerState = scheduler.flashmoa
+    page, queue = scheduler.page_size, scheduler.waiting_queue
+    if waits_for_saturation(scheduler, running, decoding):
+        return None
+    if not _only_streams_want(scheduler):
+        return Step()
+    chunk = min(chunk_tokens(state.costs, page), scheduler.chunked_prefill_size or _UNBOUNDED)
+    if not decoding:
+        return Step(4 * chunk if len(queue) <= 1 else chunk, for_streams=True)
+    if rest := _last_chance(scheduler, decoding):
+        return Step(rest, for_streams=True, first_only=True, then_pause=True)
+    if available_tokens(scheduler.tree_cache) < chunk + decoding * page:
+        return None
+    ride = ride_tokens(state.costs, decoding, state.options.stream_share, page)
+    if ride and _can_mix(scheduler, running):
+        return Step(ride + decoding, for_streams=True, mixed=True, first_only=True)
+    if state.pause > 0:
+        return None
+    return Step(chunk, for_streams=True, then_pause=True)
 
 
 def _only_streams_want(scheduler: Any) -> bool:
@@ -133,89 +130,101 @@ def _only_streams_want(scheduler: Any) -> bool:
     return (chunked is None or is_increment(chunked)) and all(map(is_increment, queue))
 
 
-@contextmanager
-def _in_the_gaps(scheduler: Any, running: Any) -> Iterator[bool]:
-    """Only streams want to prefill: how much of the engine they may take.
-
-    On an idle engine, a forward short enough for a request that comes meanwhile. Where others
-    decode, tokens of one stream ride along with each step; and where SGLang cannot mix the
-    two, or too few tokens could, streams have a forward of their own now and then. Yields
-    whether they may go in this step.
-    """
-    side: Side = scheduler.flashmoa
-    page, decoding = scheduler.page_size, releases.decoding(running)
-    chunk = min(chunk_tokens(side.costs, page), scheduler.chunked_prefill_size or _UNBOUNDED)
-    ride = ride_tokens(side.costs, decoding, side.options.stream_share, page)
-    if not decoding:
-        side.pause = 0
-        alone = len(scheduler.waiting_queue) <= 1
-        with releases.chunking(scheduler, 4 * chunk if alone else chunk):
-            yield True
-    elif left := _last_chance(scheduler, decoding):
-        with one_at_a_time(scheduler), _by_themselves(scheduler, left, decoding):
-            yield True
-    elif releases.free_tokens(scheduler.tree_cache) < chunk + decoding * page:
-        yield False
-    elif ride and releases.can_mix(scheduler, running):
-        before = side.work
-        with one_at_a_time(scheduler), releases.mixing(scheduler, ride + decoding):
-            yield True
-        side.rode_along += max(0, int(side.work - before) - decoding)
-    elif side.pause > 0:
-        yield False
-    else:
-        with _by_themselves(scheduler, chunk, decoding):
-            yield True
+def _decoding(batch: Any) -> int:
+    """Return how many requests of the running batch wait for their next token."""
+    return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
 
 
-@contextmanager
-def _by_themselves(scheduler: Any, tokens: int, decoding: int) -> Iterator[None]:
-    """A forward for streams alone, and how long they pause then."""
-    side: Side = scheduler.flashmoa
-    before = side.work
-    with releases.chunking(scheduler, tokens):
-        yield
-    # Paid for what was computed, not for what could have been.
-    if side.work > before:
-        computed, share = int(side.work - before), side.options.stream_share
-        side.pause = pause_steps(side.costs, computed, decoding, share)
+def _can_mix(scheduler: Any, running: Any) -> bool:
+    """Return whether prefill can ride in one forward with these decodes (SGLang's mixed chunk)."""
+    return (
+        scheduler.chunked_prefill_size is not None
+        and scheduler.spec_algorithm.is_none()
+        and not running.return_logprob
+        and not scheduler.require_mlp_sync
+        and RELEASE.pipeline_stages(scheduler) == 1
+    )
 
 
 def _last_chance(scheduler: Any, decoding: int) -> int:
-    """Tokens left of an increment that is being cut, if there will soon be no room for them.
-
-    Its KV cannot give way to decodes before it is whole. 0: there is time, or no such increment.
-    """
+    """Return what is left of a chunked increment if there is soon no room for it; 0: no hurry."""
     tree, page = scheduler.tree_cache, scheduler.page_size
-    left, step = room.left_of_chunked(scheduler), decoding * page
-    if not left or releases.free_tokens(tree) >= left + max(2 * step, decoding * _SOON):
+    left, step = left_of_chunked(scheduler), decoding * page
+    if not left or available_tokens(tree) >= left + max(2 * step, decoding * _SOON):
         return 0
     scheduler.flashmoa.pins.make_room(left + step)
-    return left if releases.free_tokens(tree) >= left + step else 0
+    return left if available_tokens(tree) >= left + step else 0
 
 
-def _settle(scheduler: Any, batch: Any) -> None:
-    """The batch is built: share, publish, pin, count."""
-    side: Side = scheduler.flashmoa
-    side.work += batch.extend_num_tokens
-    side.timer.start(batch.reqs, batch.extend_num_tokens)
-    if side.batch is not None:
-        side.batch.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
-        side.avoided += side.batch.avoided
+@contextmanager
+def _limits(scheduler: Any, step: Step) -> Generator[None]:
+    """Have the batch built inside keep to the plan of the step."""
+    usual, mixes = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
+    queue = scheduler.waiting_queue
+    if step.tokens is not None and usual is not None:
+        scheduler.chunked_prefill_size = min(step.tokens, usual)
+    if step.mixed:
+        scheduler.is_mixed_chunk = True
+    # Looking at each of many requests in every decode step would cost more than the step. One that
+    # is being chunked goes before the first.
+    joining = len(queue)
+    if step.first_only:
+        joining = 0 if scheduler.chunked_req is not None else 1
+        scheduler.waiting_queue = queue[:joining]
+    try:
+        yield
+    finally:
+        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = usual, mixes
+        if step.first_only:
+            scheduler.waiting_queue = scheduler.waiting_queue + queue[joining:]
+
+
+def _build(
+    original: Callable[[], Any], scheduler: Any, running: Any, step: Step, decoding: int
+) -> Any:
+    state: SchedulerState = scheduler.flashmoa
+    full = running.batch_is_full
+    state.start_sharing(scheduler)
+    state.lack_concerns_streams = step.for_streams
+    result = original()
+    if state.lack_concerns_streams:
+        # That an increment found no room says nothing about requests.
+        RELEASE.running_after(scheduler, result).batch_is_full = full
+    batch = RELEASE.new_batch(result)
+    computed = _settle(scheduler, batch) if batch is not None else 0
+    if step.mixed:
+        state.rode_along += max(0, computed - decoding)
+    if step.for_streams and not decoding:
+        state.pause = 0
+    elif step.then_pause and computed:
+        # Paid for what was computed, not for what could have been.
+        share = state.options.stream_share
+        state.pause = pause_steps(state.costs, computed, decoding, share)
+    return result
+
+
+def _settle(scheduler: Any, batch: Any) -> int:
+    """Share, publish, pin and count what the built batch computes; return its tokens."""
+    state: SchedulerState = scheduler.flashmoa
+    state.work += batch.extend_num_tokens
+    state.timer.start(batch.reqs, batch.extend_num_tokens)
+    if state.shared is not None:
+        state.shared.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
+        state.duplicates_avoided += state.shared.avoided
     # Where a model keeps state beside plain KV, that state is not there before the forward.
-    if not releases.can_pin(scheduler):
-        return
-    for req in batch.reqs:
-        if is_increment(req) and _publishes(scheduler, req):
-            if side.batch is None:
-                releases.publish(scheduler, req)
-            side.pins.replace(mark_of(req).stream, releases.pin(scheduler, req))
+    for req in batch.reqs if can_pin(scheduler) else ():
+        stream = state_of(req).increment_of
+        if stream is not None and _publishes(scheduler, req):
+            if state.shared is None:
+                RELEASE.publish(scheduler, req)
+            state.pins.replace(stream, pin_published(scheduler, req))
+    return batch.extend_num_tokens
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:
-    """Whether others should find the request's KV in the very next step.
+    """Return whether others should find the request's KV in the very next step.
 
-    An increment's, for its stream. Under the overlap schedule anybody's: SGLang would put it
+    An increment's, for its stream. Under the overlap schedule every request's: SGLang would put it
     into the tree a step late.
     """
     if not scheduler.flashmoa.publishes_early:
@@ -224,28 +233,69 @@ def _publishes(scheduler: Any, req: Any) -> bool:
         return False
     if is_increment(req):
         return True
-    return scheduler.enable_overlap and releases.is_shareable(req) and not req.output_ids
+    return scheduler.enable_overlap and is_shareable(req) and not req.output_ids
 
 
 def check_decode_memory(
     original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any
 ) -> bool:
-    """Around ``ScheduleBatch.check_decode_mem``: streams give way before a decode does."""
+    """Have streams give way before a decode does: around ``ScheduleBatch.check_decode_mem``."""
     fits = original(batch, *args, **kwargs)
-    side: Side | None = getattr(batch.tree_cache, "flashmoa", None)
-    if side is None:
+    state: SchedulerState | None = getattr(batch.tree_cache, "flashmoa", None)
+    if state is None:
         return fits
-    side.work += side.costs.decode_weight
-    side.pause = max(0, side.pause - 1)
-    if fits or not side.pins:
+    state.work += state.costs.decode_weight
+    state.pause = max(0, state.pause - 1)
+    if fits or not state.pins:
         return fits
-    side.pins.make_room(batch.new_tokens_required_next_decode(*args, **kwargs))
+    state.pins.make_room(batch.new_tokens_required_next_decode(*args, **kwargs))
     return original(batch, *args, **kwargs)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Around ``Scheduler.flush_cache``: a flushed tree has nothing left to unlock."""
+    """Forget all pins once the tree is flushed: around ``Scheduler.flush_cache``."""
     flushed = original(scheduler, *args, **kwargs)
     if flushed:
         scheduler.flashmoa.pins.forget()
     return flushed
+
+
+def stream_output(
+    original: Callable[..., None],
+    streamer: Any,
+    reqs: list[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+) -> None:
+    """Send answers of prefill-only work past the detokenizer: around ``RELEASE.STREAM_OUTPUT``.
+
+    They have no text. The HTTP process takes token-id batches too: that is what a server without
+    tokenizer sends.
+    """
+    state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
+    if state is None or not (direct := [req for req in reqs if _has_no_text(state, req)]):
+        original(streamer, reqs, return_logprob, skip_req)
+        return
+    state.timer.stop(direct)
+    for req in direct:
+        stream = state_of(req).increment_of
+        if state.pins_results and stream is not None:
+            state.pins.replace(stream, pin_finished(streamer.tree_cache, req))
+    rest = [req for req in reqs if req not in direct]
+    if rest:
+        original(streamer, rest, return_logprob, skip_req)
+    usual = streamer.send_to_detokenizer
+    streamer.send_to_detokenizer = state.tokenizer_channel
+    try:
+        original(streamer, direct, False, skip_req)
+    finally:
+        streamer.send_to_detokenizer = usual
+
+
+def _has_no_text(state: SchedulerState, req: Any) -> bool:
+    mark = state_of(req).mark
+    if mark is None or mark.final or req.return_logprob:
+        return False
+    # Not SGLang's ``is_prefill_only``, which is never so with speculative decoding. A prefill
+    # engine of a PD pair samples a token, whatever it is asked for.
+    return not req.sampling_params.max_new_tokens or state.role == "prefill"

@@ -36,10 +36,10 @@ class _Node(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Shared(Generic[Owner]):
-    """What of a sequence others are computing already, in tokens from its start.
+    """The part of a sequence that others are computing already, in tokens from its start.
 
-    ``now``: in this batch, and ``owner`` computes the last of them. ``later``: the tokens
-    after those that somebody computes in later batches.
+    ``now``: those computed in this batch, the last of them by ``owner``. ``later``: the tokens
+    after those, which are computed in later batches.
     """
 
     now: int = 0
@@ -47,7 +47,7 @@ class Shared(Generic[Owner]):
     owner: Owner | None = None
 
     def take(self, within_forward: bool) -> int | None:
-        """How many tokens to take from this batch, or ``None``: wait for the next one.
+        """Return how many tokens to take from this batch, or ``None``: wait for the next one.
 
         ``within_forward``: requests of one batch can read what others of it write.
         """
@@ -72,7 +72,7 @@ class Turn(Generic[Owner]):
         self._roots: dict[Hashable, dict[bytes, _Node[Owner]]] = {}
 
     def match(self, anchor: Hashable, tokens: Tokens) -> Shared[Owner]:
-        """What of ``tokens`` is already being computed."""
+        """Return which of ``tokens`` are already being computed."""
         now, later, owner = 0, 0, None
         children = self._roots.get(anchor, {})
         while node := children.get(self._first_page(tokens[now + later :])):
@@ -87,7 +87,7 @@ class Turn(Generic[Owner]):
         return Shared(now, later, owner)
 
     def add(self, owner: Owner, anchor: Hashable, tokens: Tokens, computed: int) -> None:
-        """A request joins the batch.
+        """Add a request that joins the batch.
 
         It computes ``tokens[:computed]`` in this batch, but for what it shares, and the rest
         in later ones.
@@ -101,7 +101,7 @@ class Turn(Generic[Owner]):
     def _insert(
         self, owner: Owner, children: dict[bytes, _Node[Owner]], tokens: Tokens, later: bool
     ) -> dict[bytes, _Node[Owner]]:
-        """Walk down ``tokens``, adding what is new; the children where they end."""
+        """Walk down ``tokens``, adding what is new; return the children where they end."""
         while len(tokens):
             first = self._first_page(tokens)
             node = children.get(first)
@@ -121,11 +121,11 @@ class Turn(Generic[Owner]):
         node.tokens, node.children = node.tokens[:at], {self._first_page(rest.tokens): rest}
 
     def _first_page(self, tokens: Tokens) -> bytes:
-        """Children differ in their first page; less than a page is nobody's child."""
+        """Return a child's key: children differ in their first page, and have one at least."""
         return tokens[: self._page].tobytes()
 
     def _common(self, a: Tokens, b: Tokens) -> int:
-        """The length of the common prefix, in whole pages."""
+        """Return the length of the common prefix, in whole pages."""
         length = min(len(a), len(b))
         different = np.flatnonzero(a[:length] != b[:length])
         common = int(different[0]) if len(different) else length

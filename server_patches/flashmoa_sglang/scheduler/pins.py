@@ -4,76 +4,113 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
-from flashmoa_sglang import releases
+from flashmoa_sglang.releases import RELEASE
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_RELEASES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A lock on a radix tree node and what unlocking it needs."""
+
+    node: Any
+    unlock: Any
+
+
+def pin_published(scheduler: Any, req: Any) -> Pin:
+    """Lock the nodes that hold a published request's KV against eviction."""
+    lock = scheduler.tree_cache.inc_lock_ref(req.last_node)
+    return Pin(req.last_node, lock.to_dec_params())
+
+
+def pin_finished(tree_cache: Any, req: Any) -> Pin:
+    """Lock the nodes that hold the prompt of a finished request against eviction."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    key = RELEASE.radix_key(req, len(req.origin_input_ids))
+    node = tree_cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    return Pin(node, tree_cache.inc_lock_ref(node).to_dec_params())
+
+
+def available_tokens(tree_cache: Any) -> int:
+    """Return how many KV slots are free or could be freed by eviction."""
+    allocator = tree_cache.token_to_kv_pool_allocator
+    return allocator.available_size() + tree_cache.evictable_size()
+
+
 class StreamPins:
     """Locks on the KV of prompt streams, the least recently extended first.
 
-    A pin is a convenience, never a claim: it is given up as soon as anybody else needs the
-    room, and the stream's KV is then ordinary evictable cache.
+    A pin is a convenience, never a claim: it is given up as soon as a request needs the room, and
+    the stream's KV is then ordinary evictable cache.
+
+    Attributes:
+        gave_way: how many pins were given up for want of room.
     """
 
     def __init__(self, tree_cache: Any) -> None:
         self._tree_cache = tree_cache
-        self._pins: OrderedDict[str, releases.Pin] = OrderedDict()
+        self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()
         self.gave_way = 0
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    @property
-    def streams(self) -> set[str]:
-        return set(self._pins)
-
     def __contains__(self, stream: object) -> bool:
         return stream in self._pins
 
+    @property
+    def streams(self) -> set[str]:
+        """The pinned streams."""
+        return set(self._pins)
+
     def is_released(self, stream: str) -> bool:
-        """Whether a stream is over; increments of it may still be on their way."""
+        """Return whether a stream is over; increments of it may still be on their way."""
         return stream in self._released
 
-    def replace(self, stream: str, new: releases.Pin) -> None:
+    def replace(self, stream: str, new: Pin) -> None:
         """Pin a stream's longer prefix, then give up the shorter one."""
         old = self._pins.pop(stream, None)
         if stream in self._released:
-            releases.unpin(self._tree_cache, new)
+            self._unlock(new)
         else:
             self._pins[stream] = new
         if old is not None:
-            releases.unpin(self._tree_cache, old)
+            self._unlock(old)
 
     def release(self, stream: str) -> None:
-        """The stream is over; later increments of it, already on their way, pin nothing."""
+        """Give up the pin of a stream that is over; its later increments pin nothing."""
         self._released[stream] = None
         if len(self._released) > _REMEMBERED_RELEASES:
             self._released.popitem(last=False)
         old = self._pins.pop(stream, None)
         if old is not None:
-            releases.unpin(self._tree_cache, old)
+            self._unlock(old)
 
     def give_way(self) -> bool:
         """Give up the pin that was extended least recently; ``False`` if there is none."""
         if not self._pins:
             return False
         stream, old = self._pins.popitem(last=False)
-        releases.unpin(self._tree_cache, old)
+        self._unlock(old)
         self.gave_way += 1
         logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)
         return True
 
     def make_room(self, tokens: int) -> None:
         """Give up pins until ``tokens`` could be allocated, or none is left."""
-        while releases.free_tokens(self._tree_cache) < tokens and self.give_way():
+        while available_tokens(self._tree_cache) < tokens and self.give_way():
             pass
 
     def forget(self) -> None:
-        """The tree was reset, and the locked nodes with it."""
+        """Drop all pins without unlocking: the tree was reset, and the locked nodes with it."""
         self._pins.clear()
+
+    def _unlock(self, pin: Pin) -> None:
+        self._tree_cache.dec_lock_ref(pin.node, pin.unlock)

@@ -11,7 +11,7 @@ import anyio
 import httpx
 import pytest
 import torch
-from flashmoa_sglang import releases
+from flashmoa_sglang.releases import RELEASE
 from safetensors.torch import save_file
 
 from flashmoa import Workflow
@@ -49,7 +49,7 @@ def became(answer: dict[str, Any]) -> str:
 async def test_a_stream_serves_only_requests_with_its_salt(
     engine: LocalEngine, client: EngineClient, words: Words, name: str
 ) -> None:
-    if name not in releases.namespace_fields("a", None, None):
+    if name not in RELEASE.namespace_fields("a", None, None):
         pytest.skip("/generate of this release has no cache_salt")
     text = words(300, 600)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:

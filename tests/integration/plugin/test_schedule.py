@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """Shortest job first, with priorities; whoever runs, runs alone."""
+    """Shortest job first, with priorities; requests run one at a time."""
     alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
     async with special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
         yield engine
@@ -70,7 +70,7 @@ async def test_the_shortest_job_goes_first(
             "short": {"text": words(20, 4), "tokens": 1},
         },
     )
-    # Among the short ones, whoever has waited longer may well go first.
+    # Among the short ones, the one that has waited longer may well go first.
     assert set(order[:2]) == {"short", "short after all"}
     assert order[2:] == ["middling", "long"]
 
@@ -199,7 +199,7 @@ async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
     ):
         async with anyio.create_task_group() as group:
             group.start_soon(chat)
-            while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+            while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
             stream = await client.open_stream(text=words(400, 521))
             await prefilled(client, stream.id, 390)

@@ -1,4 +1,4 @@
-"""As much of an SGLang scheduler as decides about its queue, for tests without SGLang."""
+"""The part of an SGLang scheduler that decides about its queue, for tests without SGLang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.scheduler.pins import StreamPins
+from flashmoa_sglang.scheduler.request import RequestState
 
 
 class Tree:
@@ -29,7 +30,7 @@ class Tree:
 
 
 class Grammars:
-    """Those whose grammar is compiled by now."""
+    """Holds the requests whose grammar is compiled by now."""
 
     def __init__(self) -> None:
         self.ready: list[Any] = []
@@ -44,25 +45,26 @@ class Grammars:
 
 def request(tokens: int, output: int, written: int = 0, stream: str | None = None) -> Any:
     """A waiting request; with a ``stream``, an increment of it."""
-    mark = RequestMark(stream).to_custom_params() if stream is not None else None
-    sampling = SimpleNamespace(max_new_tokens=output, custom_params=mark, ignore_eos=False)
+    sampling = SimpleNamespace(max_new_tokens=output, ignore_eos=False)
+    mark = RequestMark(stream) if stream is not None else None
     return SimpleNamespace(
         rid="some",
         origin_input_ids=[1] * tokens,
         output_ids=[1] * written,
         sampling_params=sampling,
-        flashmoa_uncached=tokens,
+        flashmoa=RequestState(mark, uncached=tokens),
     )
 
 
-class Engine:
-    """As much of a scheduler as decides about the queue."""
+class FakeScheduler:
+    """A scheduler with a queue, running requests and a radix tree."""
 
     def __init__(self, free: int, ratio: float, running: list[Any], total: int = 60_000) -> None:
         self.tree_cache = Tree(free)
         self.waiting_queue: list[Any] = []
         self.chunked_req: Any = None
         self.chunked_prefill_size = 8192
+        self.is_mixed_chunk = False
         self.page_size = 1
         self.max_total_num_tokens = total
         self.max_running_requests = 64
@@ -79,18 +81,14 @@ class Engine:
             options=Options(),
             pins=StreamPins(self.tree_cache),
             costs=UNMEASURED,
-            gathering=None,
-            batch=None,
+            saturation_gate=None,
+            shared=None,
             work=0.0,
             pause=0,
             refused={},
-            tell=lambda _: None,
+            start_sharing=lambda _: None,
+            report_counts=lambda _: None,
         )
 
     def _add_request_to_queue(self, req: Any) -> None:
         self.waiting_queue.append(req)
-
-
-def without_those(engine: Any, which: set[int]) -> list[Any]:
-    """The queue without the requests at these positions."""
-    return [req for position, req in enumerate(engine.waiting_queue) if position not in which]

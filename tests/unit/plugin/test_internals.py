@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ def test_names_tell_of_nothing_that_is_not_there() -> None:
     told = {where for where, _, _ in names.BY_STRING}
     told |= {where for some in names.NOT_NEEDED.values() for where, _ in some}
     assert told <= functions
-    defined = {where.rpartition(":")[2] for where in functions}
+    defined = {re.split("[:.]", where)[-1] for where in functions}
     returned = {name.removesuffix("{}") for name in names.NAMES if name.endswith("{}")}
     assert returned <= defined
     plugin_folder = Path(plugin.__file__).parent

@@ -66,7 +66,7 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
 
 @given(requests=st.lists(TOKENS, min_size=1, max_size=10), page=st.sampled_from([1, 2, 4]))
 def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
-    """Without sharing within a forward: whoever waits finds it cached a step later."""
+    """Without sharing within a forward: a request that waits finds it cached a step later."""
     # Stretched, so that everything shared is worth waiting for.
     waiting = [tuple(t for t in tokens for _ in range(WORTH_WAITING)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))

@@ -1,4 +1,4 @@
-"""When the KV of a request is there for others: before its forward, or with its result."""
+"""When KV is published: before its forward, or with its result."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from flashmoa_sglang.cpu import torchvision_ops
 from flashmoa_sglang.messages import RequestMark
-from flashmoa_sglang.releases import Pin
-from flashmoa_sglang.scheduler import answers
-from flashmoa_sglang.scheduler.batches import _settle
-from flashmoa_sglang.scheduler.sharing import SharedBatch, _Follower
-from flashmoa_sglang.scheduler.side import Side
-from flashmoa_sglang.scheduler.timer import ForwardTimer
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler import batches
+from flashmoa_sglang.scheduler.pins import Pin
+from flashmoa_sglang.scheduler.request import RequestState
+from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill, _Follower
+from flashmoa_sglang.scheduler.state import ForwardTimer, SchedulerState
 
 # Before anything imports SGLang.
 torchvision_ops.allow_mismatched_build()
@@ -46,10 +46,10 @@ def increment(stream: str = "s") -> Any:
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     requests: list[Any] = []
-    monkeypatch.setattr("flashmoa_sglang.releases.tokenizer_channel", lambda _: None)
-    monkeypatch.setattr("flashmoa_sglang.releases.publish", lambda _, req: requests.append(req))
-    monkeypatch.setattr("flashmoa_sglang.releases.pin", lambda *_: Pin("early", None))
-    monkeypatch.setattr("flashmoa_sglang.releases.pin_cached", lambda *_: Pin("late", None))
+    monkeypatch.setattr(RELEASE, "tokenizer_channel", lambda _: None)
+    monkeypatch.setattr(RELEASE, "publish", lambda _, req: requests.append(req))
+    monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("early", None))
+    monkeypatch.setattr(batches, "pin_finished", lambda *_: Pin("late", None))
     return requests
 
 
@@ -68,19 +68,19 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
 ) -> None:
     """Cached KV is sent on there while the forward before may still be writing it."""
     engine = scheduler(role, overlap)
-    engine.flashmoa = side = Side(engine)
+    engine.flashmoa = state = SchedulerState(engine)
     req = increment()
-    _settle(engine, SimpleNamespace(reqs=[req], extend_num_tokens=5))
+    batches._settle(engine, SimpleNamespace(reqs=[req], extend_num_tokens=5))
     assert published == ([req] if early else [])
-    assert ("s" in side.pins) is early
-    assert side.shares(engine) is early
+    assert ("s" in state.pins) is early
+    assert state.shares(engine) is early
     # Its result is there.
     streamer = SimpleNamespace(
-        tree_cache=SimpleNamespace(flashmoa=side), send_to_detokenizer="usual"
+        tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
-    answers.stream_output(lambda *_: None, streamer, [req], False)
-    assert "s" in side.pins
-    assert side.pins._pins["s"].node == ("early" if early else "late")
+    batches.stream_output(lambda *_: None, streamer, [req], False)
+    assert "s" in state.pins
+    assert state.pins._pins["s"].node == ("early" if early else "late")
 
 
 def test_a_timed_forward_is_timed_with_speculative_decoding(
@@ -88,20 +88,19 @@ def test_a_timed_forward_is_timed_with_speculative_decoding(
 ) -> None:
     """Where SGLang counts no request as prefill-only."""
     told: list[Any] = []
-    monkeypatch.setattr("flashmoa_sglang.releases.wrapped", lambda message: message)
-    monkeypatch.setattr("flashmoa_sglang.releases.to_tokenizer", lambda _, news: told.append(news))
+    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, news: told.append(news))
     engine = scheduler("null", True)
-    side: Any = SimpleNamespace(
-        timer=ForwardTimer(engine), role="null", direct="direct", pins_results=False
+    state: Any = SimpleNamespace(
+        timer=ForwardTimer(engine), role="null", tokenizer_channel="direct", pins_results=False
     )
     req = increment()
     req.sampling_params.custom_params = RequestMark(timed=True).to_custom_params()
-    side.timer.start([req], 4)
+    state.timer.start([req], 4)
     sent: list[Any] = []
     streamer = SimpleNamespace(
-        tree_cache=SimpleNamespace(flashmoa=side), send_to_detokenizer="usual"
+        tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
-    answers.stream_output(
+    batches.stream_output(
         lambda one, *_: sent.append(one.send_to_detokenizer), streamer, [req], False
     )
     assert [news.rid for news in told] == ["r"]
@@ -110,10 +109,10 @@ def test_a_timed_forward_is_timed_with_speculative_decoding(
 
 def test_prefixes_evicted_while_a_request_waited_are_not_counted_as_saved() -> None:
     class Request:
-        flashmoa_waited_at = 500
+        flashmoa = RequestState(first_wait=500)
 
     req = Request()
     adder = SimpleNamespace(can_run_list=[req])
-    batch = SharedBatch(1, within_forward=True)
+    batch = SharedPrefill(1, within_forward=True)
     batch._take(lambda: None, adder, req, _Follower(100, 100, None))
     assert batch.avoided == 0

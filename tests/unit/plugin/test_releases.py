@@ -1,47 +1,50 @@
-"""Which module serves which SGLang release, and what the modules have in common."""
+"""Which class serves which SGLang release, and how the releases differ."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.releases import TESTED, module_for, v0_5_12, v0_5_18, v0_5_23
+from flashmoa_sglang.releases import (
+    TESTED,
+    Release,
+    Release0512,
+    Release0518,
+    Release0523,
+    class_for,
+    v0_5_12,
+)
 
 
 @pytest.mark.parametrize(
-    ("release", "module"),
+    ("release", "served_by"),
     [
-        ("0.5.11", "v0_5_12"),
-        ("0.5.12.post1", "v0_5_12"),
-        ("0.5.17", "v0_5_12"),
-        ("0.5.18", "v0_5_18"),
-        ("0.5.23", "v0_5_23"),
-        ("0.5.24.dev3+g1a2b3c4", "v0_5_23"),
-        ("1.0", "v0_5_23"),
+        ("0.5.11", Release0512),
+        ("0.5.12.post1", Release0512),
+        ("0.5.17", Release0512),
+        ("0.5.18", Release0518),
+        ("0.5.23", Release0523),
+        ("0.5.24.dev3+g1a2b3c4", Release0523),
+        ("1.0", Release0523),
     ],
 )
-def test_a_release_is_served_by_the_newest_module_that_is_not_newer(
-    release: str, module: str
+def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
+    release: str, served_by: type[Release]
 ) -> None:
-    assert module_for(release) == module
+    assert class_for(release) is served_by
 
 
-def test_each_tested_release_has_a_module_of_its_own() -> None:
-    assert len({module_for(release) for release in TESTED}) == len(TESTED)
+def test_each_tested_release_has_a_class_of_its_own() -> None:
+    assert len({class_for(release) for release in TESTED}) == len(TESTED)
 
 
-@pytest.mark.parametrize("module", [v0_5_12, v0_5_23])
-def test_modules_only_replace_what_there_is(module: object) -> None:
-    own = {
-        name
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-    }
-    mends = {function.__name__ for _, function in module.MENDED}
-    assert own - mends <= set(vars(v0_5_18))
+@pytest.mark.parametrize("release", [Release0512, Release0518, Release0523])
+def test_a_release_overrides_only_what_the_base_class_has(release: type[Release]) -> None:
+    own = {name for name in vars(release) if not name.startswith("_")}
+    assert own <= vars(Release).keys()
 
 
 def graphs(decode: str, prefill: str) -> dict[str, Any]:
@@ -53,17 +56,17 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("release", "arguments", "off"),
     [
-        (v0_5_18, graphs("disabled", "disabled"), True),
+        (Release0518(), graphs("disabled", "disabled"), True),
         # As --disable-cuda-graph --cuda-graph-backend-prefill breakable leaves them.
-        (v0_5_18, graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
-        (v0_5_18, graphs("full", "disabled"), False),
-        (v0_5_12, {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
-        (v0_5_12, {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": False}, False),
-        (v0_5_12, graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
+        (Release0518(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
+        (Release0518(), graphs("full", "disabled"), False),
+        (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
+        (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": False}, False),
+        (Release0512(), graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
     ],
 )
 def test_graphs_are_off_where_no_phase_has_any(
-    release: ModuleType, arguments: dict[str, Any], off: bool
+    release: Release, arguments: dict[str, Any], off: bool
 ) -> None:
     assert release.graphs_are_off(SimpleNamespace(**arguments)) == off
 
@@ -81,24 +84,24 @@ ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
         ({"moe_dense_tp_size": 1}, True),
     ],
 )
-def test_some_ranks_step_together(given: dict[str, Any], together: bool) -> None:
+def test_ranks_that_agree_on_batches_step_together(given: dict[str, Any], together: bool) -> None:
     arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
-    assert v0_5_18.steps_together(arguments) == together
+    assert Release0518().steps_together(arguments) == together
 
 
-def test_0_5_23_counts_ranks_of_attention_too() -> None:
-    assert v0_5_18.data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
-    assert v0_5_18.data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
+def test_0_5_23_counts_data_parallel_ranks_of_attention() -> None:
+    assert Release0518().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
+    assert Release0518().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
     for sizes in ((2, 1), (1, 2)):
         arguments = SimpleNamespace(dp_size=sizes[0], attn_dp_size=sizes[1])
-        assert v0_5_23.data_parallel_ranks(arguments) == 2
+        assert Release0523().data_parallel_ranks(arguments) == 2
 
 
 def manager_with(*rids: str) -> SimpleNamespace:
     return SimpleNamespace(rid_to_state={rid: SimpleNamespace(finished=False) for rid in rids})
 
 
-def test_0_5_12_forgets_what_it_refuses() -> None:
+def test_0_5_12_forgets_a_request_that_it_refuses() -> None:
     async def refuse(_manager: object, _obj: object) -> None:
         raise ValueError("too long")
 
@@ -118,7 +121,7 @@ def test_0_5_12_forgets_a_batch_of_which_one_is_refused() -> None:
 
     async def ask(manager: SimpleNamespace) -> None:
         batch = SimpleNamespace(rid=["sent", "refused", "unsent", "a"])
-        async for _ in v0_5_12.forgetting(refuse)(manager, batch):
+        async for _ in Release0512().forget_refused(refuse)(manager, batch):
             pass
 
     manager = manager_with("a")
@@ -127,7 +130,7 @@ def test_0_5_12_forgets_a_batch_of_which_one_is_refused() -> None:
     assert list(manager.rid_to_state) == ["a", "sent"]
 
 
-def test_0_5_12_forgets_what_left_the_queue() -> None:
+def test_0_5_12_forgets_a_request_that_left_the_queue() -> None:
     def finish(manager: SimpleNamespace, message: SimpleNamespace) -> None:
         manager.rid_to_state[message.rid].finished = True
 

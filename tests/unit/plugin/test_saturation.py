@@ -1,4 +1,4 @@
-"""From how many tokens on transfers are hidden, and that nobody waits for so many for long."""
+"""From how many tokens on transfers are hidden, and how long prefills wait for so many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from flashmoa_sglang.http.calibration import _waits_for
 from flashmoa_sglang.saturation import MARGIN, LayerTimes, Saturation, saturation
-from flashmoa_sglang.scheduler.gathering import Gathering
+from flashmoa_sglang.scheduler.policy import SaturationGate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,42 +101,42 @@ def test_ranks_that_step_together_do_not_wait(
 
 
 ARRIVALS = st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=60)
-PATIENCE, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
+LONGEST_WAIT, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
 
 
-@given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * PATIENCE]))
-def test_nobody_waits_for_long_and_nobody_where_there_is_enough(
+@given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * LONGEST_WAIT]))
+def test_prefills_wait_only_briefly_and_not_once_tokens_suffice(
     arrivals: list[list[int]], taken: int, step: float
 ) -> None:
-    gathering = Gathering(ENOUGH, PATIENCE)
+    gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     queue: dict[str, int] = {}
     waited: dict[str, float] = {}
     for number, coming in enumerate(arrivals):
         queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(coming)}
         tokens = sum(queue.values())
-        if gathering.holds(list(queue), tokens, ROOM, step):
+        if gate.holds(list(queue), tokens, ROOM, step):
             assert 0 < tokens < ENOUGH and len(queue) < ROOM
             for rid in queue:
                 waited[rid] = waited.get(rid, 0.0) + step
-                assert waited[rid] <= PATIENCE + 1e-9
+                assert waited[rid] <= LONGEST_WAIT + 1e-9
         else:
             for rid in list(queue)[:taken]:
                 del queue[rid]
 
 
-def steps_alone(gathering: Gathering, rid: str, queue: Sequence[str] = ()) -> int:
+def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> int:
     """In how many steps a request is held back."""
     steps = 0
-    while gathering.holds([rid, *queue], 10, ROOM, STEP):
+    while gate.holds([rid, *queue], 10, ROOM, STEP):
         steps += 1
     return steps
 
 
-def test_a_lone_request_goes_after_a_while_and_the_next_one_waits_anew() -> None:
-    gathering = Gathering(ENOUGH, PATIENCE)
-    assert steps_alone(gathering, "a") == pytest.approx(PATIENCE / STEP, abs=1)
-    # It found no room: it has waited already, whoever comes.
-    assert steps_alone(gathering, "a", ["b"]) == 0
-    assert steps_alone(gathering, "b") == pytest.approx(PATIENCE / STEP, abs=1)
-    assert not gathering.holds([], 0, ROOM, STEP)
-    assert gathering._held == {}
+def test_a_lone_request_goes_after_the_longest_wait_and_the_next_one_waits_too() -> None:
+    gate = SaturationGate(ENOUGH, LONGEST_WAIT)
+    assert steps_alone(gate, "a") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
+    # It found no room: it has waited already, whichever request comes.
+    assert steps_alone(gate, "a", ["b"]) == 0
+    assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
+    assert not gate.holds([], 0, ROOM, STEP)
+    assert gate._held == {}

@@ -13,14 +13,13 @@ from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang import releases  # noqa: E402
 from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
 from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
 from flashmoa_sglang.http.errors import EngineDraining  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
-from flashmoa_sglang.releases import v0_5_23  # noqa: E402
+from flashmoa_sglang.releases import RELEASE, Release0523  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -176,7 +175,7 @@ def test_an_adapter_is_part_of_the_model_s_name_or_given(
 async def test_what_sglang_chose_counts_and_not_what_was_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(releases, "resolved", v0_5_23.resolved)
+    monkeypatch.setattr(RELEASE, "resolved", Release0523().resolved)
     chosen = [("memory", {"chunked_prefill_size": 64}), ("backend", {"page_size": 16})]
     given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384, "page_size": None}
     arguments = SimpleNamespace(**given, _resolved_overrides=chosen)

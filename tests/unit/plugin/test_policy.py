@@ -1,10 +1,10 @@
-"""Who goes first, and how much of a step streams may take."""
+"""Which requests go first, and how much of a step streams may take."""
 
 from __future__ import annotations
 
 import pytest
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.scheduler.scheduling import (
+from flashmoa_sglang.scheduler.policy import (
     HELD_STEPS,
     Job,
     Waiting,
@@ -55,7 +55,7 @@ def test_costs_need_two_sizes() -> None:
 
 
 @given(queue=QUEUES)
-def test_only_increments_are_dropped_and_never_the_last_word_of_a_stream(
+def test_only_increments_are_dropped_and_never_the_longest_of_a_stream(
     queue: list[Waiting],
 ) -> None:
     dropped = superseded(queue)
@@ -69,7 +69,7 @@ def test_only_increments_are_dropped_and_never_the_last_word_of_a_stream(
 
 
 @given(queue=QUEUES)
-def test_nobody_is_held_for_nobody_and_nobody_for_long(queue: list[Waiting]) -> None:
+def test_some_request_goes_and_none_is_held_back_for_long(queue: list[Waiting]) -> None:
     held = held_back(queue)
     assert len(held) < max(1, len(queue))
     assert all(queue[position].held < HELD_STEPS for position in held)
@@ -126,7 +126,7 @@ def test_shorter_jobs_go_first_and_equal_ones_in_their_order() -> None:
     share=st.floats(0.01, 1.0),
     page=st.sampled_from([1, 16, 64]),
 )
-def test_what_rides_along_stays_within_its_share(
+def test_tokens_that_ride_along_stay_within_their_share(
     costs: Costs, decoding: int, share: float, page: int
 ) -> None:
     tokens = ride_tokens(costs, decoding, share, page)

@@ -1,0 +1,182 @@
+"""Who finds room in the KV pool: requests first, increments of prompt streams in what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.messages import RoomAgain
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler.pins import available_tokens
+from flashmoa_sglang.scheduler.request import (
+    is_increment,
+    output_left,
+    state_of,
+    total_tokens,
+    uncached_tokens,
+)
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.scheduler.state import SchedulerState
+
+# Of the KV pool, what increments leave free for requests that are still to come, unless there is
+# only one stream and no request.
+_HEADROOM = 1 / 16
+
+
+def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Share what the batch computes already; have streams give way to a request without room.
+
+    Around ``PrefillAdder.add_one_req``, where SGLang knows what each request takes beside those
+    that joined the batch before it, so that any number of them find the room that streams hold.
+    """
+    state: SchedulerState | None = getattr(adder.tree_cache, "flashmoa", None)
+    if state is None:
+        return original(adder, req, *args, **kwargs)
+    shared = state.shared
+
+    def ask() -> Any:
+        if shared is None:
+            return original(adder, req, *args, **kwargs)
+        return shared.admit(lambda: original(adder, req, *args, **kwargs), adder, req)
+
+    def joined() -> bool:
+        return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+    result = ask()
+    if is_increment(req) and lacks_room(result):
+        state.lack_concerns_streams = True
+        # It leaves the queue before the next batch, so that no request waits behind it.
+        state_of(req).found_no_room = not joined()
+        return result
+    while lacks_room(result) and state.pins.give_way():
+        if joined():
+            result = adder.budget_state()
+            continue
+        # Asked as seldom as possible: SGLang may count how often a request found no room.
+        needs = _asked_of_pool(req, adder.page_size)
+        while adder.rem_total_tokens <= needs and state.pins.give_way():
+            pass
+        result = ask()
+    return result
+
+
+def lacks_room(result: Any) -> bool:
+    """Return whether ``PrefillAdder.add_one_req`` says that the KV pool is short."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return result == AddReqResult.NO_TOKEN
+
+
+def increments_without_room(scheduler: Any, running: Any) -> set[int]:
+    """Return the positions of queued increments that find no room in the KV pool.
+
+    Their streams are remembered, and :func:`offer_room` tells them when there is room.
+    """
+    state: SchedulerState = scheduler.flashmoa
+    queue = scheduler.waiting_queue
+    left, refused = None, set[int]()
+    for position, req in enumerate(queue):
+        stream = state_of(req).increment_of
+        if stream is None:
+            continue
+        if left is None:
+            left = _left_for_streams(scheduler, running, _streams_of(queue))
+        needs = uncached_tokens(scheduler.tree_cache, req)
+        if needs <= left and not state_of(req).found_no_room:
+            left -= needs
+            continue
+        refused.add(position)
+        if not state.pins.is_released(stream):
+            # Where SGLang found no room after all, its cached prefix is evictable, too.
+            state.refused[stream] = needs if needs > left else len(req.origin_input_ids)
+    return refused
+
+
+def offer_room(scheduler: Any, running: Any) -> None:
+    """Tell streams that were refused, in that order, once there is room for what they need.
+
+    Otherwise each of them would have to ask again and again, and each question carries a whole
+    prompt. A stream whose need does not fit does not hold up those behind it.
+    """
+    waiting: dict[str, int] = scheduler.flashmoa.refused
+    if not waiting:
+        return
+    queue, tree = scheduler.waiting_queue, scheduler.tree_cache
+    left = _left_for_streams(scheduler, running, _streams_of(queue).union(waiting))
+    left -= sum(uncached_tokens(tree, req) for req in queue if is_increment(req))
+    served: list[str] = []
+    for stream, tokens in waiting.items():
+        if tokens <= left:
+            left -= tokens
+            served.append(stream)
+    for stream in served:
+        del waiting[stream]
+    if served:
+        RELEASE.to_tokenizer(scheduler, RoomAgain(tuple(served)))
+
+
+def make_room(scheduler: Any, running: Any) -> None:
+    """Have streams give way beforehand to the largest request that waits.
+
+    For priority preemption: SGLang looks for running requests to preempt before it asks whether
+    there is room, and KV that streams hold counts as used there.
+    """
+    needs = [_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req)]
+    if needs:
+        scheduler.flashmoa.pins.make_room(max(needs) + _promised(scheduler, running))
+
+
+def left_of_chunked(scheduler: Any) -> int:
+    """Return how many tokens of a chunked prompt are still to be computed; in whole pages."""
+    req, page = scheduler.chunked_req, scheduler.page_size
+    if req is None:
+        return 0
+    left = total_tokens(req) - RELEASE.computed_until(req)
+    return (left // page + 2) * page
+
+
+def _streams_of(queue: Sequence[Any]) -> set[str]:
+    return {stream for req in queue if (stream := state_of(req).stream) is not None}
+
+
+def _left_for_streams(scheduler: Any, running: Any, streams: Collection[str]) -> int:
+    """Return the KV slots that requests leave for increments of these streams, in tokens."""
+    room = available_tokens(scheduler.tree_cache) - _promised(scheduler, running)
+    room -= sum(_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req))
+    if running.reqs or len(scheduler.flashmoa.pins.streams.union(streams)) > 1:
+        room -= int(scheduler.max_total_num_tokens * _HEADROOM)
+    return room
+
+
+def _promised(scheduler: Any, running: Any) -> int:
+    """Return the KV slots that SGLang keeps for requests that run, in tokens.
+
+    They are for answers that are being written, as long as SGLang expects them to become, and for
+    what is left of a prompt that is cut into chunks.
+    """
+    answers = sum(
+        output_left(req) * RELEASE.reserved_output(scheduler, req) for req in running.reqs
+    )
+    chunked = scheduler.chunked_req
+    rest = left_of_chunked(scheduler) + (output_left(chunked) if chunked is not None else 0)
+    # With SGLang's own mixed chunk each of them has a token in the batch, too.
+    return ceil(answers) + rest + len(running.reqs)
+
+
+def _need(scheduler: Any, req: Any) -> int:
+    """Return the most KV slots a waiting request takes of what is free or evictable, in tokens.
+
+    SGLang asks for more than it takes: a page, and something left.
+    """
+    more = output_left(req) + scheduler.page_size + 1
+    if state_of(req).stream in scheduler.flashmoa.pins:
+        return RELEASE.uncached_tokens(scheduler.tree_cache, req) + more
+    # Its cached prefix may be evictable now, and is not any more once it runs.
+    return total_tokens(req) + more
+
+
+def _asked_of_pool(req: Any, page: int) -> int:
+    """Return the KV slots that SGLang asks for before it admits a request, in tokens."""
+    return total_tokens(req) - RELEASE.cached_tokens(req) + output_left(req) + page

@@ -1,0 +1,186 @@
+"""Room in the KV pool: requests find it before streams do, which are told when there is some."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler import admission, queue
+from flashmoa_sglang.scheduler.pins import Pin, StreamPins
+from flashmoa_sglang.scheduler.state import SchedulerState
+
+from tests.unit.plugin.fake_scheduler import FakeScheduler, Tree, request
+
+
+@pytest.fixture(autouse=True)
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reason for each request that is dropped."""
+    reasons: list[str] = []
+
+    def drop(scheduler: Any, which: set[int], why: str) -> None:
+        reasons.extend([why] * len(which))
+        scheduler.waiting_queue = queue._without(scheduler.waiting_queue, which)
+
+    monkeypatch.setattr(queue, "_drop", drop)
+    return reasons
+
+
+class Adder:
+    """As SGLang's ``PrefillAdder``: each request takes its tokens of what is free."""
+
+    def __init__(self, tree: Tree, state: Any) -> None:
+        self.tree_cache = tree
+        self.tree_cache.flashmoa = state  # type: ignore[attr-defined]
+        self.can_run_list: list[Any] = []
+        self.taken = 0
+        self.asked = 0
+
+    page_size = 1
+
+    @property
+    def rem_total_tokens(self) -> int:
+        return self.left
+
+    @property
+    def left(self) -> int:
+        return self.tree_cache.available_size() - self.taken
+
+    def budget_state(self) -> str:
+        return "continue" if self.left > 0 else "no token"
+
+    def add(self, req: Any) -> str:
+        self.asked += 1
+        tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        if tokens > self.left:
+            return "no token"
+        self.taken += tokens
+        self.can_run_list.append(req)
+        return self.budget_state()
+
+
+@pytest.fixture
+def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
+    """1,000 tokens are free, and eight streams hold 1,000 each."""
+    monkeypatch.setattr(admission, "lacks_room", lambda said: said == "no token")
+    monkeypatch.setattr(RELEASE, "cached_tokens", lambda _: 0)
+    tree = Tree(1000)
+    pins = StreamPins(tree)
+    for stream in "abcdefgh":
+        pins.replace(stream, Pin(None, None))
+    return Adder(tree, SimpleNamespace(pins=pins, shared=None))
+
+
+def test_requests_that_arrive_together_find_the_room_that_streams_hold(adder: Adder) -> None:
+    waiting_requests = [request(150, 850) for _ in range(6)]
+    for req in waiting_requests:
+        assert admission.admit(Adder.add, adder, req) == "continue"
+    assert adder.can_run_list == waiting_requests
+    # The sixth left nothing free, and one stream more gave way for the request after it.
+    assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
+
+
+def test_no_more_streams_give_way_than_requests_need(adder: Adder) -> None:
+    assert admission.admit(Adder.add, adder, request(500, 499)) == "continue"
+    assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
+
+
+def test_sglang_is_asked_once_more_however_many_streams_give_way(adder: Adder) -> None:
+    """It may count how often a request found no room."""
+    assert admission.admit(Adder.add, adder, request(4000, 4000)) == "continue"
+    assert adder.asked == 2
+
+
+def test_an_increment_without_room_makes_no_stream_give_way_and_leaves_the_queue(
+    adder: Adder, dropped: list[str]
+) -> None:
+    increment = request(1500, 0, stream="z")
+    assert admission.admit(Adder.add, adder, increment) == "no token"
+    state: Any = adder.tree_cache.flashmoa  # type: ignore[attr-defined]
+    assert len(state.pins) == 8
+    assert state.lack_concerns_streams
+    # Though there seems to be room: what it has cached is evictable, and counted.
+    scheduler = FakeScheduler(50_000, 0.1, [])
+    scheduler.waiting_queue = [increment]
+    queue.prepare(scheduler, scheduler.running)
+    assert dropped == ["no room in the KV pool"]
+    assert scheduler.flashmoa.refused == {"z": 1500}
+
+
+def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:
+    assert admission.admit(Adder.add, adder, request(9500, 0)) == "no token"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The streams of each message that there is room again."""
+    streams: list[tuple[str, ...]] = []
+    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, news: streams.append(news.streams))
+    return streams
+
+
+def test_streams_without_room_are_told_once_when_there_is_some(
+    dropped: list[str], told: list[tuple[str, ...]]
+) -> None:
+    scheduler = FakeScheduler(500, 0.1, [], total=16_000)
+    scheduler.waiting_queue = [request(400, 0, stream="a"), request(900, 0, stream="b")]
+    queue.prepare(scheduler, scheduler.running)
+    # The sixteenth of the pool that they leave alone is more than what is free.
+    assert len(dropped) == 2
+    for free in (600, 1399, 1400, 1400, 2299, 2300, 9000):
+        scheduler.tree_cache.free = free
+        admission.offer_room(scheduler, scheduler.running)
+    assert told == [("a",), ("b",)]
+
+
+def test_a_large_increment_without_room_does_not_hold_up_a_smaller_one(
+    dropped: list[str], told: list[tuple[str, ...]]
+) -> None:
+    scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
+    scheduler.waiting_queue = [request(5000, 0, stream="a"), request(50, 0, stream="b")]
+    queue.prepare(scheduler, scheduler.running)
+    assert len(dropped) == 1
+    scheduler.flashmoa.refused["b"] = 50
+    admission.offer_room(scheduler, scheduler.running)
+    assert told == [("b",)]
+
+
+def test_room_that_a_queued_increment_takes_is_not_offered(
+    dropped: list[str], told: list[tuple[str, ...]]
+) -> None:
+    """Or the other stream would ask, be refused, be told, and so on."""
+    scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
+    scheduler.waiting_queue = [request(1500, 0, stream="a"), request(1000, 0, stream="b")]
+    queue.prepare(scheduler, scheduler.running)
+    assert len(dropped) == 1
+    for _ in range(3):
+        admission.offer_room(scheduler, scheduler.running)
+    assert told == []
+
+
+def test_an_increment_of_a_stream_that_is_over_is_not_waited_for(dropped: list[str]) -> None:
+    scheduler = FakeScheduler(100, 0.1, [])
+    scheduler.flashmoa.pins.release("a")
+    scheduler.waiting_queue = [request(5000, 0, stream="a")]
+    queue.prepare(scheduler, scheduler.running)
+    assert len(dropped) == 1
+    assert scheduler.flashmoa.refused == {}
+
+
+def test_streams_give_way_before_requests_are_preempted() -> None:
+    scheduler = FakeScheduler(500, 0.1, [])
+    for stream in "abc":
+        scheduler.flashmoa.pins.replace(stream, Pin(None, None))
+    scheduler.waiting_queue = [request(1500, 0)]
+    admission.make_room(scheduler, scheduler.running)
+    assert len(scheduler.flashmoa.pins) == 1
+
+
+def test_a_stream_that_has_ended_is_told_nothing(told: list[tuple[str, ...]]) -> None:
+    scheduler = FakeScheduler(9000, 0.1, [])
+    state: Any = SimpleNamespace(refused={"a": 100}, pins=scheduler.flashmoa.pins)
+    SchedulerState.end_stream(state, "a")
+    scheduler.flashmoa.refused = state.refused
+    admission.offer_room(scheduler, scheduler.running)
+    assert told == []

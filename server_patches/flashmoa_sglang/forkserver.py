@@ -58,8 +58,7 @@ def fork_instead_of_spawning() -> None:
 
 
 def fork_engine(order: dict[str, Any]) -> int:
-    """The new engine's process id, once it leads a process group: its name for whoever asks
-    whether it runs."""
+    """Fork an engine; return its process id once it leads a process group of that name."""
     ready, leads = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -74,7 +73,7 @@ def fork_engine(order: dict[str, Any]) -> int:
 
 
 def run_engine(order: dict[str, Any]) -> None:
-    """In the forked process: become an engine. Does not return."""
+    """Become an engine in the forked process; do not return."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))

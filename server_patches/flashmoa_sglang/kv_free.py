@@ -38,7 +38,7 @@ def is_on() -> bool:
 
 
 def refuse_unsupported(arguments: Any) -> None:
-    """Raises: SystemExit for a server that would read KV of an earlier forward.
+    """Refuse a server that would read KV of an earlier forward. Raises: SystemExit.
 
     Args: arguments: SGLang's, as it resolved them.
     """
@@ -49,7 +49,7 @@ def refuse_unsupported(arguments: Any) -> None:
 
 
 def create_buffers(original: Callable[..., None], pool: Any) -> None:
-    """Around ``MHATokenToKVPool._create_buffers``: those of one layer, for all of them."""
+    """Create one layer's buffers for all layers, around ``MHATokenToKVPool._create_buffers``."""
     if not is_on() or _has_scales(pool):
         original(pool)
         return
@@ -63,15 +63,18 @@ def create_buffers(original: Callable[..., None], pool: Any) -> None:
 
 
 def size(original: Callable[..., tuple[int, int]], pool: Any) -> tuple[int, int]:
-    """Around ``MHATokenToKVPool.get_kv_size_bytes``, which counts buffers and not memory."""
+    """Return the memory, around ``MHATokenToKVPool.get_kv_size_bytes``, which counts buffers."""
     keys, values = original(pool)
     layers = len(pool.k_buffer) if getattr(pool, "flashmoa_one_layer", False) else 1
     return keys // layers, values // layers
 
 
 def verify(scheduler: Any) -> None:
-    """Raises: SystemExit for a scheduler that cuts prompts into chunks, for a pool that is not
-    plain, and for a model whose layers do not each have KV of their own."""
+    """Check the scheduler and the model.
+
+    Raises: SystemExit for a scheduler that cuts prompts into chunks, for a pool that is not plain,
+        and for a model whose layers do not each have KV of their own.
+    """
     if not is_on():
         return
     if scheduler.chunked_prefill_size is not None:
@@ -110,7 +113,7 @@ def check(obj: Any) -> None:
 
 
 def bytes_of(scheduler: Any) -> int | None:
-    """The KV pool's, on this rank's device; ``None`` for one that does not say."""
+    """Return the bytes of this rank's KV pool; ``None`` for one that does not say."""
     size = getattr(_pool(scheduler), "get_kv_size_bytes", None)
     if size is None:
         return None
@@ -119,7 +122,7 @@ def bytes_of(scheduler: Any) -> int | None:
 
 
 def peak_memory(scheduler: Any) -> int:
-    """Bytes: the most that this process has had on its GPU; elsewhere, in memory."""
+    """Return the most bytes that this process has had on its GPU; without one, in memory."""
     if not str(_pool(scheduler).device).startswith("cuda"):
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     import torch
@@ -128,7 +131,7 @@ def peak_memory(scheduler: Any) -> int:
 
 
 def _has_scales(pool: Any) -> bool:
-    """Whether SGLang quantises the pool: then there are scales, too, layer by layer."""
+    """Return whether SGLang quantises the pool: then there are scales, too, layer by layer."""
     # 0.5.12 has a pool of another class for that.
     return getattr(pool, "is_quantized_kv_cache", False)
 

@@ -51,7 +51,7 @@ class Saturation:
 
 
 def saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Saturation | None:
-    """What forwards of at least two sizes say; noise only adds, so the least of each counts.
+    """Find the saturation in forwards of at least two sizes; noise adds, so the least counts.
 
     ``None`` with fewer sizes, and where nothing is transferred.
     """

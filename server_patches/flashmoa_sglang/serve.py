@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """A scheduler process; SGLang pickles this function by reference into its children."""
+    """Run a scheduler process; SGLang pickles this function by reference into its children."""
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
     run(*args, **kwargs)
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """The detokenizer process, likewise."""
+    """Run the detokenizer process, likewise."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
@@ -62,7 +62,7 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
 
 
 def is_stock() -> bool:
-    """Whether ``SGLANG_PLUGINS``, names that are to be loaded, leaves the plugin out."""
+    """Return whether ``SGLANG_PLUGINS``, the names of plugins to load, leaves this one out."""
     names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
     return bool(names) and "flashmoa" not in names
 
@@ -70,7 +70,7 @@ def is_stock() -> bool:
 def die_with_parent() -> None:
     """Have the kernel end this process when its parent ends, however it ends.
 
-    At once: SGLang would wait for its requests, and there may be nobody left to answer them. Its
+    At once: SGLang would wait for its requests, and their clients may be gone. Its
     other processes end with this one.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -52,7 +52,7 @@ _WEIGHTS_REFUSED = (
 async def update_weights(
     original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``TokenizerManager.update_weights_from_...``, which returns success and message.
+    """Refuse an update, around ``TokenizerManager.update_weights_from_...``.
 
     What a layer's parameters point to is a slot, or the copy that goes there: an update would be
     lost with the next forward for some layers, and be half there for others. So it is refused.
@@ -72,7 +72,7 @@ async def update_from_disk(
 
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the making of SGLang's offloader: ours, where ``--flashmoa-asyncep`` asks for it.
+    """Make our offloader in place of SGLang's, where ``--flashmoa-asyncep`` asks for it.
 
     Raises: SystemExit where SGLang is to offload, too.
     """
@@ -97,7 +97,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
-    """What puts experts where ``--flashmoa-asyncep`` says. Raises: SystemExit."""
+    """Return what puts experts where ``--flashmoa-asyncep`` says. Raises: SystemExit."""
     from flashmoa_sglang.asyncep.experts import in_host_memory
     from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
     from flashmoa_sglang.asyncep.sharing import share_with
@@ -121,7 +121,7 @@ def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
 
 
 def problem(arguments: Any, options: Options) -> str | None:
-    """Why ``--flashmoa-asyncep`` does not go with SGLang's own arguments, as it resolved them."""
+    """Say why ``--flashmoa-asyncep`` does not go with SGLang's arguments, as it resolved them."""
     if options.asyncep == "off":
         return None
     for name, why in _EXCLUDED.items():
@@ -153,7 +153,7 @@ def problem(arguments: Any, options: Options) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """A size of one is a default."""
+    """Return whether an argument was given; a size of one is a default."""
     return value > 1 if type(value) is int else bool(value)
 
 
@@ -175,7 +175,7 @@ def _problem_of_replicas(arguments: Any, options: Options) -> str | None:
 
 
 def memory() -> dict[str, int] | None:
-    """Where this process's experts are; ``None`` where SGLang keeps them."""
+    """Return where this process's experts are; ``None`` where SGLang keeps them."""
     ours = _ours()
     return asdict(ours.memory()) if ours is not None else None
 
@@ -187,7 +187,7 @@ def time_next(tokens: int) -> None:
 
 
 def times() -> LayerTimes | None:
-    """What the last timed forward took, layer by layer; ``None`` where SGLang keeps the experts."""
+    """Return what the last timed forward took by layer; ``None`` where SGLang keeps the experts."""
     ours = _ours()
     return ours.times() if ours is not None else None
 

@@ -33,7 +33,7 @@ class Place:
         return self.dtype.itemsize * (last + 1)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in a piece of memory (uint8)."""
+        """Return the tensor in a piece of memory (uint8)."""
         flat = memory[self.offset : self.offset + self.bytes].view(self.dtype)
         return flat.as_strided(self.shape, self.strides)
 
@@ -47,7 +47,7 @@ class Packing:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Packing:
-        """Raises: ValueError for a tensor of which two elements are one in memory."""
+        """Place tensors one behind another. Raises: ValueError where two elements share memory."""
         places: dict[str, Place] = {}
         end = 0
         for name, tensor in tensors.items():
@@ -57,7 +57,7 @@ class Packing:
         return cls(places, end)
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in a piece of memory that has at least so many bytes."""
+        """Return the tensors in a piece of memory that has at least so many bytes."""
         return {name: place.view(memory) for name, place in self.places.items()}
 
     def fill(self, memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -67,7 +67,7 @@ class Packing:
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
-    """Raises: ValueError where two elements may be one in memory."""
+    """Check that no two elements may be one in memory. Raises: ValueError."""
     last = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= last:
@@ -78,7 +78,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def pinned(size: int) -> torch.Tensor:
-    """``size`` bytes (uint8), pinned; torch's own pinned memory comes in powers of two.
+    """Pin ``size`` bytes (uint8); torch's own pinned memory comes in powers of two.
 
     Raises: SystemExit where CUDA does not pin them; it leaves an error behind that torch would
         find at its next kernel, so that there is no other way to go on.
@@ -117,7 +117,7 @@ class Experts:
         self._expected: dict[str, int] = {}
 
     def leave_device(self) -> None:
-        """Before the weights are loaded: have them loaded into host memory."""
+        """Have the weights, which are not loaded yet, loaded into host memory."""
         for name, parameter in self.layer.named_parameters(recurse=False):
             parameter.data = parameter.data.to("cpu")
             # Some have no size before they are loaded.
@@ -125,7 +125,7 @@ class Experts:
                 self._expected[name] = parameter.nbytes
 
     def are_gone(self) -> bool:
-        """Once the weights are loaded: whether most of them are not the layer's tensors any more.
+        """Return whether most of the loaded weights are not the layer's tensors any more.
 
         A quantisation may have put them elsewhere, and nothing in their place. Repacked ones are
         there, under their names or others, if only in a fraction of the bytes.
@@ -136,7 +136,7 @@ class Experts:
         return 2 * gone > sum(self._expected.values()) and _LEAST_REPACKED * new < gone
 
     def return_rest(self) -> None:
-        """Once the weights are loaded: have on the device what is not of single experts.
+        """Put the loaded tensors that do not belong to single experts on the device.
 
         It left with the rest, before a quantisation made one scale for all of several.
         """
@@ -145,7 +145,7 @@ class Experts:
         self.bind({name: t.data.to(self.device) for name, t in rest if name not in of_experts})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, once the weights are loaded and processed."""
+        """Return the tensors by name, once the weights are loaded and processed."""
         layer = self.layer
         found: dict[str, torch.Tensor] = {}
         for kind in (layer._parameters, layer._buffers, vars(layer)):

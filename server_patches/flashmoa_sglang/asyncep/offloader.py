@@ -36,7 +36,7 @@ class Making:
 
     @contextmanager
     def handed_over(self) -> Generator[None]:
-        """While layers are made that the offloader is handed."""
+        """Allow layers of experts meanwhile, as the offloader is handed them."""
         self._handed_over = True
         try:
             yield
@@ -44,11 +44,11 @@ class Making:
             self._handed_over = False
 
     def end(self) -> None:
-        """The model is made."""
+        """End the watch: the model is made."""
         self._hook.remove()
 
     def _registered(self, parent: Module, name: str, module: Any) -> None:
-        """A module has been made part of another one. Raises: SystemExit."""
+        """Check a module that became part of another one. Raises: SystemExit."""
         if not isinstance(module, self._moe_layer):
             return
         owner = type(parent)
@@ -130,8 +130,11 @@ class ExpertOffloader:
         self._timed: ForwardClock | None = None
 
     def wrap_modules(self, all_modules_generator: Iterable[Any], **_: Any) -> list[Any]:
-        """As SGLang makes a model's layers: have each one's experts in host memory before the next
-        one is made, so that the device never holds more than those of one layer."""
+        """Take the layers that SGLang makes, as it makes them.
+
+        Each one's experts are in host memory before the next one is made, so that the device never
+        holds more than those of one layer.
+        """
         layers: list[Any] = []
         with self._making.handed_over():
             for module in all_modules_generator:
@@ -148,7 +151,7 @@ class ExpertOffloader:
                     self._experts[-1].leave_device()
 
     def post_init(self) -> None:
-        """The weights are loaded: make the slots, and fill them.
+        """Make the slots once the weights are loaded, and fill them.
 
         Raises: SystemExit for a model whose experts would all stay on the device.
         """
@@ -198,7 +201,7 @@ class ExpertOffloader:
             ) from error
 
     def memory(self) -> ExpertMemory:
-        """As it is now."""
+        """Return where the experts are now."""
         kept = [source.kept for source in self._sources]
         return ExpertMemory(
             layers=len(self._experts),
@@ -217,7 +220,7 @@ class ExpertOffloader:
         self._clock = ForwardClock(tokens, self._copying, beside_experts=beside)
 
     def times(self) -> LayerTimes | None:
-        """Of the last forward that was timed, once; waits for its copies."""
+        """Return the times of the last timed forward, once; wait for its copies."""
         timed, self._timed = self._timed, None
         return timed.times() if timed is not None else None
 
@@ -264,7 +267,7 @@ class ExpertOffloader:
         return slot
 
     def _leave(self, number: int, slot: int) -> None:
-        """It has computed: the next one's experts come into its slot."""
+        """Begin to copy the next layer's experts into the slot of one that has computed."""
         assert self._rotation is not None
         self._copying.used(slot)
         coming = self._rotation.done(number)

@@ -1,7 +1,7 @@
-"""Replicas of one model on one machine, and how each comes to the others' shares of its experts.
+"""Replicas of one model on one machine, and how each gets the others' shares of its experts.
 
 Every replica listens on a Unix socket in Linux's abstract namespace (unix(7)), which is no file
-and ends with the process. Whoever connects says what it is and is given a descriptor of the share;
+and ends with the process. A peer that connects says what it is and gets a descriptor of the share;
 after that the two have nothing to do with each other any more. A replica that ended may come back,
 and asks again.
 """
@@ -56,7 +56,7 @@ class Introduction:
 
     @classmethod
     def parse(cls, message: bytes) -> Introduction:
-        """Raises: ReplicaError."""
+        """Read what another replica sent. Raises: ReplicaError."""
         try:
             return cls(**json.loads(message))
         except (TypeError, ValueError) as error:
@@ -68,7 +68,7 @@ class Introduction:
         return json.dumps(asdict(self)).encode()
 
     def problem(self, other: Introduction) -> str | None:
-        """Why this replica and another one do not belong together."""
+        """Say why this replica and another one do not belong together."""
         if other.size != self.size:
             return (
                 f"replica {other.rank} was started for {other.size} replicas and replica "
@@ -108,7 +108,7 @@ class Meeting:
             ) from error
 
     def give(self, share: int, experts: str) -> None:
-        """From now on give every replica that asks this one's share.
+        """Give this replica's share, from now on, to every replica that asks.
 
         Args:
             share: its file descriptor, which is the meeting's from now on.
@@ -121,7 +121,7 @@ class Meeting:
         self._thread.start()
 
     def take(self, rank: int, deadline: float) -> int:
-        """A replica's share, as soon as that one gives it; its own, too.
+        """Wait for a replica's share, this replica's own included.
 
         Args: deadline: until when to wait for it, in :func:`time.monotonic`'s seconds.
         Returns: a file descriptor, for the caller to close.
@@ -147,7 +147,7 @@ class Meeting:
                 )
 
     def close(self) -> None:
-        """Give no share to anybody any more."""
+        """Stop giving the share."""
         if self._thread is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()

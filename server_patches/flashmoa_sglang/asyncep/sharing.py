@@ -27,7 +27,7 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 def sealed(pieces: Iterable[torch.Tensor]) -> int:
-    """A file descriptor of memory with these pieces (uint8, on the CPU), one behind the other."""
+    """Fill shared memory with these pieces (uint8, on the CPU); return its file descriptor."""
     segment = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(segment, "wb", closefd=False) as file:
@@ -41,20 +41,20 @@ def sealed(pieces: Iterable[torch.Tensor]) -> int:
 
 
 def mapped(segment: int, size: int) -> torch.Tensor:
-    """What a segment of ``size`` bytes holds (uint8); it stays when the descriptor is closed.
+    """Map a segment of ``size`` bytes (uint8); it stays when the descriptor is closed.
 
-    Raises: ValueError where its size is another, or somebody could still change it.
+    Raises: ValueError where its size is another, or a process could still change it.
     """
     if (found := os.fstat(segment).st_size) != size:
         raise ValueError(f"the segment has {found} bytes instead of {size}")
     if fcntl.fcntl(segment, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ValueError("the segment is not sealed")
-    # Copy on write, although nobody writes: torch wants memory that it may write to.
+    # Copy on write, although nothing is written: torch wants memory that it may write to.
     return torch.frombuffer(mmap.mmap(segment, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def rows(count: int, rank: int, size: int) -> slice:
-    """Which of ``count`` experts are one replica's."""
+    """Return which of ``count`` experts belong to one replica."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
@@ -91,13 +91,13 @@ class SharedExperts(Source):
         self._views: list[dict[str, torch.Tensor]] = []
 
     def packed(self) -> torch.Tensor:
-        """All loaded experts of the layer."""
+        """Return all loaded experts of the layer."""
         memory = torch.zeros(self.packing.bytes, dtype=torch.uint8)
         self.packing.fill(memory, self.experts.tensors())
         return memory
 
     def share(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
-        """What one replica keeps of them."""
+        """Return what one replica keeps of them."""
         part = self.parts[rank]
         memory = torch.zeros(part.packing.bytes, dtype=torch.uint8)
         tensors = self.packing.views(packed)
@@ -105,7 +105,7 @@ class SharedExperts(Source):
         return memory
 
     def find(self, memories: Sequence[torch.Tensor]) -> None:
-        """By rank, the pieces of memory that the parts are in from now on."""
+        """Use these pieces of memory, by rank, for the parts from now on."""
         self._views = [
             part.packing.views(memory) for part, memory in zip(self.parts, memories, strict=True)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def is_all_there_is() -> bool:
-    """Whether no accelerator is usable."""
+    """Return whether no accelerator is usable."""
     import torch
 
     return not (torch.cuda.is_available() or torch.xpu.is_available())

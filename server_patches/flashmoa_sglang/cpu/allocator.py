@@ -19,13 +19,13 @@ class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots for the tokens from each prefix to its new length, or ``None`` if too few."""
+        """Return slots from each prefix to its new length, or ``None`` if too few are free."""
         return self._grow(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc.tolist())
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """A slot for the last token of each request, or ``None`` if too few."""
+        """Return a slot for the last token of each request, or ``None`` if too few are free."""
         lengths = seq_lens_cpu.tolist()
         return self._grow([length - 1 for length in lengths], lengths, last_loc.tolist())
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def use_host_memory(
     original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Around ``Scheduler.init_disaggregation``: the KV pool is in host memory, for nixl too.
+    """Have nixl take the KV pool as host memory, around ``Scheduler.init_disaggregation``.
 
     SGLang registers it as a GPU's with nixl, by a name that means host memory from here on.
     Mooncake asks the pool's address.
@@ -57,5 +57,5 @@ def _without_pinning(make: Any) -> Any:
 
 
 def as_it_is(tensor: Tensor, _device: object = None) -> Tensor:
-    """In place of ``Tensor.pin_memory``."""
+    """Return the tensor as it is, in place of ``Tensor.pin_memory``."""
     return tensor

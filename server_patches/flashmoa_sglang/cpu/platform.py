@@ -60,7 +60,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
         return ATTENTION_BACKEND
 
     def get_device(self, device_id: int | None = None) -> str:
-        """A string, as SGLang's argument handling expects (its own mixin gives a device)."""
+        """Return a string, as SGLang's argument handling expects (its own mixin gives a device)."""
         return self.device_type
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
@@ -70,7 +70,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
         return "native"
 
     def init_backend(self) -> None:
-        """Runs once in each worker, before SGLang looks its attention backend up."""
+        """Register our attention in each worker, before SGLang looks its backend up."""
         super().init_backend()
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.lora import layers

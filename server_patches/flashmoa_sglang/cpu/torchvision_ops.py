@@ -2,7 +2,7 @@
 
 SGLang imports torchvision at start, for image decoding. A torchvision whose ``_C.so`` was
 built for CUDA cannot load beside CPU torch; it then registers fake kernels for operators
-nobody defined and raises. Declaring the operators' schemas is enough: text models never
+that are not defined, and raises. Declaring the operators' schemas is enough: text models never
 call them, and a call would say that no kernel exists. With a matching pair this does nothing.
 """
 

@@ -174,7 +174,7 @@ class Api:
         return stream.state()
 
     async def count(self, _request: Request) -> dict[str, Any]:
-        # Not which: whoever knows a stream's id may use it.
+        # Not which: every client that knows a stream's id may use it.
         return {"open": len(self._table)}
 
     async def state(self, request: Request) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Api:
         return buffer.all_tokens()
 
     def _buffer(self, prompt: bodies.Prompt) -> tuple[TokenBuffer, str]:
-        """A buffer for a prompt's text, and the text to begin with."""
+        """Make a buffer for a prompt's text; return it with the text to begin with."""
         if prompt.messages is not None:
             return self._render(prompt).buffer(self._tokenizer())
         return TokenBuffer(self._tokenizer(), prompt.add_special_tokens), prompt.text or ""
@@ -232,7 +232,7 @@ class Api:
 
 
 def _is_no_append(record: logging.LogRecord) -> bool:
-    """A line in the access log for every few tokens would be all that is in it."""
+    """Drop appends from the access log, which would have a line for every few tokens."""
     fields = record.args
     return not (
         isinstance(fields, tuple) and len(fields) > 2 and f"{fields[2]}".endswith("/append")
@@ -248,7 +248,7 @@ def _answering(handler: Handler) -> Handler:
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
         except ClientDisconnect:
-            # Nobody reads this; raised, it would be a stack trace in the log per lost client.
+            # It is not read; raised, it would be a stack trace in the log for each lost client.
             return JSONResponse(None, status_code=_CLIENT_GONE)
 
     return answer

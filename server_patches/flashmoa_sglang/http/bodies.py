@@ -35,7 +35,7 @@ class _Piece(_Body):
     input_ids: list[StrictInt] | None = None
 
     def one_of(self, *others: str) -> str:
-        """The name of the one field that is set. Raises: MalformedRequest."""
+        """Return the name of the one field that is set. Raises: Malformed."""
         names = ["text", "input_ids", *others]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -66,7 +66,7 @@ class Prompt(_Piece):
     priority: StrictInt | None = None
 
     def terms(self, served: str) -> Terms:
-        """What SGLang is to be told beside the tokens.
+        """Return what SGLang is to be told beside the tokens.
 
         The adapter is that of ``model``, "base:adapter" as in SGLang's chats, before that of
         ``lora_path``.
@@ -98,7 +98,7 @@ class Append(_Piece):
 
 
 async def parse(request: Request, model: type[T]) -> T:
-    """Raises: MalformedRequest."""
+    """Read a request's body. Raises: Malformed."""
     try:
         # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
         fields = from_json(await request.body(), allow_inf_nan=False)

@@ -1,7 +1,7 @@
 """Measures, once the server is up, what a forward of this engine costs.
 
 Prefills of growing size, each timed in the scheduler from the built batch to its result. They
-wait until nobody else uses the engine, and their KV is ordinary cache, evicted as any:
+wait until no other request uses the engine, and their KV is ordinary cache, evicted as any:
 SGLang's own switch for leaving nothing in the cache loses the KV of requests cut into chunks.
 """
 
@@ -32,7 +32,7 @@ _IDLE_POLL = 0.05
 
 
 async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
-    """What forwards cost; the least of several rounds, since noise only adds.
+    """Measure what forwards cost: the least of several rounds, since noise only adds.
 
     And what their layers took, where experts are in host memory.
     """
@@ -70,7 +70,7 @@ def _is_steady(times: list[float]) -> bool:
 
 
 async def _until_idle(engine: Engine) -> None:
-    while engine.others_active():  # noqa: ASYNC110 - SGLang tells nobody
+    while engine.others_active():  # noqa: ASYNC110 - SGLang has no event for it
         await asyncio.sleep(_IDLE_POLL)
 
 
@@ -95,9 +95,9 @@ async def calibrate(engine: Engine) -> None:
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:
-    """Tokens of a forward for which prefills are to wait; said in the log.
+    """Return the tokens of a forward for which prefills are to wait, and log them.
 
-    ``None`` where nobody asked for it, where ranks step ``together``, or where no forward of this
+    ``None`` where it was not asked for, where ranks step ``together``, or where no forward of this
     engine has so many.
     """
     options = Options.from_environment()

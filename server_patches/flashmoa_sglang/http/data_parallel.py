@@ -20,7 +20,7 @@ Prompt = str | Sequence[int]
 
 
 def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Prompt) -> int:
-    """The rank for a stream that begins so.
+    """Choose the rank for a stream with this beginning.
 
     Args:
         ranks: how many there are.
@@ -40,7 +40,7 @@ def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Pr
 
 
 def _common(first: Prompt, second: Prompt) -> int:
-    """The length of the common prefix, up to ``_MOST``; 0 if it is below ``_WORTH``."""
+    """Return the length of the common prefix, up to ``_MOST``; 0 if it is below ``_WORTH``."""
     if isinstance(first, str) != isinstance(second, str) or not _same(first, second, _WORTH):
         return 0
     low, high = _WORTH, min(len(first), len(second), _MOST)

@@ -42,11 +42,11 @@ class Prefiller:
         self._changed = asyncio.Event()
 
     def look(self) -> None:
-        """Something has changed: a stream has grown, ended or closed."""
+        """Look again, as a stream has grown, ended or closed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """While streams are open: prefill what is due."""
+        """Prefill what is due while streams are open."""
         async with asyncio.TaskGroup() as group:
             while self._streams:
                 self._changed.clear()

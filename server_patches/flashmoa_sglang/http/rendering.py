@@ -40,7 +40,7 @@ class Rendered:
         return "".join(piece.text for piece in self.pieces)
 
     def buffer(self, tokenizer: CanonicalTokenizer) -> tuple[TokenBuffer, str]:
-        """A buffer for the last piece, behind those before it, and that piece's text."""
+        """Make a buffer for the last piece, behind the others; return it with that piece's text."""
         *before, last = self.pieces or [Piece("", False)]
         if not before:
             return TokenBuffer(tokenizer, last.special), last.text

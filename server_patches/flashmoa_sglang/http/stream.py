@@ -80,7 +80,7 @@ class PromptStream:
     offers: int = 0
 
     def certain(self) -> array[int] | list[int]:
-        """The tokens that no later append can change."""
+        """Return the tokens that no later append can change."""
         if self.buffer is None:
             return self.ids
         if self.ended_at is None:
@@ -90,19 +90,19 @@ class PromptStream:
         return self.ids
 
     def beginning(self) -> str | array[int]:
-        """What it has been given so far: text, or token ids."""
+        """Return what was appended so far: text, or token ids."""
         return self.ids if self.buffer is None else self.buffer.text
 
     def certain_tokens(self) -> int:
         return len(self.certain())
 
     def may_grow(self) -> bool:
-        """Whether prefilling further is of use and possible."""
+        """Return whether prefilling further is of use and possible."""
         over = self.claimed or self.closed is not None or self.failure is not None
         return not (over or self.waits_for_room)
 
     def state(self) -> dict[str, Any]:
-        """What ``GET /prompt_streams/{id}`` answers."""
+        """Return what ``GET /prompt_streams/{id}`` answers."""
         return {
             "id": self.id,
             "kind": "input_ids" if self.buffer is None else "text",

@@ -69,7 +69,7 @@ class StreamTable:
         return len(self._open)
 
     def get(self, stream_id: str) -> PromptStream:
-        """Raises: StreamUnknown, StreamGone."""
+        """Return an open stream. Raises: UnknownStream, StreamGone."""
         stream = self._open.get(stream_id)
         if stream is not None:
             return stream
@@ -81,7 +81,7 @@ class StreamTable:
         raise StreamUnknown(f"There is no prompt stream {stream_id}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
-        """For a final request, to which the id is only a hint: the stream, or why not."""
+        """Find a real request's stream, or say why there is none: there the id is only a hint."""
         stream = self._open.get(stream_id)
         if stream is not None and not stream.claimed:
             return stream, "open"
@@ -161,12 +161,12 @@ class StreamTable:
         self._touch(stream)
 
     def claim(self, stream: PromptStream) -> None:
-        """The real request is here: no further increments; it will compute the rest."""
+        """Stop increments, as the real request has come and computes the rest."""
         stream.claimed = True
         self._prefiller.look()
 
     def unclaim(self, stream: PromptStream) -> None:
-        """The real request was refused; the stream goes on as if it had not come."""
+        """Go on with the stream as if the real request, which was refused, had not come."""
         stream.claimed = False
         self._touch(stream)
 
@@ -188,11 +188,11 @@ class StreamTable:
         self._prefiller.look()
 
     def keep_alive(self, stream: PromptStream) -> None:
-        """Its client is still there, and has nothing to append."""
+        """Put off the stream's end: its client is there and has nothing to append."""
         self._touch(stream)
 
     def rank_for(self, beginning: str | Sequence[int]) -> int | None:
-        """The data-parallel rank for a stream that begins so; ``None`` where there is one only.
+        """Choose the data-parallel rank for a stream with this beginning; ``None`` with one rank.
 
         Where the stream's siblings are, so that what they share is computed once.
         """
@@ -217,14 +217,14 @@ class StreamTable:
         self._prefiller.look()
 
     def _fail(self, error: Exception) -> None:
-        """A mistake of ours must not leave streams that nobody serves and nobody ends."""
+        """Mark all streams as failed after a bug of ours, as their prefills have stopped."""
         for stream in list(self._open.values()):
             stream.failure = stream.failure or f"{type(error).__name__}: {error}"
 
     async def _watch_lifetimes(self) -> None:
         while self._open:
             self._expire(time.monotonic())
-            # Often enough: draining is a flag that SGLang sets and tells nobody about.
+            # Often enough: draining is a flag that SGLang sets without an event.
             await asyncio.sleep(_LIFETIME_CHECK)
 
     def _expire(self, now: float) -> None:

@@ -28,7 +28,7 @@ _SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
 
 
 def find_cuts(tokenizer: Any, encode: Any) -> list[str]:
-    """Without cuts a stream's text is held back until it ends, which is slow and right."""
+    """Find the cuts; without any, a stream's text is held back until it ends: slow, and right."""
     try:
         return _usable_cuts(tokenizer, encode)
     except Exception as error:
@@ -42,7 +42,7 @@ def find_cuts(tokenizer: Any, encode: Any) -> list[str]:
 
 
 def vocabulary_of(tokenizer: Any) -> dict[str, int]:
-    """Some tokenizers spell their vocabulary in bytes."""
+    """Return the vocabulary as text; some tokenizers spell it in bytes."""
     return {
         token.decode(errors="replace") if isinstance(token, bytes) else token: index
         for token, index in tokenizer.get_vocab().items()
@@ -50,7 +50,7 @@ def vocabulary_of(tokenizer: Any) -> dict[str, int]:
 
 
 def _usable_cuts(tokenizer: Any, encode: Any) -> list[str]:
-    """The kinds of cut that hold for this tokenizer, in the order of ``CUTS``."""
+    """Return the kinds of cut that hold for this tokenizer, in the order of ``CUTS``."""
     added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
     swallowing = [
         str(token)
@@ -78,7 +78,7 @@ def _has_inner_cut(cut: re.Pattern[str], entry: str) -> bool:
 
 
 def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
-    """Random texts of vocabulary entries and trouble, the same at every start."""
+    """Make random texts of vocabulary entries and difficult pieces, the same at every start."""
     dice = random.Random(0)
     trouble = [
         " ",

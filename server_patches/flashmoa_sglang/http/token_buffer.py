@@ -64,11 +64,11 @@ class CanonicalTokenizer:
         self._cut = re.compile("|".join(CUTS[name] for name in self.cuts) or r"(?!)")
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of ``text`` on its own."""
+        """Return the token ids of ``text`` on its own."""
         return self._encode(text, add_special_tokens=special)
 
     def last_cut(self, text: str, start: int) -> int:
-        """The last cut in ``text`` after ``start``, or ``start`` if there is none."""
+        """Return the last cut in ``text`` after ``start``, or ``start`` if there is none."""
         last = start
         for match in self._cut.finditer(text, max(start, 1)):
             last = match.start()
@@ -78,7 +78,7 @@ class CanonicalTokenizer:
         return self._cut.match(text, position) is not None
 
     def encode_between(self, text: str, start: int, end: int) -> list[int]:
-        """Tokens of ``text[start:end]`` in place; ``start`` is 0 or a cut."""
+        """Return the tokens of ``text[start:end]`` in place; ``start`` is 0 or a cut."""
         if start == 0:
             return self.encode(text[:end])
         # A cut splits after its left character whatever stands before that, so one
@@ -87,7 +87,7 @@ class CanonicalTokenizer:
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
 
     def digest(self) -> str | None:
-        """A hash of vocabulary and rules: equal where two engines tokenise alike.
+        """Hash the vocabulary and the rules: equal where two engines tokenise alike.
 
         ``None`` where the tokenizer tells neither.
         """
@@ -104,7 +104,7 @@ class CanonicalTokenizer:
 
 
 def canonical(tokenizer: Any) -> CanonicalTokenizer | None:
-    """What is learned of a tokenizer; ``None``, and said once, where it cannot be used."""
+    """Learn about a tokenizer; log once, and return ``None``, where it cannot be used."""
     if tokenizer is None:
         return None
     try:
@@ -169,12 +169,12 @@ class TokenBuffer:
         del self.tokens[self._marks[-1].tokens :]
 
     def all_tokens(self) -> list[int]:
-        """Tokens of the text as if it ended here."""
+        """Return the tokens of the text as if it ended here."""
         own = self.encode(self.text, self.special)
         return self._lead + own[len(self._tokenizer.prefix) if self.special else 0 :]
 
     def encode_piece(self, text: str, special: bool, first: bool) -> list[int]:
-        """Tokens of a prompt, or of the ``first`` or a later piece of one."""
+        """Return the tokens of a prompt, or of the ``first`` or a later piece of one."""
         if self._head is None or not first:
             return self.encode(text, special)
         if (text, special) == (self._head.text, self._head.special):
@@ -182,7 +182,7 @@ class TokenBuffer:
         return self._tokenizer.encode(text, special)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Tokens of a whole prompt, tokenising only what this buffer has not tokenised yet.
+        """Return a whole prompt's tokens, tokenising only what this buffer has not tokenised yet.
 
         Where ``text`` departs from the buffered text, tokens up to the last cut before that
         place are reused.
@@ -196,7 +196,7 @@ class TokenBuffer:
         return ids + self._tokenizer.suffix if special else ids
 
     def common_chars(self, text: str) -> int:
-        """How many leading characters ``text`` shares with the buffered text."""
+        """Return how many leading characters ``text`` shares with the buffered text."""
         if text.startswith(self.text):
             return len(self.text)
         low, high = 0, min(len(text), len(self.text))

@@ -38,7 +38,7 @@ class Policy:
 
     ``chunk``: the most tokens in one go. A request that arrives meanwhile waits for them, so
     it is what streams can cost their neighbours at worst; ``lone_chunk`` where there is one
-    stream only, and so nobody else's request to expect. ``page``: tokens per KV page.
+    stream only, and so no other request to expect. ``page``: tokens per KV page.
     """
 
     least: int = 16
@@ -62,11 +62,11 @@ class Due(Generic[S]):
 
 
 def due(streams: Iterable[S], policy: Policy, *, now: float, alone: bool) -> Due[S]:
-    """What to prefill now, the least remaining first.
+    """Choose what to prefill now, the least remaining first.
 
     Args:
         streams: those that may be prefilled further and have no increment running.
-        alone: whether this is the engine's only stream, and nobody else uses the engine.
+        alone: whether this is the engine's only stream, and no other request runs.
     """
     chunk = policy.lone_chunk if alone else policy.chunk
     ready: list[tuple[int, S, int]] = []
@@ -87,7 +87,7 @@ def due(streams: Iterable[S], policy: Policy, *, now: float, alone: bool) -> Due
 
 
 def _target(stream: Buffered, policy: Policy, chunk: int) -> int | None:
-    """How far to prefill a stream, or ``None``: not worth it yet."""
+    """Return how far to prefill a stream; ``None``: it is not worth it yet."""
     certain = stream.certain_tokens()
     if stream.ended_at is None:
         # Part of a page is not kept, so it would be computed again.

@@ -22,7 +22,7 @@ def _srt(*classes: str) -> str:
 
 
 def _class_of(target: str) -> str:
-    """The class of a hooked method."""
+    """Return the class of a hooked method."""
     module, _, name = target.rpartition(".")[0].rpartition(".")
     return f"{module}:{name}"
 
@@ -294,13 +294,13 @@ _FEATURE: Mapping[str, str] = {
 
 
 def feature(where: str) -> str:
-    """``EVERYBODY``, or the one of ``FEATURES`` that engines have which come there."""
+    """Return the feature of ``FEATURES`` that engines have which come there, or ``EVERYBODY``."""
     known = [beginning for beginning in _FEATURE if where.startswith(beginning)]
     return _FEATURE[max(known, key=len)] if known else EVERYBODY
 
 
 def member(owner: str, name: str) -> str | None:
-    """What an attribute of an object is; ``name()``: what a method returns. ``None``: unknown."""
+    """Return what an attribute is, or what a method, ``name()``, returns; ``None``: unknown."""
     for one in owner.replace("&", "|").split("|"):
         for known, members in MEMBERS.items():
             if one in known.replace("&", "|").split("|") and name in members:

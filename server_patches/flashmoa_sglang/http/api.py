@@ -19,7 +19,7 @@ from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.client_requests import check_ids
-from flashmoa_sglang.http.engine import Engine, Superseded
+from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import (
     ApiError,
     DecodesOnly,
@@ -29,7 +29,7 @@ from flashmoa_sglang.http.errors import (
     PromptTooLarge,
 )
 from flashmoa_sglang.http.rendering import ChatRenderer, Rendered
-from flashmoa_sglang.http.stream import PromptStream
+from flashmoa_sglang.http.stream import PromptStream, Superseded
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.kv_free import KEEPS_NONE

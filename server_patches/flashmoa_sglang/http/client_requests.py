@@ -79,7 +79,11 @@ def check(obj: Any, vocabulary: int) -> None:
 def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:
     """Refuse token ids outside of the vocabulary. Raises: ValueError."""
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-        raise ValueError(f"{name} must be in [0, {vocabulary}).")
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(
+            f"{name} must be in [0, {vocabulary}), but has {wrong}; tokenise with this model's "
+            "tokenizer."
+        )
 
 
 def put_mark(obj: Any, mark: RequestMark) -> None:

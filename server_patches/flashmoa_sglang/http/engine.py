@@ -7,18 +7,16 @@ import itertools
 import time
 import uuid
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
-from flashmoa_sglang.http.stream import Terms
+from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.token_buffer import canonical
 from flashmoa_sglang.messages import (
-    NO_ROOM,
     ForwardTime,
     Happened,
     KvQuery,
@@ -41,23 +39,6 @@ _KV_REPORT_TIMEOUT = 5.0
 _RID_PREFIX = "flashmoa-"
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
-
-
-class Superseded(Exception):
-    """The scheduler dropped a prefill because a longer one of its stream was queued."""
-
-
-class NoRoom(Exception):
-    """The KV pool has no room that requests do not need more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What one prefill did. ``seconds`` includes waiting for the engine."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    seconds: float
 
 
 class Engine:
@@ -187,7 +168,7 @@ class Engine:
             terms=terms,
             http_request=http_request,
         )
-        return _prefilled(meta, time.perf_counter() - started)
+        return Prefilled.read(meta, time.perf_counter() - started)
 
     async def _generate(
         self,
@@ -245,7 +226,7 @@ class Engine:
         mark = RequestMark(timed=True)
         try:
             meta = await self._generate(list(input_ids), mark, rid=rid)
-            _prefilled(meta)  # It may have been aborted.
+            Prefilled.read(meta)  # It may have been aborted.
             return self._forwards[rid]
         finally:
             self._forwards.pop(rid, None)
@@ -308,15 +289,6 @@ def is_ours(obj: Any) -> bool:
 def new_rid() -> str:
     """Make a request id. SGLang aborts by prefix of it, so none may be a prefix of another."""
     return f"{_RID_PREFIX}{uuid.uuid4().hex}"
-
-
-def _prefilled(meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
-    """Read what a prefill did from its ``meta_info``. Raises: NoRoom, Superseded."""
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") == "abort":
-        message = reason.get("message", "aborted")
-        raise NoRoom(message) if message == NO_ROOM else Superseded(message)
-    return Prefilled(meta["prompt_tokens"], meta["cached_tokens"], seconds)
 
 
 def _count(happened: Happened) -> None:

@@ -9,17 +9,17 @@ import time
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.engine import NoRoom, Superseded, new_rid
+from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import EngineBusy
-from flashmoa_sglang.http.stream import Span
+from flashmoa_sglang.http.stream import NoRoom, Span, Superseded
 from flashmoa_sglang.http.trigger import Policy, due
 from flashmoa_sglang.scheduler.policy import chunk_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from flashmoa_sglang.http.engine import Engine, Prefilled
-    from flashmoa_sglang.http.stream import PromptStream
+    from flashmoa_sglang.http.engine import Engine
+    from flashmoa_sglang.http.stream import Prefilled, PromptStream
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One prompt stream: a prompt that only grows, and how much of it has its KV."""
+"""One prompt stream: a prompt that only grows, how much of it has its KV, and what prefilled it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang import releases
+from flashmoa_sglang.messages import NO_ROOM
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.token_buffer import TokenBuffer
@@ -32,6 +33,32 @@ class Terms:
     def namespace(self) -> dict[str, Any]:
         """Return it as fields of a ``GenerateReqInput``."""
         return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
+
+
+class Superseded(Exception):
+    """The scheduler dropped a prefill because a longer one of its stream was queued."""
+
+
+class NoRoom(Exception):
+    """The KV pool has no room that requests do not need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What one prefill did. ``seconds`` includes waiting for the engine."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+    @classmethod
+    def read(cls, meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
+        """Read what a prefill did from its ``meta_info``. Raises: NoRoom, Superseded."""
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            message = reason.get("message", "aborted")
+            raise NoRoom(message) if message == NO_ROOM else Superseded(message)
+        return cls(meta["prompt_tokens"], meta["cached_tokens"], seconds)
 
 
 Ending = Literal["used", "deleted", "expired", "drained"]

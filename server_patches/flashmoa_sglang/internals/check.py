@@ -5,15 +5,32 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from typing import Any
 
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.sglang_source import FUNCTIONS, Class, Function, Module, Source
-from flashmoa_sglang.internals.walk import Use
+from flashmoa_sglang.internals.sglang_modules import FUNCTIONS, Class, Function, Module
+from flashmoa_sglang.internals.sglang_source import Source
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One thing of SGLang that the plugin uses.
+
+    ``owner``: a module, or a class as in ``names.py``. ``name``: in it; empty for the module
+    itself. ``where``: in the plugin. ``positional``, ``keywords``: the arguments of a call, where
+    they can be told. ``override``: a method of ours in its place.
+    """
+
+    owner: str
+    name: str
+    where: str
+    positional: int | None = None
+    keywords: tuple[str, ...] = ()
+    override: Function | None = None
 
 
 class Check:

@@ -214,9 +214,9 @@ BY_STRING: tuple[tuple[str, str, str], ...] = (
     ("asyncep/offloader.py:ExpertOffloader", _srt("utils.offloader:BaseOffloader"), "wrap_modules"),
     ("asyncep/offloader.py:ExpertOffloader", _srt("utils.offloader:BaseOffloader"), "post_init"),
     ("http/engine.py:Engine", MANAGER, "'meta_info'"),
-    ("http/engine.py:Engine", MANAGER, "'prompt_tokens'"),
-    ("http/engine.py:Engine", MANAGER, "'cached_tokens'"),
-    ("http/engine.py:Engine", MANAGER, "'finish_reason'"),
+    ("http/stream.py:Prefilled.read", MANAGER, "'prompt_tokens'"),
+    ("http/stream.py:Prefilled.read", MANAGER, "'cached_tokens'"),
+    ("http/stream.py:Prefilled.read", MANAGER, "'finish_reason'"),
     ("plugin.py:attach_api", f"{HTTP_SERVER}:*", "openai_serving_chat"),
     (
         "releases/base.py:Release.running_batch",

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.walk import Use, Walk
-from flashmoa_sglang.releases import class_for
+from flashmoa_sglang.internals.check import Use
+from flashmoa_sglang.internals.walk import Walk
 
 _PLUGIN = Path(__file__).parent.parent
 # What comes from SGLang has no type in the plugin, unless it is imported.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.sglang_source import FUNCTIONS, Function
+from flashmoa_sglang.internals.check import Use
+from flashmoa_sglang.internals.sglang_modules import FUNCTIONS, Function
 
 _ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr")
 # What the plugin itself puts on SGLang's objects, and what every object has.
@@ -20,23 +20,6 @@ _NOT_THEIRS = ("flashmoa", "__")
 _TEXT, _UNCLEAR = "'", "?"
 # Attributes that say of what has them that it is no object of SGLang's.
 _OF_PLAIN = {name for kind in (str, list, dict, set, int, bytes) for name in dir(kind)}
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One thing of SGLang that the plugin uses.
-
-    ``owner``: a module, or a class as in ``names.py``. ``name``: in it; empty for the module
-    itself. ``where``: in the plugin. ``positional``, ``keywords``: the arguments of a call, where
-    they can be told. ``override``: a method of ours in its place.
-    """
-
-    owner: str
-    name: str
-    where: str
-    positional: int | None = None
-    keywords: tuple[str, ...] = ()
-    override: Function | None = None
 
 
 class Walk(ast.NodeVisitor):
@@ -57,12 +40,11 @@ class Walk(ast.NodeVisitor):
         self.uses: list[Use] = []
         self.unclear: list[str] = []
         self.functions: set[str] = set()
-        self._where = file
-        self._reached = reached
+        self._where, self._reached = file, reached
         self._names = {**names.NAMES, **names.IN_FILE.get(file, {})}
         # What has been learnt of variables; ``None``: nothing of SGLang.
         self._known: dict[str, str | None] = {}
-        # Base class and own attributes of the class that is walked.
+        # Of the class that is walked: its base, and its own attributes.
         self._base: str | None = None
         self._own: set[str] = set()
         # Strings at the top of the file, one or several (the keys of a dictionary, too), by name.
@@ -73,8 +55,6 @@ class Walk(ast.NodeVisitor):
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         }
         self.visit(tree)
-
-    # Scopes.
 
     def visit_FunctionDef(self, node: Function) -> None:
         if self._reached is not None and node not in self._reached:
@@ -133,11 +113,8 @@ class Walk(ast.NodeVisitor):
             self.generic_visit(node)
             return
         # These are not imported, but say what something is.
-        for one in node.body:
-            if isinstance(one, ast.ImportFrom):
-                self._learn_import(one)
-
-    # What variables stand for.
+        for one in (one for one in node.body if isinstance(one, ast.ImportFrom)):
+            self._learn_import(one)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if self._learn_import(node):
@@ -246,8 +223,6 @@ class Walk(ast.NodeVisitor):
             return None
         found = names.member(owner or "", name)
         return found if found is not None else f"{_UNCLEAR}{owner}.{name}"
-
-    # Uses.
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)

@@ -7,7 +7,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from flashmoa_sglang.internals.sglang_source import Module, Source
+from flashmoa_sglang.internals.sglang_modules import Module
+from flashmoa_sglang.internals.sglang_source import Source
 
 
 def sglang() -> Path:

@@ -62,7 +62,7 @@ def test_a_tensor_with_one_element_twice_is_refused() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
-def test_forward_after_forward_nothing_is_missed(layers: int, slots: int, forwards: int) -> None:
+def test_consecutive_forwards_never_miss_a_layer(layers: int, slots: int, forwards: int) -> None:
     rotation = Rotation(layers, slots)
     fetched = 0
     for layer in list(range(layers)) * forwards:
@@ -73,7 +73,7 @@ def test_forward_after_forward_nothing_is_missed(layers: int, slots: int, forwar
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_layers_are_found_in_whatever_order(layers: int, slots: int, data: st.DataObject) -> None:
+def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.DataObject) -> None:
     rotation = Rotation(layers, slots)
     content = list(rotation.slots)
     for layer in data.draw(st.lists(st.integers(0, layers - 1), max_size=20)):
@@ -110,7 +110,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
-def test_every_layer_computes_with_its_own(slots: int) -> None:
+def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
     offloader = ExpertOffloader(Layer, "compute", slots, in_host_memory)
     blocks = (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(5))
     layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks)]
@@ -159,7 +159,7 @@ class OneScale(Layer):
         self.input_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
 
-def test_what_is_of_no_single_expert_returns_to_the_device(
+def test_tensors_of_no_single_expert_return_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offloader = ExpertOffloader(OneScale, "compute", 2, in_host_memory)
@@ -268,7 +268,7 @@ def test_a_model_that_computes_with_the_tensors_itself_is_refused(
         offloader.wrap_modules(themselves(Layer(number)) for number in range(2))
 
 
-def test_once_the_weights_are_loaded_layers_may_be_made_as_one_likes(
+def test_layers_made_after_loading_are_not_checked(
     offloader: ExpertOffloader,
 ) -> None:
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))

@@ -66,7 +66,7 @@ def test_every_expert_has_one_holder(count: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, EXPERTS])
-def test_every_replica_computes_with_all(group: str, size: int) -> None:
+def test_every_replica_computes_with_all_experts(group: str, size: int) -> None:
     expected = [Layer(number).compute() for number in range(LAYERS)]
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
         replicas = [Replica(group, rank, size) for rank in range(size)]
@@ -82,7 +82,7 @@ def test_every_replica_computes_with_all(group: str, size: int) -> None:
             assert offloader.memory().at_peers == sum(held) - share
 
 
-def test_what_others_hold_outlives_them(group: str) -> None:
+def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:
     expected = [Layer(number).compute() for number in range(LAYERS)]
     with ExitStack() as stays, ThreadPoolExecutor(2) as pool:
         with ExitStack() as ends:
@@ -121,7 +121,7 @@ def test_replicas_of_groups_of_different_sizes_refuse_each_other(group: str) -> 
             assert "--flashmoa-asyncep-replica must give one number" in told
 
 
-def test_one_that_is_at_work_refuses_others_and_stays(group: str) -> None:
+def test_a_running_replica_refuses_others_and_goes_on(group: str) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         with ExitStack() as ends:
             first = pool.submit(start, stack, Replica(group, 0, 2))
@@ -132,21 +132,21 @@ def test_one_that_is_at_work_refuses_others_and_stays(group: str) -> None:
         start(stack, Replica(group, 1, 2))
 
 
-def test_a_place_is_taken_once(group: str) -> None:
+def test_a_rank_that_runs_already_is_refused(group: str) -> None:
     replica = Replica(group, 0, 2)
     with closing(Meeting(replica)), pytest.raises(ReplicaError, match="runs already"):
         Meeting(replica)
     Meeting(replica).close()
 
 
-def test_nobody_is_waited_for_without_end(group: str) -> None:
+def test_waiting_for_a_replica_ends(group: str) -> None:
     with closing(Meeting(Replica(group, 0, 2))) as meeting:
         meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
         with pytest.raises(ReplicaError, match="waited too long for replica 1"):
             meeting.take(1, time.monotonic())
 
 
-def test_what_answers_may_be_something_else(group: str) -> None:
+def test_an_answer_that_is_no_replica_is_refused(group: str) -> None:
     with closing(Meeting(Replica(group, 0, 2))) as meeting, ExitStack() as stack:
         meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
         stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

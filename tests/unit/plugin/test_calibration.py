@@ -66,7 +66,7 @@ async def test_long_forwards_need_not_be_measured() -> None:
     assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 6
 
 
-async def test_a_busy_machine_is_measured_when_it_is_less_so() -> None:
+async def test_noisy_rounds_are_measured_again() -> None:
     # The first forwards of all take a second.
     found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
     assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from flashmoa_sglang import internals, plugin, releases
 from flashmoa_sglang.internals import names, plugin_source
-from flashmoa_sglang.internals.check import Check
+from flashmoa_sglang.internals.check import Check, Use
 from flashmoa_sglang.internals.sglang_source import Source
-from flashmoa_sglang.internals.walk import Use, Walk
+from flashmoa_sglang.internals.walk import Walk
 
 from tests.unit.plugin.renamed import Renamed, copy_renamed, installed
 
@@ -80,7 +80,7 @@ def test_all_that_the_plugin_does_to_objects_of_sglang_is_understood(release: st
     assert [one for walk in plugin_source.walks(release) for one in walk.unclear] == []
 
 
-def test_names_tell_of_nothing_that_is_not_there() -> None:
+def test_names_declare_only_what_the_plugin_has() -> None:
     walked = [walk for release in releases.TESTED for walk in plugin_source.walks(release)]
     functions = {where for walk in walked for where in walk.functions}
     told = {where for where, _, _ in names.BY_STRING}
@@ -117,7 +117,7 @@ def test_only_what_the_installed_release_comes_to_is_looked_for() -> None:
         ("import sglang.srt.new_thing", "new_thing."),
     ],
 )
-def test_a_new_line_is_a_new_use(line: str, used: str) -> None:
+def test_a_new_line_of_the_plugin_is_a_new_use(line: str, used: str) -> None:
     walk = Walk("new.py", ast.parse(f"def new(scheduler: Any) -> None:\n    {line}\n"))
     found = {
         f"{owner.rpartition('.')[2].rpartition(':')[2]}.{use.name}"
@@ -136,7 +136,7 @@ def test_a_new_line_is_a_new_use(line: str, used: str) -> None:
         "alias = scheduler.inner_object; alias.new_thing()",
     ],
 )
-def test_what_cannot_be_followed_is_told(line: str) -> None:
+def test_a_use_that_cannot_be_followed_is_reported(line: str) -> None:
     source = f"def new(scheduler: Any, something: Any) -> None:\n    {line}\n"
     assert len(Walk("new.py", ast.parse(source)).unclear) == 1
 
@@ -232,7 +232,9 @@ def small(tmp_path: Path) -> Source:
         ("c", "enum Base", "Guarded"),
     ],
 )
-def test_what_source_defines(small: Source, owner: str, there: str, missing: str) -> None:
+def test_names_that_source_defines_are_found(
+    small: Source, owner: str, there: str, missing: str
+) -> None:
     check = Check(small)
     check.uses(names_of(f"sglang.{owner}", f"{there} {missing}"))
     shown = f"sglang.{owner.replace(':', '.')}"
@@ -258,7 +260,7 @@ def names_of(owner: str, wanted: str) -> list[Use]:
         ("a:Base", "method", 1, (), "too many positional arguments"),
     ],
 )
-def test_what_calls_pass(
+def test_arguments_of_calls_are_checked(
     small: Source,
     owner: str,
     name: str,

@@ -41,7 +41,7 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
         ({"speculative_algorithm": "EAGLE"}, "does not go with --speculative-algorithm."),
     ],
 )
-def test_one_that_would_does_not(given: dict[str, Any], told: str) -> None:
+def test_a_server_that_reads_kv_again_does_not_start(given: dict[str, Any], told: str) -> None:
     with pytest.raises(SystemExit, match=told):
         kv_free.refuse_unsupported(SimpleNamespace(**FINE | given))
 
@@ -83,7 +83,7 @@ def test_a_scheduler_that_would_read_kv_again_does_not_start(
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_one_layers_buffers_serve_all_where_nothing_belongs_to_them(scales: bool) -> None:
+def test_one_layers_buffers_serve_all_layers_of_a_plain_pool(scales: bool) -> None:
     pool = Pool(scales=scales)
     assert len(pool.k_buffer) == len(pool.v_buffer) == pool.layer_num
     assert len(set(pool.k_buffer)) == (pool.layer_num if scales else 1)
@@ -91,7 +91,7 @@ def test_one_layers_buffers_serve_all_where_nothing_belongs_to_them(scales: bool
 
 
 @pytest.mark.parametrize("params", [{"max_new_tokens": 0}, [{"max_new_tokens": 1}] * 2])
-def test_one_forward_is_served(params: Any) -> None:
+def test_a_request_of_one_forward_is_served(params: Any) -> None:
     kv_free.check(SimpleNamespace(sampling_params=params))
 
 
@@ -105,7 +105,9 @@ def test_one_forward_is_served(params: Any) -> None:
         {"sampling_params": {"max_new_tokens": 1}, "session_params": {"id": "a"}},
     ],
 )
-def test_more_than_one_is_refused(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_more_forwards_is_refused(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="keeps no KV"):
         kv_free.check(SimpleNamespace(**fields))
     monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
     streams=st.integers(1, 300),
     busy=st.booleans(),
 )
-def test_nobody_waits_too_long_or_comes_at_once(
+def test_appends_are_neither_immediate_nor_too_far_apart(
     moments: list[float], streams: int, busy: bool
 ) -> None:
     pace = Pace()

@@ -101,7 +101,7 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
         opened(table)
 
 
-async def test_a_mistake_is_said_once_and_ends_nothing(
+async def test_a_bug_is_logged_once_and_streams_go_on(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
@@ -127,7 +127,7 @@ async def test_a_mistake_is_said_once_and_ends_nothing(
         table.close(stream, "deleted")
 
 
-async def test_its_tasks_end_with_the_last_stream(engine: SlowEngine) -> None:
+async def test_the_table_s_tasks_end_with_the_last_stream(engine: SlowEngine) -> None:
     engine.go_on.set()
     table = StreamTable(engine)  # type: ignore[arg-type]
     before = asyncio.all_tasks()
@@ -172,7 +172,7 @@ def test_an_adapter_is_part_of_the_model_s_name_or_given(
     assert bodies.Prompt(text="x", **fields).terms(served).lora_path == adapter
 
 
-async def test_what_sglang_chose_counts_and_not_what_was_given(
+async def test_the_arguments_are_those_that_sglang_resolved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RELEASE, "resolved", Release0523().resolved)
@@ -187,6 +187,8 @@ async def test_what_sglang_chose_counts_and_not_what_was_given(
 @pytest.mark.parametrize(
     ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
 )
-async def test_room_is_what_sglang_takes(reserved: int, scheduler: int | None, most: int) -> None:
+async def test_the_longest_prompt_is_the_longest_that_sglang_takes(
+    reserved: int, scheduler: int | None, most: int
+) -> None:
     manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
     assert Engine(manager).max_prompt_tokens == most

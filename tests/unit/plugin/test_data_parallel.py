@@ -22,7 +22,7 @@ def test_the_longest_common_prefix_counts() -> None:
     assert choose_rank(3, streams, GUIDE + "aabc") == 1
 
 
-def test_strangers_go_where_the_fewest_are() -> None:
+def test_a_new_beginning_goes_to_the_rank_with_fewest_streams() -> None:
     assert choose_rank(3, [], GUIDE) == 0
     assert choose_rank(3, [(0, "a"), (1, "b")], GUIDE) == 2
     assert choose_rank(2, [(0, "You plan"), (1, "x"), (1, "y")], GUIDE) == 0
@@ -44,5 +44,7 @@ def test_tokens_are_compared_with_tokens() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.text("ab", max_size=200)), max_size=20),
     st.text("ab", max_size=200),
 )
-def test_it_is_always_one_of_the_ranks(streams: list[tuple[int, str]], beginning: str) -> None:
+def test_the_choice_is_always_one_of_the_ranks(
+    streams: list[tuple[int, str]], beginning: str
+) -> None:
     assert choose_rank(4, streams, beginning) in range(4)

@@ -35,7 +35,7 @@ class _Piece(_Body):
     input_ids: list[StrictInt] | None = None
 
     def one_of(self, *others: str) -> str:
-        """Return the name of the one field that is set. Raises: Malformed."""
+        """Return the name of the one field that is set. Raises: MalformedRequest."""
         names = ["text", "input_ids", *others]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -98,7 +98,7 @@ class Append(_Piece):
 
 
 async def parse(request: Request, model: type[T]) -> T:
-    """Read a request's body. Raises: Malformed."""
+    """Read a request's body. Raises: MalformedRequest."""
     try:
         # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
         fields = from_json(await request.body(), allow_inf_nan=False)

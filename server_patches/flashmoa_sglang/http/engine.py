@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, Malformed
+from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
 from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.token_buffer import canonical
 from flashmoa_sglang.messages import (

@@ -8,8 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang import releases
 from flashmoa_sglang.messages import NO_ROOM
+from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.token_buffer import TokenBuffer

@@ -69,7 +69,7 @@ class StreamTable:
         return len(self._open)
 
     def get(self, stream_id: str) -> PromptStream:
-        """Return an open stream. Raises: UnknownStream, StreamGone."""
+        """Return an open stream. Raises: StreamUnknown, StreamGone."""
         stream = self._open.get(stream_id)
         if stream is not None:
             return stream

@@ -11,6 +11,7 @@ from pathlib import Path
 from flashmoa_sglang.internals import names
 from flashmoa_sglang.internals.check import Use
 from flashmoa_sglang.internals.walk import Walk
+from flashmoa_sglang.releases import class_for
 
 _PLUGIN = Path(__file__).parent.parent
 # What comes from SGLang has no type in the plugin, unless it is imported.

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 
-from flashmoa.engine import FlashMoAError
+from flashmoa.errors import FlashMoAError
 from flashmoa.linking.prompt import Prompt, Slot
 
 # The name of a slot that never gets any text: what follows there is not certain yet.

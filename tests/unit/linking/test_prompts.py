@@ -103,6 +103,6 @@ def test_a_prompt_cannot_become_one_with_another_beginning() -> None:
     prompt = Prompt(["So ", slot])
     slot.append("far")
     assert prompt.take() == "So far"
-    with pytest.raises(ValueError, match="another one"):
+    with pytest.raises(ValueError, match="already sent"):
         prompt.become(Prompt(["So good"]))
     assert prompt.slots == (slot,) and prompt.take() == ""

@@ -86,7 +86,7 @@ def pinned(size: int) -> torch.Tensor:
     # Shared and populated, so that the pages which are pinned are those that are written to later.
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
-    cudart = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()
     code = cudart.cudaHostRegister(memory.data_ptr(), size, 0)
     if int(code) != 0:
         raise SystemExit(

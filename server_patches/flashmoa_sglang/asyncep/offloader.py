@@ -156,10 +156,10 @@ class ExpertOffloader:
         Raises: SystemExit for a model whose experts would all stay on the device.
         """
         self._making.end()
-        first, *others = self._experts or [None]
-        if first is None or not others:
+        if len(self._experts) < 2:
             self._refuse_too_few()
             return
+        first, *others = self._experts
         self._resident = sum(t.nbytes for t in first.tensors().values())
         self._sources = self._put_away(others)
         self._rotation = Rotation(len(others), self._count)

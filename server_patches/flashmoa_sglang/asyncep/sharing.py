@@ -32,7 +32,7 @@ def sealed(pieces: Iterable[torch.Tensor]) -> int:
     try:
         with open(segment, "wb", closefd=False) as file:
             for piece in pieces:
-                file.write(memoryview(piece.numpy()))
+                file.write(memoryview(piece.numpy()))  # pyright: ignore[reportArgumentType]
         fcntl.fcntl(segment, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(segment)
@@ -134,7 +134,7 @@ def share_with(
         for one in shared:
             packed = one.packed()
             digest.update(repr(one.packing).encode())
-            digest.update(memoryview(packed.numpy()))
+            digest.update(memoryview(packed.numpy()))  # pyright: ignore[reportArgumentType]
             yield one.share(replica.rank, packed)
             one.experts.give_back()
 

@@ -59,8 +59,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         if forward_batch.forward_mode.is_decode_or_idle():
             news = [1] * len(totals)
         else:
-            news = forward_batch.extend_seq_lens.tolist()
-        table = self.req_to_token_pool.req_to_token
+            news = forward_batch.extend_seq_lens.tolist()  # pyright: ignore[reportOptionalMemberAccess]
+        table = self.req_to_token_pool.req_to_token  # pyright: ignore[reportOptionalMemberAccess]
         self._rows = []
         start = 0
         for request, new, total in zip(

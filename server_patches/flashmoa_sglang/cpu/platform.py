@@ -78,7 +78,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
 
         # SGLang's LoRA asks for pinned memory on any device, which torch refuses on a CPU.
         layers.torch = torch_backend.torch = Unpinned("torch")
-        torch.Tensor.pin_memory = as_it_is
+        torch.Tensor.pin_memory = as_it_is  # pyright: ignore[reportAttributeAccessIssue]
 
         @register_attention_backend(ATTENTION_BACKEND)
         def create(runner: Any) -> Any:

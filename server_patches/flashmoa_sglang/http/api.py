@@ -87,7 +87,7 @@ class Api:
             "model": self._engine.model,
             "tokenizer": {
                 "digest": tokenizer.digest() if tokenizer else None,
-                "cuts": tokenizer.cuts if tokenizer else [],
+                "cuts": tokenizer.boundaries if tokenizer else [],
             },
             "context_length": self._engine.context_length,
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,

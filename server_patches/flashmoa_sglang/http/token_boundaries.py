@@ -1,6 +1,6 @@
 """Where a tokenizer splits whatever comes later: found out once, at start.
 
-A cut must be visible in full (both sides), and every kind of cut is checked against the
+A boundary must be visible in full (both sides), and every kind of boundary is checked against the
 served tokenizer: no vocabulary entry may span one, and splitting sample texts at one must
 change nothing. A tokenizer for which no kind holds still works: its streams are tokenised
 at their end.
@@ -16,7 +16,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 # Left context is one character (lookbehind), right context is a lookahead.
-CUTS: dict[str, str] = {
+BOUNDARIES: dict[str, str] = {
     "word": r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])",
     "punctuation": r"(?<=[.,;:!?])(?= [A-Za-z])",
     "line": r"(?<=[A-Za-z0-9])(?=\n)",
@@ -27,10 +27,10 @@ _SAMPLES = 96
 _SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
 
 
-def find_cuts(tokenizer: Any, encode: Any) -> list[str]:
-    """Find the cuts; without any, a stream's text is held back until it ends: slow, and right."""
+def find_boundaries(tokenizer: Any, encode: Any) -> list[str]:
+    """Find the boundaries; without any, text is held back until its end: slow, and right."""
     try:
-        return _usable_cuts(tokenizer, encode)
+        return _usable_boundaries(tokenizer, encode)
     except Exception as error:
         logger.warning(
             "Prompt streams of text are tokenised when they end, and no sooner: where this "
@@ -49,8 +49,8 @@ def vocabulary_of(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def _usable_cuts(tokenizer: Any, encode: Any) -> list[str]:
-    """Return the kinds of cut that hold for this tokenizer, in the order of ``CUTS``."""
+def _usable_boundaries(tokenizer: Any, encode: Any) -> list[str]:
+    """Return the kinds of boundary that hold for this tokenizer, in the order of ``BOUNDARIES``."""
     added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
     swallowing = [
         str(token)
@@ -60,21 +60,21 @@ def _usable_cuts(tokenizer: Any, encode: Any) -> list[str]:
     vocabulary = [token.translate(_SPELLINGS) for token in vocabulary_of(tokenizer)] + added
     samples = _sample_texts(vocabulary, added)
     usable: list[str] = []
-    for name, pattern in CUTS.items():
-        cut = re.compile(pattern)
-        # A token that takes the white space beside it takes the cut's right side with it.
+    for name, pattern in BOUNDARIES.items():
+        boundary = re.compile(pattern)
+        # A token that takes the white space beside it takes the boundary's right side with it.
         swallowed = any(
-            cut.search(f"{token} a") or cut.search(f"{token}\n") for token in swallowing
+            boundary.search(f"{token} a") or boundary.search(f"{token}\n") for token in swallowing
         )
-        spanned = any(_has_inner_cut(cut, entry) for entry in vocabulary)
-        if not swallowed and not spanned and _splits(cut, samples, encode):
+        spanned = any(_has_inner_boundary(boundary, entry) for entry in vocabulary)
+        if not swallowed and not spanned and _splits(boundary, samples, encode):
             usable.append(name)
     return usable
 
 
-def _has_inner_cut(cut: re.Pattern[str], entry: str) -> bool:
-    # One more letter on the right, so that a cut whose right context ends the entry counts.
-    return any(0 < match.start() < len(entry) for match in cut.finditer(entry + "a"))
+def _has_inner_boundary(boundary: re.Pattern[str], entry: str) -> bool:
+    # One more letter on the right, so that a boundary whose right context ends the entry counts.
+    return any(0 < match.start() < len(entry) for match in boundary.finditer(entry + "a"))
 
 
 def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
@@ -105,15 +105,15 @@ def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
     return texts
 
 
-def _splits(cut: re.Pattern[str], samples: list[str], encode: Any) -> bool:
+def _splits(boundary: re.Pattern[str], samples: list[str], encode: Any) -> bool:
     for text in samples:
-        for match in list(cut.finditer(text))[:4]:
+        for match in list(boundary.finditer(text))[:4]:
             at = match.start()
             anchor = text[at - 1]
             rest = encode(anchor + text[at:])[len(encode(anchor)) :]
             if encode(text[:at]) + rest != encode(text):
                 return False
-            # What follows the cut's own context must not matter either.
+            # What follows the boundary's own context must not matter either.
             near = text[: at + _RIGHT_CONTEXT]
             if encode(near)[: len(encode(text[:at]))] != encode(text[:at]):
                 return False

@@ -1,7 +1,7 @@
 """Canonical tokens of a text that is still growing.
 
 A text stream's tokens must equal the tokenizer's own tokens of the whole text, and each
-character is tokenised once. So tokens are emitted only up to a *cut*: a place in the text
+character is tokenised once. So tokens are emitted only up to a *boundary*: a place in the text
 where the tokenizer splits whatever comes later (``token_boundaries.py``).
 """
 
@@ -15,13 +15,13 @@ from array import array
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from flashmoa_sglang.http.token_boundaries import CUTS, find_cuts, vocabulary_of
+from flashmoa_sglang.http.token_boundaries import BOUNDARIES, find_boundaries, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
 
-class Mark(NamedTuple):
-    """A cut already passed: the first ``chars`` characters are the first ``tokens`` tokens."""
+class TokenizedPrefix(NamedTuple):
+    """A boundary already passed: the first ``chars`` characters are the first ``tokens`` tokens."""
 
     chars: int
     tokens: int
@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
     """A state of a :class:`TokenBuffer` to go back to."""
 
     chars: int
-    marks: int
+    prefixes: int
 
 
 class Sealed(NamedTuple):
@@ -60,28 +60,30 @@ class CanonicalTokenizer:
         self.prefix = special[:start]
         self.suffix = special[start + len(plain) :]
         self.bos = getattr(tokenizer, "bos_token_id", None)
-        self.cuts = find_cuts(tokenizer, self.encode)
-        self._cut = re.compile("|".join(CUTS[name] for name in self.cuts) or r"(?!)")
+        self.boundaries = find_boundaries(tokenizer, self.encode)
+        self._boundary = re.compile(
+            "|".join(BOUNDARIES[name] for name in self.boundaries) or r"(?!)"
+        )
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the token ids of ``text`` on its own."""
         return self._encode(text, add_special_tokens=special)
 
-    def last_cut(self, text: str, start: int) -> int:
-        """Return the last cut in ``text`` after ``start``, or ``start`` if there is none."""
+    def last_boundary(self, text: str, start: int) -> int:
+        """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
         last = start
-        for match in self._cut.finditer(text, max(start, 1)):
+        for match in self._boundary.finditer(text, max(start, 1)):
             last = match.start()
         return last
 
-    def is_cut(self, text: str, position: int) -> bool:
-        return self._cut.match(text, position) is not None
+    def is_boundary(self, text: str, position: int) -> bool:
+        return self._boundary.match(text, position) is not None
 
     def encode_between(self, text: str, start: int, end: int) -> list[int]:
-        """Return the tokens of ``text[start:end]`` in place; ``start`` is 0 or a cut."""
+        """Return the tokens of ``text[start:end]`` in place; ``start`` is 0 or a boundary."""
         if start == 0:
             return self.encode(text[:end])
-        # A cut splits after its left character whatever stands before that, so one
+        # A boundary splits after its left character whatever stands before that, so one
         # character is context enough for tokenizers that treat a text's start specially.
         anchor = text[start - 1]
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
@@ -143,7 +145,7 @@ class TokenBuffer:
             again = self._lead[:1] == [tokenizer.bos]
             self._lead = head.tokens + self._lead[1 if again else 0 :]
         self.tokens = array("q", self._lead)
-        self._marks = [Mark(0, len(self.tokens))]
+        self._prefixes = [TokenizedPrefix(0, len(self.tokens))]
 
     @property
     def whole_text(self) -> str:
@@ -153,20 +155,20 @@ class TokenBuffer:
     def append(self, text: str) -> None:
         """Add text; ``tokens`` grows by what has become certain."""
         self.text += text
-        start = self._marks[-1].chars
-        cut = self._tokenizer.last_cut(self.text, start)
-        if cut > start:
-            self.tokens.extend(self._tokenizer.encode_between(self.text, start, cut))
-            self._marks.append(Mark(cut, len(self.tokens)))
+        start = self._prefixes[-1].chars
+        boundary = self._tokenizer.last_boundary(self.text, start)
+        if boundary > start:
+            self.tokens.extend(self._tokenizer.encode_between(self.text, start, boundary))
+            self._prefixes.append(TokenizedPrefix(boundary, len(self.tokens)))
 
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(len(self.text), len(self._marks))
+        return Checkpoint(len(self.text), len(self._prefixes))
 
     def restore(self, state: Checkpoint) -> None:
         """Undo every append since ``state`` was taken."""
         self.text = self.text[: state.chars]
-        del self._marks[state.marks :]
-        del self.tokens[self._marks[-1].tokens :]
+        del self._prefixes[state.prefixes :]
+        del self.tokens[self._prefixes[-1].tokens :]
 
     def all_tokens(self) -> list[int]:
         """Return the tokens of the text as if it ended here."""
@@ -184,15 +186,15 @@ class TokenBuffer:
     def encode(self, text: str, special: bool) -> list[int]:
         """Return a whole prompt's tokens, tokenising only what this buffer has not tokenised yet.
 
-        Where ``text`` departs from the buffered text, tokens up to the last cut before that
+        Where ``text`` departs from the buffered text, tokens up to the last boundary before that
         place are reused.
         """
         if special != self.special and (self._tokenizer.prefix or self._tokenizer.suffix):
             return self._tokenizer.encode(text, special)
-        mark = self._shared_mark(text)
+        prefix = self._shared_prefix(text)
         ids = list(self._tokenizer.prefix) if special else []
-        ids += self.tokens[len(self._lead) : mark.tokens]
-        ids += self._tokenizer.encode_between(text, mark.chars, len(text))
+        ids += self.tokens[len(self._lead) : prefix.tokens]
+        ids += self._tokenizer.encode_between(text, prefix.chars, len(text))
         return ids + self._tokenizer.suffix if special else ids
 
     def common_chars(self, text: str) -> int:
@@ -208,13 +210,13 @@ class TokenBuffer:
                 high = middle - 1
         return low
 
-    def _shared_mark(self, text: str) -> Mark:
+    def _shared_prefix(self, text: str) -> TokenizedPrefix:
         shared = self.common_chars(text)
-        index = bisect_right(self._marks, shared, key=lambda mark: mark.chars) - 1
-        # Both sides of the cut must be there in the new text as well.
-        while index > 0 and not self._tokenizer.is_cut(text, self._marks[index].chars):
+        index = bisect_right(self._prefixes, shared, key=lambda prefix: prefix.chars) - 1
+        # Both sides of the boundary must be there in the new text as well.
+        while index > 0 and not self._tokenizer.is_boundary(text, self._prefixes[index].chars):
             index -= 1
-        return self._marks[index]
+        return self._prefixes[index]
 
 
 def _find(haystack: list[int], needle: list[int]) -> int:

@@ -96,7 +96,7 @@ def test_training_examples_are_the_same_for_a_seed() -> None:
 
 def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
     from flashmoa_bench.family.tokenizer import family_tokenizer
-    from flashmoa_sglang.http.token_boundaries import CUTS, find_cuts
+    from flashmoa_sglang.http.token_boundaries import BOUNDARIES, find_boundaries
 
     tokenizer = family_tokenizer(4096)
     assert tokenizer.tokenize("b = 02, c = ") == ["bĠ=Ġ", "0", "2", ",", "ĠcĠ=Ġ"]
@@ -107,7 +107,7 @@ def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
     for text in (prompt, "Grüße, 中文 🙂\n\t x==1  y"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     # Streams of its texts are tokenised as they grow.
-    assert find_cuts(tokenizer, lambda text: tokenizer(text)["input_ids"]) == list(CUTS)
+    assert find_boundaries(tokenizer, lambda text: tokenizer(text)["input_ids"]) == list(BOUNDARIES)
 
 
 def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:

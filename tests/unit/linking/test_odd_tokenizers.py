@@ -49,7 +49,7 @@ def test_without_a_vocabulary_text_is_held_back_to_its_end(
         tokenizer = CanonicalTokenizer(Wrapped(real, **shown))
     assert len(caplog.records) == 1
     assert "tokenised when they end" in caplog.text
-    assert tokenizer.cuts == []
+    assert tokenizer.boundaries == []
     assert (tokenizer.digest() is None) == (shown.get("get_vocab") in (None, fails))
     buffer = TokenBuffer(tokenizer, special=False)
     for piece in ("One two ", "three. Four\n", "five"):
@@ -61,7 +61,7 @@ def test_without_a_vocabulary_text_is_held_back_to_its_end(
 def test_a_vocabulary_in_bytes_is_read(real: Any) -> None:
     spelled = {token.replace("Ġ", " ").encode(): index for token, index in real.get_vocab().items()}
     tokenizer = CanonicalTokenizer(Wrapped(real, get_vocab=lambda: {**spelled, b"\xff": 9999}))
-    assert "word" in tokenizer.cuts
+    assert "word" in tokenizer.boundaries
     assert tokenizer.digest()
 
 

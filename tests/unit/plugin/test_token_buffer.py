@@ -183,15 +183,15 @@ def test_ordinary_text_is_certain_almost_to_its_end(
 def test_cuts_a_tokenizer_would_tokenise_across_are_not_used(
     tokenizers: dict[str, CanonicalTokenizer],
 ) -> None:
-    assert "word" in tokenizers["pattern"].cuts
+    assert "word" in tokenizers["pattern"].boundaries
     # "mask" takes the space behind it, so a space behind a letter proves nothing there.
-    assert "word" not in tokenizers["greedy"].cuts
+    assert "word" not in tokenizers["greedy"].boundaries
 
 
 def test_a_vocabulary_that_spans_words_is_never_cut_between_words() -> None:
     tokenizer = byte_level_with_pattern()
     tokenizer.add_tokens(["in the valley"])
-    assert "word" not in CanonicalTokenizer(tokenizer).cuts
+    assert "word" not in CanonicalTokenizer(tokenizer).boundaries
 
 
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:

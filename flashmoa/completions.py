@@ -82,7 +82,10 @@ def _explain(error: APIError, url: str) -> None:
     elif isinstance(error, AuthenticationError):
         advice = "refuses this API key, or needs one; give the client the right api_key=..."
     elif isinstance(error, NotFoundError):
-        advice = f"is no engine, or not its URL; `flashmoa doctor --engine {url}` looks closer."
+        advice = (
+            "is not an engine, or this is not its URL. "
+            f"`flashmoa doctor --engine {url}` tells more."
+        )
     else:
         return
     error.add_note(f"FlashMoA: {url} {advice}")

@@ -44,7 +44,7 @@ from flashmoa.scoring import Scores
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """What a model client was asked."""
 
     messages: list[LLMMessage]
@@ -52,13 +52,13 @@ class Call:
 
 
 # Given what an agent will have received by then, returns the call it will make.
-DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[Call]]
+DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ModelCall]]
 
 
 class _Captured(Exception):
     """Carries a call out of a dry run."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         super().__init__()
         self.call = call
 
@@ -72,16 +72,16 @@ class _ListeningClient:
     async def create(
         self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
     ) -> CreateResult:
-        raise _Captured(Call(list(messages), list(tools)))
+        raise _Captured(ModelCall(list(messages), list(tools)))
 
     async def create_stream(
         self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
     ) -> AsyncGenerator[Any]:
-        raise _Captured(Call(list(messages), list(tools)))
+        raise _Captured(ModelCall(list(messages), list(tools)))
         yield  # pragma: no cover - makes this a generator
 
     async def score(self, messages: Sequence[LLMMessage], *_: Any, **__: Any) -> Scores:
-        raise _Captured(Call(list(messages), []))
+        raise _Captured(ModelCall(list(messages), []))
 
 
 class _Found:
@@ -123,7 +123,7 @@ def agent_dry_runs(
             require_stock_message(message)
 
     def dry_run(memory: Any) -> DryRun:
-        async def run(future: Sequence[BaseChatMessage]) -> Call:
+        async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
             shadow = _shadow(agent, listening, memory)
             return await _captured(shadow, [*received, *future])
 
@@ -158,7 +158,7 @@ def summary_dry_run(
         for message in said:
             require_stock_message(message)
 
-    async def run(future: Sequence[BaseChatMessage]) -> Call:
+    async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
         shadow: Any = copy.copy(agent)
         shadow._model_client = listening
         # What it was given before is read for its team alone.
@@ -246,7 +246,7 @@ def _clone(context: Any) -> Any:
     return clone
 
 
-async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> Call:
+async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
     async def run() -> None:
         async for _ in shadow.on_messages_stream(messages, CancellationToken()):
             pass
@@ -254,7 +254,7 @@ async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> Call:
     return await _first_call(run())
 
 
-async def _first_call(run: Awaitable[object]) -> Call:
+async def _first_call(run: Awaitable[object]) -> ModelCall:
     """Return what a run with a listening client asks first."""
     try:
         await run
@@ -265,7 +265,7 @@ async def _first_call(run: Awaitable[object]) -> Call:
 
 async def _selection(
     manager: Any, listening: _ListeningClient, future: Sequence[BaseChatMessage]
-) -> Call:
+) -> ModelCall:
     shadow: Any = copy.copy(manager)
     shadow._model_client = listening
     shadow._model_context = _clone(manager._model_context)
@@ -276,7 +276,7 @@ async def _selection(
 
 async def _ledger(
     manager: Any, listening: _ListeningClient, future: Sequence[BaseChatMessage]
-) -> Call:
+) -> ModelCall:
     shadow: Any = copy.copy(manager)
     shadow._model_client = listening
     shadow._message_thread = [*manager._message_thread, *future]

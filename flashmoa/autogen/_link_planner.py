@@ -10,7 +10,7 @@ import anyio
 from autogen_agentchat.messages import BaseChatMessage
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._dry_run import Call, DryRun
+from flashmoa.autogen._dry_run import DryRun, ModelCall
 from flashmoa.autogen._self_hosted import render
 from flashmoa.autogen._team_members import TeamMembers
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
@@ -134,7 +134,7 @@ class TeamLinkPlanner(LinkPlanner):
 
 async def possible_calls(
     dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
-) -> list[Call]:
+) -> list[ModelCall]:
     """Return the different calls that an agent may make.
 
     Args:
@@ -143,7 +143,7 @@ async def possible_calls(
 
     Raises: NotForecastable.
     """
-    calls: list[Call] = []
+    calls: list[ModelCall] = []
     for dry_run in dry_runs:
         for future in futures:
             call = await dry_run(future)

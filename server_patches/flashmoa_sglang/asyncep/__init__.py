@@ -17,7 +17,7 @@ from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.asyncep.experts import Experts, Source
+    from flashmoa_sglang.asyncep.experts import Experts, ExpertSource
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader
     from flashmoa_sglang.saturation import LayerTimes
 
@@ -96,7 +96,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     )
 
 
-def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
+def _keep(options: Options) -> Callable[[Sequence[Experts]], list[ExpertSource]]:
     """Return what puts experts where ``--flashmoa-asyncep`` says. Raises: SystemExit."""
     from flashmoa_sglang.asyncep.experts import in_host_memory
     from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
@@ -105,7 +105,7 @@ def _keep(options: Options) -> Callable[[Sequence[Experts]], list[Source]]:
     if options.asyncep == "h2d":
         return in_host_memory
 
-    def among_replicas(layers: Sequence[Experts]) -> list[Source]:
+    def among_replicas(layers: Sequence[Experts]) -> list[ExpertSource]:
         try:
             return share_with(layers, replica, meeting, options.asyncep_wait)
         except ReplicaError as error:

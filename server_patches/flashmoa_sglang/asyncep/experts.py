@@ -186,7 +186,7 @@ class Kept(NamedTuple):
     at_peers: int = 0
 
 
-class Source(ABC):
+class ExpertSource(ABC):
     """Where the experts of one layer come from, and how they lie in a slot."""
 
     experts: Experts
@@ -198,7 +198,7 @@ class Source(ABC):
         """Begin to copy them into a slot, on the current stream of a device that has streams."""
 
 
-class HostExperts(Source):
+class HostExperts(ExpertSource):
     """Experts packed into one piece of host memory; pinned where a GPU is to copy it."""
 
     def __init__(self, experts: Experts) -> None:
@@ -219,6 +219,6 @@ class HostExperts(Source):
             piece.copy_(kept, non_blocking=True)
 
 
-def in_host_memory(layers: Sequence[Experts]) -> list[Source]:
+def in_host_memory(layers: Sequence[Experts]) -> list[ExpertSource]:
     """Keep the experts of these layers in this process's host memory."""
     return [HostExperts(experts) for experts in layers]

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from flashmoa_sglang.asyncep.experts import Experts, Source
+from flashmoa_sglang.asyncep.experts import Experts, ExpertSource
 from flashmoa_sglang.asyncep.slots import Copying, ForwardClock, Rotation, StreamCopying
 from flashmoa_sglang.saturation import LayerTimes
 
@@ -109,7 +109,7 @@ class ExpertOffloader:
         moe_layer: type,
         computing: str,
         slots: int,
-        keep: Callable[[Sequence[Experts]], list[Source]],
+        keep: Callable[[Sequence[Experts]], list[ExpertSource]],
         *,
         whole: bool = True,
     ) -> None:
@@ -120,7 +120,7 @@ class ExpertOffloader:
         self._whole = whole
         self._making = Making(moe_layer)
         self._experts: list[Experts] = []
-        self._sources: list[Source] = []
+        self._sources: list[ExpertSource] = []
         self._resident = 0
         self._slots: list[torch.Tensor] = []
         self._rotation: Rotation | None = None
@@ -183,7 +183,7 @@ class ExpertOffloader:
             )
         logger.warning("This stage of the pipeline keeps its experts on the device.")
 
-    def _put_away(self, others: Sequence[Experts]) -> list[Source]:
+    def _put_away(self, others: Sequence[Experts]) -> list[ExpertSource]:
         """Have the experts of these layers where they are kept."""
         if any(experts.are_gone() for experts in others):
             raise SystemExit(

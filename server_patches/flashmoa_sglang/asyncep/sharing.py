@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoa_sglang.asyncep.experts import Experts, Kept, Packing, Source
+from flashmoa_sglang.asyncep.experts import Experts, ExpertSource, Kept, Packing
 from flashmoa_sglang.asyncep.replicas import ONLY_CPUS, Meeting, Replica, ReplicaError
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -66,7 +66,7 @@ class Part:
     packing: Packing
 
 
-class SharedExperts(Source):
+class SharedExperts(ExpertSource):
     """The experts of one layer, in as many parts as there are replicas.
 
     Raises: ReplicaError where there are fewer experts than replicas.
@@ -119,7 +119,7 @@ class SharedExperts(Source):
 
 def share_with(
     layers: Sequence[Experts], replica: Replica, meeting: Meeting, wait: float
-) -> list[Source]:
+) -> list[ExpertSource]:
     """Keep a replica's share of the experts of these layers, and have the others find it.
 
     Args: wait: seconds for the others to come.

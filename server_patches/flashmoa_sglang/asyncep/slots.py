@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashmoa_sglang.asyncep.experts import Source
+from flashmoa_sglang.asyncep.experts import ExpertSource
 from flashmoa_sglang.saturation import LayerTimes
 
 
@@ -62,7 +62,7 @@ class Copying:
     All calls are in the order of the computation. A mark is a point of time in that order.
     """
 
-    def fetch(self, slot: int, memory: torch.Tensor, source: Source) -> None:
+    def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
         """Begin to fill a slot, once what was computed with it so far is done."""
         source.fill(memory)
 
@@ -76,7 +76,7 @@ class Copying:
         """Mark where the computation is."""
         return time.perf_counter()
 
-    def timed_fetch(self, slot: int, memory: torch.Tensor, source: Source) -> tuple[Any, Any]:
+    def timed_fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> tuple[Any, Any]:
         """Fetch, and mark when the copy begins and ends."""
         before = self.mark()
         self.fetch(slot, memory, source)
@@ -101,7 +101,7 @@ class StreamCopying(Copying):
         for slot in range(slots):
             self.used(slot)
 
-    def fetch(self, slot: int, memory: torch.Tensor, source: Source) -> None:
+    def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
         self._stream.wait_event(self._used[slot])
         with torch.cuda.stream(self._stream):
             source.fill(memory)
@@ -117,7 +117,7 @@ class StreamCopying(Copying):
         return _recorded(torch.cuda.current_stream(self._device))
 
     def timed_fetch(
-        self, slot: int, memory: torch.Tensor, source: Source
+        self, slot: int, memory: torch.Tensor, source: ExpertSource
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         # Not from before the slot is free: that wait is the computation's.
         self._stream.wait_event(self._used[slot])

@@ -31,13 +31,12 @@ SCHEDULER = _srt("managers.scheduler:Scheduler")
 REQ = _srt("managers.schedule_batch:Req")
 BATCH = _srt("managers.schedule_batch:ScheduleBatch")
 TREE = "&".join(
-    (
-        _srt("mem_cache.radix_cache:RadixCache"),
-        _srt("mem_cache.unified_radix_cache:UnifiedRadixCache"),
-    )
+    _srt(f"mem_cache.{one}")
+    for one in ("radix_cache:RadixCache", "unified_radix_cache:UnifiedRadixCache")
 )
 ALLOCATOR = _srt("mem_cache.allocator:BaseTokenToKVPoolAllocator")
 POOL = _srt("mem_cache.memory_pool:MHATokenToKVPool")
+TOKEN_POOL = _srt("mem_cache.memory_pool:ReqToTokenPool")
 MANAGER = _srt("managers.tokenizer_manager:TokenizerManager")
 STATE = _srt("managers.tokenizer_manager:ReqState")
 ARGUMENTS = _srt("server_args:ServerArgs", "arg_groups.fields/*")
@@ -163,10 +162,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     IPC_CHANNELS: {"send_to_tokenizer": SENDER},
     MANAGER: {"model_config": MODEL_CONFIG, "rid_to_state": PLAIN, "send_to_scheduler": PLAIN},
     MODEL_CONFIG: {"attention_arch": _srt("configs.model_config:AttentionArch")},
-    MODEL_RUNNER: {
-        "model": PLAIN,
-        "req_to_token_pool": _srt("mem_cache.memory_pool:ReqToTokenPool"),
-    },
+    MODEL_RUNNER: {"model": PLAIN, "req_to_token_pool": TOKEN_POOL},
     REQ: {
         "extend_range": _srt("managers.schedule_batch:Range"),
         "prefix_indices": PLAIN,
@@ -182,7 +178,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
             "managers.scheduler_components.new_token_ratio_tracker:NewTokenRatioTracker"
         ),
         "ps": _srt("distributed.parallel_state_wrapper:ParallelState"),
-        "req_to_token_pool": _srt("mem_cache.memory_pool:ReqToTokenPool"),
+        "req_to_token_pool": TOKEN_POOL,
         "running_batch": BATCH,
         "server_args": ARGUMENTS,
         "spec_algorithm": _srt("speculative.spec_info:SpeculativeAlgorithm"),
@@ -276,12 +272,7 @@ _FEATURE: Mapping[str, str] = {
     "releases/v0_5_12.py:_mask_on_cpu": CPU,
     **{
         f"releases/{release}.{method}": feature
-        for release in (
-            "base.py:Release",
-            "v0_5_12.py:Release0512",
-            "v0_5_18.py:Release0518",
-            "v0_5_23.py:Release0523",
-        )
+        for release in ("base.py:Release", *(f"v0_5_{n}.py:Release05{n}" for n in (12, 18, 23)))
         for method, feature in (
             ("cpu_platform", CPU),
             ("write_location", CPU),

@@ -269,8 +269,7 @@ def stream_output(
 ) -> None:
     """Send answers of prefill-only work past the detokenizer: around ``RELEASE.STREAM_OUTPUT``.
 
-    They have no text. The HTTP process takes token-id batches too: that is what a server without
-    tokenizer sends.
+    They have no text. The HTTP process takes token ids, too, as a server without tokenizer has it.
     """
     state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
     if state is None or not (direct := [req for req in reqs if _has_no_text(state, req)]):

@@ -21,7 +21,7 @@ from flashmoa.errors import FlashMoAError
 
 
 class RouterError(FlashMoAError):
-    """Base of everything a router raises on purpose.
+    """Raised when a router cannot serve a request; the base of all its errors.
 
     Attributes:
         status: the HTTP status of the answer that the client gets.
@@ -31,7 +31,7 @@ class RouterError(FlashMoAError):
 
 
 class BadRequest(RouterError, ValueError):
-    """Raised for a request that the router itself cannot handle."""
+    """Raised when the router itself cannot handle a request."""
 
     status = 400
 
@@ -43,7 +43,7 @@ class BodyTooLarge(RouterError):
 
 
 class AgentFailed(RouterError):
-    """Raised to the readers of an agent's answer that will not be completed."""
+    """Raised when an agent's answer, which others read, will not be completed."""
 
     status = 424
 

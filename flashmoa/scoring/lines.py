@@ -28,7 +28,7 @@ Tokens = list[Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]]
 
 
 class BadLine(FlashMoAError, ValueError):
-    """Raised for a line that cannot be scored."""
+    """Raised when a line cannot be scored."""
 
 
 class NotResumable(FlashMoAError):

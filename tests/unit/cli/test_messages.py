@@ -50,7 +50,7 @@ def test_a_benchmark_without_the_plugin() -> None:
 @pytest.mark.anyio
 async def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Not in this thread, where the session's event loop may be.
-    command = ["pair", "--text", str(tmp_path / "no.md")]
+    command = ["handoff", "--upstream-decodes", "--text", str(tmp_path / "no.md")]
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

@@ -1,15 +1,22 @@
-"""What the house asks of docstrings and names, where ruff has no rule for it."""
+"""What the project asks of its own source, where ruff has no rule for it."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import ROOT
 
-FOLDERS = ("flashmoa", "server_patches/flashmoa_sglang", "benchmarks/flashmoa_bench", "examples")
+PACKAGES = (
+    ROOT / "flashmoa",
+    ROOT / "server_patches" / "flashmoa_sglang",
+    ROOT / "benchmarks" / "flashmoa_bench",
+    ROOT / "examples",
+)
 # Words that a sentence begins with when it describes instead of saying what to do.
 NOT_VERBS = frozenset(
     """
@@ -22,10 +29,18 @@ NOT_VERBS = frozenset(
 )
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, ast.Module]:
+    """All modules, by their files."""
+    files = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
+    return {path: ast.parse(path.read_text()) for path in files}
+
+
+def name_of(path: Path) -> str:
+    """Return the name that a module is imported by."""
+    (package,) = [one for one in PACKAGES if path.is_relative_to(one)]
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -33,10 +48,10 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(name.endswith(("property", ".getter")) for name in names)
 
 
-def test_docstrings_of_functions_begin_with_a_verb() -> None:
+def test_docstrings_of_functions_begin_with_a_verb(sources: dict[Path, ast.Module]) -> None:
     """Properties are read like attributes, so that theirs may name what they hold."""
     wrong: list[str] = []
-    for path, module in modules():
+    for path, module in sources.items():
         for node in ast.walk(module):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_property(node):
                 continue
@@ -46,20 +61,33 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_have_at_most_300_lines() -> None:
-    long = [
-        f"{path}: {len((ROOT / path).read_text().splitlines())}"
-        for path, _ in modules()
-        if len((ROOT / path).read_text().splitlines()) > 300
-    ]
-    assert not long, "\n".join(long)
+def test_files_have_at_most_300_lines(sources: dict[Path, ast.Module]) -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in sources}
+    assert not {path: length for path, length in lengths.items() if length > 300}
 
 
-def test_no_two_classes_of_a_distribution_have_the_same_name() -> None:
-    where: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path, module in modules():
+def test_no_two_classes_of_a_package_have_the_same_name(sources: dict[Path, ast.Module]) -> None:
+    where: dict[tuple[str, str], list[Path]] = defaultdict(list)
+    for path, module in sources.items():
         for node in module.body:
             if isinstance(node, ast.ClassDef):
-                where[path.parts[0], node.name].append(str(path))
-    twice = {name: paths for (_, name), paths in where.items() if len(paths) > 1}
-    assert not twice, "\n".join(f"{name}: {', '.join(paths)}" for name, paths in twice.items())
+                where[name_of(path).partition(".")[0], node.name].append(path)
+    assert not {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_modules_do_not_import_each_other_in_a_circle(sources: dict[Path, ast.Module]) -> None:
+    modules = {name_of(path): module for path, module in sources.items()}
+    imports: dict[str, set[str]] = defaultdict(set)
+    for name, module in modules.items():
+        for node in module.body:
+            if isinstance(node, ast.Import):
+                imports[name] |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for one in node.names:
+                    submodule = f"{node.module}.{one.name}"
+                    imports[name].add(submodule if submodule in modules else node.module)
+        imports[name] = {one for one in imports[name] if one in modules and one != name}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " -> ".join(reversed(error.args[1])))

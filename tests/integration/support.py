@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,12 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 @asynccontextmanager
 async def special_engine(
-    engines: LocalEngines, model: Path, *arguments: str, pool: int = 12000, measures: bool = True
+    engines: LocalEngines,
+    model: Path,
+    *arguments: str,
+    pool: int = 12000,
+    measures: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[LocalEngine]:
     """An engine with arguments of its own, on the second core; it must be alive at the end.
 
@@ -34,7 +39,7 @@ async def special_engine(
         model,
         core=1,
         arguments=["--max-total-tokens", str(pool), *arguments],
-        environment=STRICT,
+        environment={**STRICT, **(environment or {})},
     )
     try:
         if measures:

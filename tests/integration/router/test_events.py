@@ -20,6 +20,15 @@ Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
 
 
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of engines that publish KV events: SGLang compiles their hash in a new folder.
+
+    An engine that is killed while it compiles leaves a lock behind, and torch then waits for ever.
+    """
+    return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}
+
+
 async def hears(router: httpx.AsyncClient, blocks: int) -> None:
     """Once it knows of so many."""
     with anyio.fail_after(30):
@@ -28,13 +37,14 @@ async def hears(router: httpx.AsyncClient, blocks: int) -> None:
 
 
 async def test_kv_events_fill_and_empty_an_engine_s_table(
-    engines: LocalEngines, model: Path, words: Words
+    engines: LocalEngines, model: Path, words: Words, compiling: dict[str, str]
 ) -> None:
     port, replay = free_port(), free_port()
     events = {"publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     events["replay_endpoint"] = f"tcp://*:{replay}"
     document = words(320, 1030)
-    async with special_engine(engines, model, "--kv-events-config", json.dumps(events)) as told:
+    arguments = ("--kv-events-config", json.dumps(events))
+    async with special_engine(engines, model, *arguments, environment=compiling) as told:
         # What it measures fills its cache, too.
         await measured(told)
         async with (
@@ -61,13 +71,13 @@ async def test_kv_events_fill_and_empty_an_engine_s_table(
 
 
 async def test_router_follows_events_of_every_rank(
-    engines: LocalEngines, model: Path, words: Words
+    engines: LocalEngines, model: Path, words: Words, compiling: dict[str, str]
 ) -> None:
     # The ranks' ports follow one another.
     port = free_port()
     events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})
     arguments = ("--dp", "2", "--kv-events-config", events)
-    async with special_engine(engines, model, *arguments, pool=6000) as told:
+    async with special_engine(engines, model, *arguments, pool=6000, environment=compiling) as told:
         # What it measures fills its ranks' caches, too.
         await measured(told)
         async with (

@@ -1,5 +1,7 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
-# make test    set everything up and pass the tests
+# make test    set everything up and pass the tests (about ten minutes)
+# make test-slow   the tests that take long and seldom break (another quarter of an hour)
+# make test-all    both; what continuous integration runs
 # make soak    ten thousand prompt streams: nothing grows (minutes)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
@@ -20,7 +22,7 @@ PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.to
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test soak test-conformance test-releases $(RELEASE_TESTS) check format docs clean
+.PHONY: setup demo test test-slow test-all soak test-conformance test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -49,7 +51,12 @@ demo: $(READY)
 	@$(BIN)/python examples/chain.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow
 
 soak: $(READY)
 	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/integration/plugin/test_soak.py -s

@@ -22,9 +22,9 @@ BLOCKS = "flashmoa_router_engine_blocks{"
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of engines that publish KV events: SGLang compiles their hash in a new folder.
+    """The environment of engines with KV events, whose hash SGLang compiles in a new folder then.
 
-    An engine that is killed while it compiles leaves a lock behind, and torch then waits for ever.
+    An engine that is killed while it compiles leaves a lock, for which torch then waits forever.
     """
     return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}
 

@@ -15,7 +15,7 @@ from tests.integration.router.conftest import options, routed
 from tests.integration.router.http_calls import flush, generated, metric
 from tests.integration.support import measured, special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
 

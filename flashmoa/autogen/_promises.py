@@ -90,7 +90,7 @@ class Promises:
         self._engine = engine
         self._policy = policy
         self._listener = listener
-        self._host = TaskHost()
+        self._host = TaskHost("A link failed; the request that reads the promise runs unlinked")
         self._writing: set[Text] = set()
 
     def make(self, name: str, write: Callable[[Text], Awaitable[CreateResult]]) -> CreateResult:
@@ -147,7 +147,7 @@ class Promises:
 
     def release(self, pending: Pending) -> None:
         """Release the stream of a request that failed or will not be sent, in the background."""
-        self._host.finish(pending.abandon)
+        self._host.start_cleanup(pending.abandon)
 
     async def close(self) -> None:
         """End what is being written and linked."""

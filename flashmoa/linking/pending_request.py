@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from flashmoa._concurrency import in_haste
+from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.link import Link, report_plain_engine
@@ -103,7 +103,7 @@ class PendingRequest(Generic[Messages]):
 
         An engine that does not answer within 0.3 s lets the stream expire.
         """
-        await in_haste(self.abandon)
+        await run_cancelled(self.abandon)
 
     async def abandon(self) -> None:
         """Release as :meth:`release`, but wait for the engine."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from flashmoa._concurrency import Repeated, TaskHost
+from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.linking.link import Ahead, Link, report_plain_engine
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
@@ -42,15 +42,15 @@ class LinkPlanner(CallOwner):
     def __init__(self, listener: Listener, *, ahead: Ahead = "text", kv_share: float = 1.0) -> None:
         self.listener = listener
         self.streams = ahead == "text"
-        self.host = TaskHost()
+        self.host = TaskHost("A link failed; its agents run unlinked")
         self._ahead: Ahead = ahead
         self._links = PlannedLinks(streams=self.streams)
         self._run = RunState()
         self._kv_share = KvShare(kv_share)
         # What has been declined, by agent and reason: once is enough to say so.
         self._said: set[tuple[str, str]] = set()
-        self._planning = Repeated(self.host, self._plan)
-        self._watching = Repeated(self.host, self._watch_end)
+        self._planning = SingleFlight(self.host, self._plan)
+        self._watching = SingleFlight(self.host, self._watch_end)
 
     @property
     @abstractmethod
@@ -109,8 +109,8 @@ class LinkPlanner(CallOwner):
     def plan(self) -> None:
         """Have the links brought up to date, once for all reasons there are by then."""
         if self._ahead != "nothing":
-            self._planning.want()
-            self._watching.ensure()
+            self._planning.request()
+            self._watching.start_if_idle()
 
     def waiting_for(self, agent: str) -> list[Link]:
         return self._links.waiting_for(agent)
@@ -131,11 +131,11 @@ class LinkPlanner(CallOwner):
             )
 
     def release(self, link: Link) -> None:
-        self.host.finish(link.delete_stream)
+        self.host.start_cleanup(link.delete_stream)
 
     def end_all(self, reason: str) -> None:
         """End every link: no call will come any more that could use one."""
-        self._planning.withdraw()
+        self._planning.drop_pending()
         self._links.end_all(reason)
         self._run.end()
 

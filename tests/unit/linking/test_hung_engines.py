@@ -194,9 +194,9 @@ async def test_closing_linked_teams_does_not_wait_for_a_hung_engine(hangs: Route
 
 
 async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
-    host, done = TaskHost(), 0
+    host, done = TaskHost("work failed"), 0
 
-    async def last() -> None:
+    async def clean_up() -> None:
         nonlocal done
         with anyio.CancelScope(shield=True):
             await anyio.lowlevel.checkpoint()
@@ -206,7 +206,7 @@ async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
         try:
             await anyio.sleep_forever()
         finally:
-            host.finish(last)
+            host.start_cleanup(clean_up)
 
     for _ in range(3):
         host.start(work)

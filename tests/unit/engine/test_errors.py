@@ -80,8 +80,9 @@ def exceptions() -> set[type[BaseException]]:
     return found
 
 
-# They end a dry run once its request is captured, or turn the tap off, and reach no user.
-INTERNAL = {"Captured", "_Captured", "_Unheard"}
+# They end a dry run once its request is captured, or have a request sent again without a tap. They
+# reach no user.
+INTERNAL = {"Captured", "_Captured", "_UnusableStream"}
 
 
 def test_every_exception_is_a_flashmoa_error() -> None:

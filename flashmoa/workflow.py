@@ -18,7 +18,7 @@ from flashmoa.engine.client import checked_ttl
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, mentioned, replaced
+from flashmoa.linking.streamed_text import Text, find_texts, replace_marks
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 
@@ -181,14 +181,14 @@ class Workflow:
 
     def _pending(self, messages: Messages, name: str, on_failure: OnFailure | None) -> Pending:
         policy = self._policy if on_failure is None else FailurePolicy.of(on_failure)
-        texts = mentioned(messages, self._texts)
+        texts = find_texts(messages, self._texts)
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
             raise ValueError(f"{name} reads two versions of one answer: {', '.join(names)}")
         return PendingRequest(
             cast("list[dict[str, Any]]", messages),
             texts,
-            _with_texts,
+            _fill,
             policy,
             name,
             self._listener,
@@ -270,5 +270,5 @@ class Workflow:
         return next(one for one in itertools.chain([name], numbered) if one not in taken)
 
 
-def _with_texts(messages: list[dict[str, Any]], texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [replaced(message, texts) for message in messages]
+def _fill(messages: list[dict[str, Any]], replacements: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [replace_marks(message, replacements) for message in messages]

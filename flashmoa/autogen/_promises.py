@@ -27,7 +27,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, marks, mentioned, replaced
+from flashmoa.linking.streamed_text import Text, find_marks, find_texts, replace_marks
 from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Promises:
 
     async def result(self, content: str) -> str:
         """Return a string with texts for marks. Raises: what a text failed with."""
-        reading = PendingRequest(content, _known(content), replaced, self._policy, "result")
+        reading = PendingRequest(content, _known(content), replace_marks, self._policy, "result")
         return await reading.messages()
 
     def release(self, pending: Pending) -> None:
@@ -184,13 +184,13 @@ class Promises:
 
 def _known(value: Any) -> list[Text]:
     """Return the texts that a value mentions; log those that are not known any more."""
-    if lost := [mark for mark in marks(value) if mark not in _texts]:
+    if lost := [mark for mark in find_marks(value) if mark not in _texts]:
         logger.warning(
             "%s stays as it is: the promised text is not known in this process any more. "
             "Keep `await client.result(...)` instead of what promise() returns.",
             ", ".join(lost),
         )
-    return mentioned(value, _texts)
+    return find_texts(value, _texts)
 
 
 def _contents(messages: Sequence[LLMMessage]) -> list[Any]:
@@ -215,5 +215,5 @@ def _with_texts(content: Any, by: Mapping[str, str]) -> Any:
     if isinstance(content, list):
         return [_with_texts(one, by) for one in cast("list[Any]", content)]
     if isinstance(content, FunctionExecutionResult):
-        return content.model_copy(update={"content": replaced(content.content, by)})
-    return replaced(content, by)
+        return content.model_copy(update={"content": replace_marks(content.content, by)})
+    return replace_marks(content, by)

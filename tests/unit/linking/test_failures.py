@@ -13,7 +13,7 @@ import pytest
 from flashmoa import FailurePolicy, Text, UpstreamCancelled
 from flashmoa.engine import EngineTimeout, EngineUnreachable
 from flashmoa.linking.failure_policy import failure_of
-from flashmoa.linking.streamed_text import mentioned, replaced
+from flashmoa.linking.streamed_text import find_texts, replace_marks
 
 pytestmark = pytest.mark.anyio
 
@@ -100,6 +100,6 @@ async def test_a_failed_text_is_read_by_the_readers_policy() -> None:
 def test_marks_are_found_and_replaced() -> None:
     texts = {text.mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
     one, two, three = texts
-    assert [t.mark for t in mentioned([f"{two} {one}", f"x{two}"], texts)] == [two, one]
-    assert mentioned([one[:-1], two[1:], "\u27e6one:0123456789abcdef\u27e7"], texts) == []
-    assert replaced(f"<{one}{three}>", {one: two, three: ""}) == f"<{two}>"
+    assert [t.mark for t in find_texts([f"{two} {one}", f"x{two}"], texts)] == [two, one]
+    assert find_texts([one[:-1], two[1:], "\u27e6one:0123456789abcdef\u27e7"], texts) == []
+    assert replace_marks(f"<{one}{three}>", {one: two, three: ""}) == f"<{two}>"

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import anyio
 
-from flashmoa.linking.failure_policy import Failure, FailurePolicy, failure_of
+from flashmoa.linking.failure_policy import Failure, FailurePolicy, classify_failure
 from flashmoa.linking.link import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
@@ -86,7 +86,7 @@ class Text:
         """
         if not self._done:
             return "stall"
-        return None if self._error is None else failure_of(self._error)
+        return None if self._error is None else classify_failure(self._error)
 
     @property
     def is_over(self) -> bool:
@@ -118,7 +118,7 @@ class Text:
                 await self._changed.wait()
             if pause.cancelled_caught:
                 return self.written
-        if self._error is not None and policy.action(failure_of(self._error)) == "abort":
+        if self._error is not None and policy.action(classify_failure(self._error)) == "abort":
             self._raise_if_failed()
         return self.written
 
@@ -160,7 +160,7 @@ class Text:
             return
         self._error = error
         for link in self._links:
-            link.fail_slot(self.name, failure_of(error))
+            link.fail_slot(self.name, classify_failure(error))
         self._end()
 
     def follow(self, link: Link) -> None:
@@ -175,7 +175,7 @@ class Text:
         if self.is_complete:
             link.close_slot(self.name)
         elif self._error is not None:
-            link.fail_slot(self.name, failure_of(self._error))
+            link.fail_slot(self.name, classify_failure(self._error))
 
     def _raise_if_failed(self) -> None:
         """Raise the text's error, without the traceback frames that earlier readers have added."""

@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa import FailurePolicy, Text, UpstreamCancelled
 from flashmoa.engine import EngineTimeout, EngineUnreachable
-from flashmoa.linking.failure_policy import failure_of
+from flashmoa.linking.failure_policy import classify_failure
 from flashmoa.linking.streamed_text import find_texts, replace_marks
 
 pytestmark = pytest.mark.anyio
@@ -51,12 +51,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_an_exception_is_classified_as_a_failure(error: BaseException, failure: str) -> None:
-    assert failure_of(error) == failure
+    assert classify_failure(error) == failure
 
 
 def test_a_cycle_of_causes_is_classified() -> None:
     error = ValueError()
-    assert failure_of(caused(error, caused(KeyError(), error))) == "error"
+    assert classify_failure(caused(error, caused(KeyError(), error))) == "error"
 
 
 def test_a_single_action_applies_to_all_failures_but_stalls() -> None:

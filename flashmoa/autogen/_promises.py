@@ -147,7 +147,7 @@ class Promises:
 
     def release(self, pending: Pending) -> None:
         """Release the stream of a request that failed or will not be sent, in the background."""
-        self._host.start_cleanup(pending.abandon)
+        self._host.start_cleanup(pending.release_and_wait)
 
     async def close(self) -> None:
         """End what is being written and linked."""
@@ -174,7 +174,7 @@ class Promises:
             messages, texts, _filled, self._policy, agent, self._listener
         )
         if pending.is_waiting and render is not None:
-            self._host.start(pending.link(self._engine, render))
+            self._host.start(pending.prepare_link(self._engine, render))
         try:
             return await pending.messages(), pending
         except BaseException:

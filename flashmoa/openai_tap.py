@@ -22,7 +22,7 @@ import anyio
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from flashmoa.engine.generation import event_data
+from flashmoa.engine.generation import read_event_data
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class _TappedRequest:
 
         Raises: RemoteProtocolError if the stream breaks off; _UnusableStream.
         """
-        async with aclosing(event_data(response)) as events:
+        async with aclosing(read_event_data(response)) as events:
             async for data in events:
                 if data == "[DONE]":
                     if not self._completion.has_choices:

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
-from flashmoa.engine.client import checked_ttl
+from flashmoa.engine.client import check_ttl
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
@@ -82,7 +82,7 @@ class Workflow:
     ) -> None:
         self._engine = engine
         self._ahead: Ahead = ahead
-        self._ttl = None if stream_ttl_seconds is None else checked_ttl(stream_ttl_seconds)
+        self._ttl = None if stream_ttl_seconds is None else check_ttl(stream_ttl_seconds)
         self._policy = FailurePolicy.of(on_failure)
         self._listener = contained(listener)
         self._texts: dict[str, Text] = {}

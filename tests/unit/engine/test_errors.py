@@ -12,7 +12,7 @@ from flashmoa_sglang.http.errors import ApiError
 
 import flashmoa
 from flashmoa import errors
-from flashmoa.engine.refusals import refusal
+from flashmoa.engine.refusals import make_refusal
 
 URL = "http://engine"
 # Server errors that have no class of the same name on the client.
@@ -25,7 +25,7 @@ OTHERWISE = {
 
 def refused(status: int, body: Any) -> errors.EngineError:
     request = httpx.Request("POST", f"{URL}/prompt_streams")
-    return refusal(httpx.Response(status, json=body, request=request), URL)
+    return make_refusal(httpx.Response(status, json=body, request=request), URL)
 
 
 @pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)

@@ -1,4 +1,4 @@
-"""Failure policies."""
+"""Failure policies, and texts read by them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def anyio_backend() -> str:
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
+    """Return the error with a cause."""
     error.__cause__ = cause
     return error
 
@@ -67,16 +68,16 @@ def test_a_single_action_applies_to_all_failures_but_stalls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("arguments", "message"),
     [
         ({"error": "ignore"}, "error must be 'abort' or 'finalize'"),
         ({"stall_seconds": 0}, "stall_seconds must be a positive number"),
         ({"stall_seconds": "soon"}, "stall_seconds must be a positive number"),
     ],
 )
-def test_invalid_policies_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        FailurePolicy(**wrong)
+def test_invalid_policies_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FailurePolicy(**arguments)
 
 
 async def test_a_failed_text_is_read_by_the_readers_policy() -> None:

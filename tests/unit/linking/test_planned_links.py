@@ -1,4 +1,4 @@
-"""The links that a planner holds, and when they are no longer the right ones; without engines."""
+"""The links that a planner holds, and when they do not fit any more; without engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forecast(
 def held(
     engine: EngineClient, prompt: Prompt, received: int | None, expected: int = 1
 ) -> PlannedLinks:
-    """Hold one link, to ``b``, that has received that many messages since the link was made."""
+    """Hold one link, to ``b``, which has received that many messages since the link was made."""
     links = PlannedLinks(streams=True)
     made_from = forecast(engine, Turn("b", (frozenset("a"),)), received, expected)
     links.add(Link(engine, prompt, agent="b"), made_from)

@@ -1,4 +1,4 @@
-"""The link planner, driven by a framework of two questions; without engines."""
+"""The link planner, with a minimal agent framework; without engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURN = Turn("reader", (frozenset(["writer"]),))
 
 
 class Pair(LinkPlanner):
-    """A reader that follows a writer."""
+    """Plans for a team of two: a reader that reads what a writer writes."""
 
     is_running = True
 
@@ -58,7 +58,7 @@ class Pair(LinkPlanner):
         return link
 
     async def planned(self, forecasts: int) -> None:
-        """Wait until so many forecasts have been made, and nothing is planned."""
+        """Wait until that many forecasts have been made and the planner is idle."""
         with anyio.fail_after(5):
             while self.forecasts < forecasts or self._planning.is_running:  # noqa: ASYNC110
                 await anyio.sleep(0.001)

@@ -66,7 +66,7 @@ async def look(place: str) -> str:
 async def predict_and_send(
     family: str, texts: Sequence[str], *, merge: bool, tools: bool
 ) -> tuple[str, str, str]:
-    """Return a prompt's certain text before and after its texts are written, and the sent prompt."""
+    """Return a prompt's certain text before and after its texts are written, and that sent."""
     agent = reader(family, merge=merge, tools=tools)
     context = agent._model_context
     await context.add_message(TextMessage(content="Hi", source="user").to_model_message())

@@ -116,16 +116,16 @@ class WorkflowLinkPlanner(LinkPlanner):
                 self.end_all("unused")  # It begins again: another run.
         self._conversation.heard.setdefault(name, heard_by(executor))
         is_target = name in self._deliveries
-        return self.begin(name, request, rewritten=rewritten, linkable=is_target)
+        return self.begin(name, request, rewrite_reason=rewritten, linkable=is_target)
 
     def end_all(self, reason: str) -> None:
         super().end_all(reason)
         self._conversation = Conversation(Placeholders(self._workflow.executors))
 
-    def held_back(self, call: LinkedCall, reason: str) -> None:
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """End the links: others also get its calls of tools and their results, which cannot be
         told."""
-        super().held_back(call, reason)
+        super().call_held_back(call, reason)
         self._conversation.called_tools.add(call.agent)
         for link in self.waiting_for(call.agent):
             link.end("mispredicted")

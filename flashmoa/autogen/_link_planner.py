@@ -86,7 +86,7 @@ class TeamLinkPlanner(LinkPlanner):
             placeholders,
             [partial(render, client, call.messages, call.tools) for call in calls],
             on_failure=self._settings.policy(agent, client),
-            coming=len(futures[0]),
+            expected_messages=len(futures[0]),
             received_since=received_since,
         )
 
@@ -102,7 +102,7 @@ class TeamLinkPlanner(LinkPlanner):
         inner = self._inner.get(agent)
         return super().take_link(agent) if inner is None else inner.take_link(SUMMARY)
 
-    def finished(self, call: LinkedCall) -> None:
+    def call_finished(self, call: LinkedCall) -> None:
         """Look again when a message has been delivered that others may follow in any order."""
         waiting = [link.agent for link in self.waiting_for(UNCERTAIN)]
         received = {one: len(self._members.received(one)) for one in waiting if one != MANAGER}
@@ -115,7 +115,7 @@ class TeamLinkPlanner(LinkPlanner):
         with anyio.move_on_after(_LONGEST_DELIVERY):
             while not all(len(now(name)) > count for name, count in received.items()):  # noqa: ASYNC110
                 await anyio.sleep(DELIVERY_SECONDS)
-        self.failed(call)  # It is among the messages, and no longer to be waited for.
+        self.call_failed(call)  # It is among the messages, and no longer to be waited for.
         if self._run.running:
             self._run.caller = next(iter(self._run.running))
             self.plan()

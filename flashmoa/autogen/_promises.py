@@ -27,7 +27,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, marks, mentioned, replaced
+from flashmoa.linking.streamed_text import Text, find_marks, find_texts, replace_marks
 from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Promises:
         self._engine = engine
         self._policy = policy
         self._listener = listener
-        self._host = TaskHost()
+        self._host = TaskHost("A link failed; the request that reads the promise runs unlinked")
         self._writing: set[Text] = set()
 
     def make(self, name: str, write: Callable[[Text], Awaitable[CreateResult]]) -> CreateResult:
@@ -142,12 +142,12 @@ class Promises:
 
     async def result(self, content: str) -> str:
         """Return a string with texts for marks. Raises: what a text failed with."""
-        reading = PendingRequest(content, _known(content), replaced, self._policy, "result")
+        reading = PendingRequest(content, _known(content), replace_marks, self._policy, "result")
         return await reading.messages()
 
     def release(self, pending: Pending) -> None:
         """Release the stream of a request that failed or will not be sent, in the background."""
-        self._host.finish(pending.abandon)
+        self._host.start_cleanup(pending.release_and_wait)
 
     async def close(self) -> None:
         """End what is being written and linked."""
@@ -174,7 +174,7 @@ class Promises:
             messages, texts, _filled, self._policy, agent, self._listener
         )
         if pending.is_waiting and render is not None:
-            self._host.start(pending.link(self._engine, render))
+            self._host.start(pending.prepare_link(self._engine, render))
         try:
             return await pending.messages(), pending
         except BaseException:
@@ -184,13 +184,13 @@ class Promises:
 
 def _known(value: Any) -> list[Text]:
     """Return the texts that a value mentions; log those that are not known any more."""
-    if lost := [mark for mark in marks(value) if mark not in _texts]:
+    if lost := [mark for mark in find_marks(value) if mark not in _texts]:
         logger.warning(
             "%s stays as it is: the promised text is not known in this process any more. "
             "Keep `await client.result(...)` instead of what promise() returns.",
             ", ".join(lost),
         )
-    return mentioned(value, _texts)
+    return find_texts(value, _texts)
 
 
 def _contents(messages: Sequence[LLMMessage]) -> list[Any]:
@@ -215,5 +215,5 @@ def _with_texts(content: Any, by: Mapping[str, str]) -> Any:
     if isinstance(content, list):
         return [_with_texts(one, by) for one in cast("list[Any]", content)]
     if isinstance(content, FunctionExecutionResult):
-        return content.model_copy(update={"content": replaced(content.content, by)})
-    return replaced(content, by)
+        return content.model_copy(update={"content": replace_marks(content.content, by)})
+    return replace_marks(content, by)

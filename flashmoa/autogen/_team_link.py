@@ -143,7 +143,7 @@ class TeamLink(LinkedTeam):
             if not self._members.calls_itself(name):
                 return None
             rewritten = self._members.rewrites(name)
-            return self._planner.begin(name, request, rewritten=rewritten)
+            return self._planner.begin(name, request, rewrite_reason=rewritten)
         except Exception:
             # Whatever is wrong with a link, the agent's call goes out.
             logger.exception("%s runs unlinked", name)

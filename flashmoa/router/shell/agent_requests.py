@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from flashmoa.linking.streamed_text import Text, replaced
+from flashmoa.linking.streamed_text import Text, replace_marks
 from flashmoa.router.client_requests import CHAT
 
 # How a request gives its prompt.
@@ -65,7 +65,7 @@ class AgentRequest:
 
     def with_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return the body to send, given the answers by agent."""
-        return replaced(self.body, {self.marks[name]: text for name, text in texts.items()})
+        return replace_marks(self.body, {self.marks[name]: text for name, text in texts.items()})
 
     def with_tokens(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         """Return the body to send in token form."""

@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient, EngineError, Prefilled
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import PromptFeed
-from flashmoa.linking.streamed_text import replaced
+from flashmoa.linking.streamed_text import replace_marks
 from flashmoa.router.shell.agent_answers import GrowingAnswer
 from flashmoa.router.shell.agent_requests import AgentRequest
 
@@ -160,7 +160,7 @@ class EarlyPrefill:
     async def _rendered(self) -> Sequence[str | Slot]:
         placeholders = Placeholders(self._answers)
         shown = {mark: placeholders.padded(name) for name, mark in self._request.marks.items()}
-        body = replaced(self._request.body, shown)
+        body = replace_marks(self._request.body, shown)
         text = await self._engine.render(
             body["messages"],
             tools=body.get("tools"),

@@ -81,7 +81,7 @@ def exceptions() -> set[type[BaseException]]:
 
 
 # They end a dry run once its request is captured, or turn the tap off, and reach no user.
-INTERNAL = {"Captured", "_CallCaptured", "_Unheard"}
+INTERNAL = {"RequestCaptured", "_CallCaptured", "_Unheard"}
 
 
 def test_every_exception_is_a_flashmoa_error() -> None:

@@ -27,17 +27,17 @@ class CallReporter:
     def __init__(self, listener: Listener, *, agent: str, engine: str, model: str) -> None:
         self._listener = listener
         self._model = model
-        self._begun = False
+        self._has_text = False
         self._call = _Names(agent=agent, engine=engine, call_id=secrets.token_hex(8))
 
     def started(self, stream_id: str | None, *, late: bool) -> None:
         """Report that the request goes out."""
         self._listener(CallStarted(**self._call, model=self._model, stream_id=stream_id, late=late))
 
-    def text(self) -> None:
-        """Report the first token, once some of the answer has arrived."""
-        if not self._begun:
-            self._begun = True
+    def text_arrived(self) -> None:
+        """Report the first token; call it whenever a piece of the answer has arrived."""
+        if not self._has_text:
+            self._has_text = True
             self._listener(FirstToken(**self._call))
 
     def finished(self, text: str, usage: PromptUsage | None, finish_reason: str | None) -> None:

@@ -58,7 +58,7 @@ LINKED: list[Event] = [
 
 
 class Telemetry:
-    """An OpenTelemetry set-up that records in memory."""
+    """Records OpenTelemetry's spans and metrics in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -72,14 +72,16 @@ class Telemetry:
 
     def spans(self) -> dict[str, ReadableSpan]:
         """Return the spans by name; each name occurs once."""
-        found = self.exporter.get_finished_spans()
-        assert len({span.name for span in found}) == len(found)
-        return {span.name: span for span in found}
+        spans = self.exporter.get_finished_spans()
+        assert len({span.name for span in spans}) == len(spans)
+        return {span.name: span for span in spans}
 
     def points(self, name: str) -> list[Any]:
         data = self.reader.get_metrics_data()
         metrics = data.resource_metrics[0].scope_metrics[0].metrics if data is not None else []
-        return [point for one in metrics if one.name == name for point in one.data.data_points]
+        return [
+            point for metric in metrics if metric.name == name for point in metric.data.data_points
+        ]
 
 
 @pytest.fixture
@@ -177,9 +179,9 @@ def test_answers_are_recorded_only_on_request(
         assert (message in attributes) is (more != {"content": False})
     telemetry.exporter.clear()
     report(telemetry.listener(content=True), LINKED)
-    said = json.loads(str((telemetry.spans()["chat m"].attributes or {})[message]))
+    messages = json.loads(str((telemetry.spans()["chat m"].attributes or {})[message]))
     parts = [{"type": "text", "content": "It rains."}]
-    assert said == [{"role": "assistant", "parts": parts, "finish_reason": "stop"}]
+    assert messages == [{"role": "assistant", "parts": parts, "finish_reason": "stop"}]
 
 
 def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
@@ -209,7 +211,7 @@ def test_call_that_failed_before_its_request_has_a_span(telemetry: Telemetry) ->
 
 
 def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
-    """They are also children of an agent's own span where there is one, as in AutoGen."""
+    """If that is a span of the agent, as AutoGen makes it, there is no second one."""
     tracer = telemetry.tracers.get_tracer("a framework")
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
     with tracer.start_as_current_span("its agent", attributes=attributes) as own:

@@ -103,10 +103,10 @@ class TeamLinkPlanner(LinkPlanner):
         return super().take_link(agent) if inner is None else inner.take_link(SUMMARY)
 
     def finished(self, call: LinkedCall) -> None:
-        """Plan again once the message is delivered, if prompts depend on the order of messages.
+        """Plan again once the message is delivered, if a prompt depends on the order of messages.
 
-        These are the prompts that end at the first text whose place was uncertain. One message
-        more may make more of them certain.
+        Such a prompt is known only up to the first text whose place is uncertain; with one more
+        message delivered, more of it is certain.
         """
         readers = [link.agent for link in self.waiting_for(UNCERTAIN)]
         counts = {name: len(self._members.received(name)) for name in readers if name != MANAGER}

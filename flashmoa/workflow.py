@@ -273,7 +273,7 @@ class Workflow:
                 answer.finish_reason = delta.finish_reason or answer.finish_reason
                 answer.logprobs += delta.logprobs
                 if delta.text:
-                    report.text()
+                    report.text_arrived()
                     answer.write(delta.text)
         answer.close()
         report.finished(answer.written, answer.usage, answer.finish_reason)

@@ -81,7 +81,7 @@ class LinkedCall(CallObserver):
         self._report.started(self.prompt_stream_id, late=late)
 
     def on_text(self, text: str) -> None:
-        self._report.text()
+        self._report.text_arrived()
         if self._hold_reason is None and self._owner.streams:
             self.text.write(text)
 

@@ -86,7 +86,7 @@ class ReportedCall(CallObserver):
         self._report = report
 
     def on_text(self, text: str) -> None:
-        self._report.text()
+        self._report.text_arrived()
 
     def on_finish(self, result: CallResult) -> None:
         self._report.finished(result.text, result.usage, result.finish_reason)

@@ -17,7 +17,10 @@ _MARGIN = "  "
 
 
 class NotForecastable(FlashMoAError):
-    """Raised when the prompt of a future request cannot be known; the message says why."""
+    """Raised when the prompt of a future request cannot be known; the message says why.
+
+    The message continues the sentence "AGENT runs unlinked: ...", so "it" is the agent.
+    """
 
 
 class Placeholders:

@@ -145,7 +145,7 @@ class IncrementalWriter:
                     if not delta.text:
                         continue
                     round_.first_token = round_.first_token or time.time()
-                    report.text()
+                    report.text_arrived()
                     text += delta.text
                     chunk.write(delta.text)
                     # The next prompt may be prefilled from here on; earlier, it would delay this

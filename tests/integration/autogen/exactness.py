@@ -1,4 +1,4 @@
-"""How each linked call found its prompt, and the count of it over all tests."""
+"""How each linked call found its prompt stream, and the counts of that over all tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashmoa.observe.calls import calls
 
 
 @dataclass(frozen=True)
-class Found:
+class CallOutcome:
     """One call.
 
     Attributes:
-        status: ``hit`` and ``mispredicted`` as the engine says; ``late`` where the call came
-            before its link was made: the tiny model is quick. ``None``: no link.
-        late_tokens: prompt tokens that were left to compute.
+        status: ``hit`` or ``mispredicted`` as the engine reports it; ``late`` if the call came
+            before its link was made, as the tiny model is quick; ``None`` if there was no link.
+        late_tokens: number of prompt tokens that were left to compute.
     """
 
     agent: str
@@ -25,27 +25,27 @@ class Found:
     late_tokens: int | None = None
 
 
-def found(events: Iterable[Event]) -> list[Found]:
-    """Return the calls that were finished, in that order."""
+def finished_calls(events: Iterable[Event]) -> list[CallOutcome]:
+    """Return the calls that were finished, in the order in which they finished."""
     ended = [(call.finished.at, call) for call in calls(events) if call.finished is not None]
-    found: list[Found] = []
+    outcomes: list[CallOutcome] = []
     for _, call in sorted(ended, key=lambda pair: pair[0]):
         usage = call.usage
         status = usage.prompt_stream.status if usage and usage.prompt_stream else None
         if status is None and call.started.late:
             status = "late"
-        found.append(Found(call.agent, status, usage.late_tokens if usage else None))
-    return found
+        outcomes.append(CallOutcome(call.agent, status, usage.late_tokens if usage else None))
+    return outcomes
 
 
-def mostly_hit(calls: list[Found]) -> bool:
-    """Links that always came late would be of no use."""
+def mostly_hit(calls: list[CallOutcome]) -> bool:
+    """Return whether at least half of the calls hit; links that always come late are useless."""
     return 2 * sum(call.status == "hit" for call in calls) >= len(calls)
 
 
 @dataclass
 class Count:
-    """Calls that could be linked, by what became of them."""
+    """Counts calls that could be linked, by their outcomes."""
 
     hit: int = 0
     late: int = 0
@@ -53,16 +53,16 @@ class Count:
     unlinked: int = 0
 
 
-# By what was tested; printed at the end, see ``conftest.py``.
+# By the kind of team or test; printed at the end, see ``conftest.py``.
 counts: defaultdict[str, Count] = defaultdict(Count)
 
 
-def count(kind: str, calls: Iterable[Found]) -> None:
+def count(kind: str, calls: Iterable[CallOutcome]) -> None:
     """Count calls that could be linked."""
     for call in calls:
-        named = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")
-        setattr(counts[kind], named, getattr(counts[kind], named) + 1)
+        outcome = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")
+        setattr(counts[kind], outcome, getattr(counts[kind], outcome) + 1)
 
 
 def as_rows() -> list[dict[str, object]]:
-    return [{"kind": kind, **asdict(one)} for kind, one in sorted(counts.items())]
+    return [{"kind": kind, **asdict(total)} for kind, total in sorted(counts.items())]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
-from tests.integration.autogen.exactness import Found, count, found
+from tests.integration.autogen.exactness import CallOutcome, count, finished_calls
 from tests.integration.support import settled
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ Edges = list[tuple[int, int]]
 
 @pytest.fixture
 async def speeds(engine: LocalEngine) -> AsyncGenerator[list[Client]]:
-    """Clients whose answers take longer and longer."""
+    """Yield clients, each of which takes longer to answer than the one before."""
     clients = [
         Client(
             model="tiny",
@@ -65,16 +65,16 @@ def flow(members: Sequence[object], edges: Edges) -> GraphFlow:
     return GraphFlow(list(members), graph=builder.build())  # type: ignore[arg-type]
 
 
-async def run(team: GraphFlow, task: str) -> list[Found]:
+async def run(team: GraphFlow, task: str) -> list[CallOutcome]:
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=task)
     await linked.close()
-    return found(events)
+    return finished_calls(events)
 
 
 async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str) -> None:
-    """Whoever finishes first comes first, or in the filter's order: never a wrong prediction."""
+    """Messages come in the order in which agents finish, or in the filter's: both are predicted."""
     dice = random.Random(3)
     for number in range(RUNS):
         chair, *reviewers, meta = agents(dice, speeds, ["chair", "rev0", "rev1", "rev2", "meta"])
@@ -84,7 +84,7 @@ async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str)
         edges: Edges = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)]
         team = flow([chair, *reviewers, meta], edges)
         first, *calls = await run(team, guide[number % 10 * 50 : 700])
-        assert first == Found("chair", None, first.late_tokens)
+        assert first == CallOutcome("chair", None, first.late_tokens)
         assert {call.agent for call in calls} == {"rev0", "rev1", "rev2", "meta"}
         count("fan-out and fan-in, random speeds", calls)
         assert {call.status for call in calls} <= {"hit", "late"}

@@ -47,7 +47,7 @@ async def clients(
 
 
 def chain(clients: tuple[Client, Client], guide: str, turns: int = 4) -> RoundRobinGroupChat:
-    """Three agents on the first engine and one on the second, as in examples/chain.py."""
+    """Make a team of three agents on the first engine and one on the second (examples/chain.py)."""
     agents = [
         AssistantAgent(
             name,
@@ -114,7 +114,7 @@ async def test_nothing_is_left_after_a_run(
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:500])
-    # The team was stopped by its condition: whoever was to speak next never did.
+    # The team was stopped by its condition, so that the agent whose turn was next never spoke.
     await linked.close()
     await settled(client)
     await settled(downstream_client)
@@ -170,14 +170,16 @@ async def test_a_plain_server_works_unlinked_and_says_so_once(
     finally:
         await plain.close()
     assert first.texts == second.texts == unlinked.texts
-    said = [record for record in caplog.records if "without the flashmoa-sglang" in record.message]
-    assert len(said) == 1
+    warnings = [
+        record for record in caplog.records if "without the flashmoa-sglang" in record.message
+    ]
+    assert len(warnings) == 1
 
 
 async def test_an_agent_that_calls_tools_is_waited_for(
     clients: tuple[Client, Client], guide: str
 ) -> None:
-    """Its text does not flow raw; the answers stay the same."""
+    """Its text is not streamed as it is written; the answers stay the same."""
 
     async def look(place: str) -> str:
         return f"a fine {place}"

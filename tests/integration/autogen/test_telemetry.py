@@ -1,4 +1,4 @@
-"""What users' tools are told of real runs: OpenTelemetry, AutoGen's own events, our listeners."""
+"""What real runs report to users' tools: OpenTelemetry, AutoGen's own events, our listeners."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def pair(client: Client, guide: str, *, stream: bool = False) -> RoundRobinGroup
     return RoundRobinGroupChat(agents, max_turns=2)
 
 
-def of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
-    """Return the one span of an agent whose name starts like that."""
-    (found,) = [
+def span_of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
+    """Return an agent's only span whose name begins with ``start``."""
+    (only,) = [
         span
         for span in spans
         if span.name.startswith(start) and (span.attributes or {}).get("gen_ai.agent.name") == agent
     ]
-    return found
+    return only
 
 
 async def test_a_linked_team_as_spans(
@@ -78,7 +78,7 @@ async def test_a_linked_team_as_spans(
     telemetry: Telemetry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """AutoGen's spans of agents are there already; ours are within them."""
+    """AutoGen makes the agents' spans; ours are within them."""
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", telemetry.tracers)
     client = clients(max_tokens=64)
     await client.engine.flush_cache()
@@ -87,16 +87,15 @@ async def test_a_linked_team_as_spans(
     await team.run(task="Go.")
     await settled(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
-    # Our own, and with the writer's those of its link and what was prefilled for it.
     for agent in ("planner", "writer"):
-        turn, chat = of(spans, agent, "invoke_agent "), of(spans, agent, "chat tiny")
+        turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
         assert turn.instrumentation_scope is not None
         assert turn.instrumentation_scope.name == "autogen-core"
         assert parent(chat) == turn.context.span_id
-    chat, linked = of(spans, "writer", "chat tiny"), of(spans, "writer", "link ")
+    chat, linked = span_of(spans, "writer", "chat tiny"), span_of(spans, "writer", "link ")
     assert chat.attributes is not None
     assert chat.attributes["flashmoa.link.status"] == "hit"
-    assert parent(linked) == of(spans, "writer", "invoke_agent ").context.span_id
+    assert parent(linked) == span_of(spans, "writer", "invoke_agent ").context.span_id
     assert linked.attributes is not None
     assert linked.attributes["flashmoa.link.reason"] == "used"
     assert times(linked)[0] <= times(chat)[0]
@@ -122,28 +121,28 @@ async def test_a_workflow_as_spans(client: EngineClient, guide: str, telemetry: 
             await flow.ask([review], name="review", max_tokens=4, **more)
     spans = list(telemetry.exporter.get_finished_spans())
     for agent in ("draft", "review"):
-        turn, chat = of(spans, agent, "invoke_agent "), of(spans, agent, "chat tiny")
+        turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
         assert parent(turn) == trip.get_span_context().span_id
         assert parent(chat) == turn.context.span_id
         assert chat.attributes is not None
         assert chat.attributes["gen_ai.response.finish_reasons"] == ("length",)
-    linked = of(spans, "review", "link ")
-    assert parent(linked) == of(spans, "review", "invoke_agent ").context.span_id
+    linked = span_of(spans, "review", "link ")
+    assert parent(linked) == span_of(spans, "review", "invoke_agent ").context.span_id
     assert (linked.attributes or {})["flashmoa.link.upstream"] == ("draft",)
 
 
 async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telemetry) -> None:
-    """Also the turn whose request never went out."""
+    """The turn whose request was never sent has a span, too."""
     async with Workflow(client, listener=telemetry.listener()) as flow:
         ask = {"role": "user", "content": "Go."}
         broken = flow.ask([ask], name="broken", model="tiny", max_tokens=-1)
         reader = flow.ask([{"role": "user", "content": f"Read {broken}"}], name="reader")
-        for one in (broken, reader):
+        for answer in (broken, reader):
             with pytest.raises(Exception, match="must be at least 0"):
-                await one
+                await answer
     spans = list(telemetry.exporter.get_finished_spans())
-    failed = [of(spans, "broken", n) for n in ("invoke_agent ", "chat ")]
-    for span in [*failed, of(spans, "reader", "invoke_agent ")]:
+    failed = [span_of(spans, "broken", n) for n in ("invoke_agent ", "chat ")]
+    for span in [*failed, span_of(spans, "reader", "invoke_agent ")]:
         assert span.status.status_code is trace.StatusCode.ERROR
         assert (span.attributes or {})["error.type"] == "MalformedRequest"
 
@@ -151,7 +150,7 @@ async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telem
 async def test_a_run_that_is_dropped_ends_its_spans(
     clients: Callable[..., Client], guide: str, telemetry: Telemetry
 ) -> None:
-    """Whoever reads an answer's stream may stop before its end."""
+    """The reader of an answer's stream may stop before its end."""
     client = clients(max_tokens=2000, listener=telemetry.listener())
     stream = client.create_stream(ASK)
     await anext(stream)
@@ -164,18 +163,18 @@ async def test_a_run_that_is_dropped_ends_its_spans(
 
 @pytest.fixture
 def logged() -> Iterator[list[Any]]:
-    """Return what AutoGen's clients log."""
-    found: list[Any] = []
+    """Return a list of the events that AutoGen's clients log."""
+    messages: list[Any] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.msg)
+            messages.append(record.msg)
 
     logger, handler = logging.getLogger(EVENT_LOGGER_NAME), Handler()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield messages
     logger.setLevel(level)
     logger.removeHandler(handler)
 
@@ -190,16 +189,16 @@ async def test_autogens_log_events_have_streamed_tokens(
     link(team, listener=events.append)
     await team.run(task="Go.")
     kind = LLMStreamEndEvent if stream else LLMCallEvent
-    told = [event.kwargs for event in logged if type(event) is kind]
+    fields = [event.kwargs for event in logged if type(event) is kind]
     made = calls(events)
-    assert len(told) == len(made) == 2
-    for data, call in zip(told, made, strict=True):
+    assert len(fields) == len(made) == 2
+    for data, call in zip(fields, made, strict=True):
         assert call.usage is not None
         assert data["cached_tokens"] == call.usage.cached_tokens
         assert data["streamed_tokens"] == call.usage.streamed_tokens
         assert data["late_tokens"] == call.usage.late_tokens
         assert str(call.agent) in data["agent_id"]
-    writer = told[1]
+    writer = fields[1]
     assert writer["streamed_tokens"] > 0
     assert writer["prompt_tokens"] == writer["cached_tokens"] + writer["late_tokens"]
 
@@ -207,9 +206,9 @@ async def test_autogens_log_events_have_streamed_tokens(
 async def test_autogens_events_of_unlinked_calls(
     clients: Callable[..., Client], logged: list[Any]
 ) -> None:
-    """Calls that overlap keep their own figures, and the stock client's events are its own."""
+    """Each of several overlapping calls has its own figures; a stock client's event has none."""
     client = clients()
-    await client.create(ASK)  # So that some of every prompt is in the cache.
+    await client.create(ASK)  # A part of each later prompt is in the cache then.
     logged.clear()
     one, other = client.create_stream(ASK), client.create_stream(ASK * 2)
     await anext(one)
@@ -259,9 +258,9 @@ async def test_a_clients_listener_receives_failures(clients: Callable[..., Clien
         CallFailed
     ]
     assert not [event for event in events if isinstance(event, CallStarted)]
-    token_less = clients(listener=events.append, max_tokens=2000)
-    promised = await token_less.promise(ASK)
-    await token_less.close()
+    endless = clients(listener=events.append, max_tokens=2000)
+    promised = await endless.promise(ASK)
+    await endless.close()
     with pytest.raises(UpstreamCancelled):
         await client.result(str(promised.content))
 
@@ -270,12 +269,12 @@ async def test_a_clients_listener_receives_failures(clients: Callable[..., Clien
 async def test_a_teams_calls_are_reported_once(
     clients: Callable[..., Client], guide: str, auto_link: bool
 ) -> None:
-    """By whichever listener is the team's, and also where nobody links it."""
+    """They are reported to the team's listener, or to the client's if the team is not linked."""
     events: list[Event] = []
     client = clients(listener=events.append, auto_link=auto_link)
     await pair(client, guide).run(task="Go.")
-    told = [event for event in events if isinstance(event, CallStarted | CallFinished)]
-    assert [event.agent for event in told] == ["planner", "planner", "writer", "writer"]
+    reported = [event for event in events if isinstance(event, CallStarted | CallFinished)]
+    assert [event.agent for event in reported] == ["planner", "planner", "writer", "writer"]
     events.clear()
     team, others = pair(client, guide), list[Event]()
     link(team, listener=others.append)

@@ -1,4 +1,4 @@
-"""Teams in which what is said decides who speaks: an orchestrator, a selector, tools."""
+"""Teams in which messages decide who speaks: an orchestrator, a selector, tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autogen_agentchat.tools import AgentTool
 from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkWaits
-from tests.integration.autogen.exactness import Found, count, found, mostly_hit
+from tests.integration.autogen.exactness import CallOutcome, count, finished_calls, mostly_hit
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Custom
 from tests.integration.support import settled
@@ -58,8 +58,8 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
     )
 
 
-def predicted(kind: str, calls: list[Found]) -> bool:
-    """Whether all these calls were, of those that were not too early."""
+def are_predicted(kind: str, calls: list[CallOutcome]) -> bool:
+    """Count calls; return whether all that were not too early hit, and at least half did."""
     count(kind, calls)
     return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
 
@@ -72,7 +72,7 @@ async def run_linked(team: BaseGroupChat, task: str) -> tuple[TaskResult, list[E
     return result, events
 
 
-def sayings(result: TaskResult) -> list[tuple[str, str]]:
+def messages_of(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
 
 
@@ -92,7 +92,7 @@ async def test_an_orchestrator_reads_along(
     await client.engine.flush_cache()
     ledgers = 0
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         nonlocal ledgers
         if "response_format" not in request:
             return None
@@ -106,11 +106,11 @@ async def test_an_orchestrator_reads_along(
         }
         return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
 
-    script(monkeypatch, said)
+    script(monkeypatch, answer_to)
     agents = [agent(client, name) for name in ("coder", "writer")]
     team = MagenticOneGroupChat(agents, model_client=client, max_turns=6)
     _, events = await run_linked(team, guide[:600])
-    calls = found(events)
+    calls = finished_calls(events)
     reading = [
         call
         for before, call in pairwise(calls)
@@ -118,7 +118,7 @@ async def test_an_orchestrator_reads_along(
     ]
     assert len(reading) == 3
     speaking = [call for call in calls if call.agent != "(manager)"]
-    assert predicted("magentic one", [*reading, *speaking])
+    assert are_predicted("magentic one", [*reading, *speaking])
     assert ledgers == 4
     await settled(client.engine)
     await client.close()
@@ -129,11 +129,11 @@ async def test_a_selector_and_its_candidates(
 ) -> None:
     turns = iter(["two", "three", "one", "three", "two"] * 2)
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         text = request["messages"][-1]["content"]
         return next(turns) if "You decide who speaks next" in text else None
 
-    script(monkeypatch, said)
+    script(monkeypatch, answer_to)
     agents = [agent(model_client, name) for name in ("one", "two", "three")]
     team = SelectorGroupChat(
         agents,
@@ -142,11 +142,11 @@ async def test_a_selector_and_its_candidates(
         termination_condition=MaxMessageTermination(6),
     )
     _, events = await run_linked(team, guide[:600])
-    calls = found(events)
+    calls = finished_calls(events)
     assert [call.agent for call in calls[::2]] == ["(manager)"] * 5
     assert [call.agent for call in calls[1::2]] == ["two", "three", "one", "three", "two"]
-    # All but the very first, before which nothing is known of.
-    assert predicted("selector, our prompt", calls[1:])
+    # All but the very first one, about which nothing is known before.
+    assert are_predicted("selector, our prompt", calls[1:])
 
 
 @pytest.mark.parametrize("reflect", [False, True])
@@ -156,19 +156,19 @@ async def test_tools_are_waited_for_and_reflections_streamed(
     async def look(place: str) -> str:
         return f"a fine {place}"
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         return ("look", {"place": "lake"}) if request.get("tools") else None
 
-    script(monkeypatch, said)
+    script(monkeypatch, answer_to)
     one = agent(model_client, "one", tools=[look], reflect_on_tool_use=reflect)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=4)
     result, events = await run_linked(team, guide[:600])
-    readers = [call for call in found(events) if call.agent == "two"]
+    readers = [call for call in finished_calls(events) if call.agent == "two"]
     assert len(readers) == 2
-    assert predicted("tools, reflected on" if reflect else "tools", readers)
+    assert are_predicted("tools, reflected on" if reflect else "tools", readers)
     waits = {event.reason for event in events if isinstance(event, LinkWaits)}
     assert waits == {"it has tools, so its answer may be a call"}
-    assert ("one", "a fine lake") in sayings(result) or reflect
+    assert ("one", "a fine lake") in messages_of(result) or reflect
 
 
 async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
@@ -180,7 +180,7 @@ async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
     result = await team.run(task=guide[:600])
     usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
     assert all(isinstance(usage, EngineUsage) and usage.streamed_tokens for usage in usages)
-    assert [call.agent for call in found(events)] == ["one", "two", "three", "one"]
+    assert [call.agent for call in finished_calls(events)] == ["one", "two", "three", "one"]
     alone = await agent(client, "alone").run(task="Go.")
     assert len(alone.messages) == 2
     await client.close()
@@ -194,28 +194,28 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     link(team, listener=first.append)
     _, events = await run_linked(team, guide[:600])
     assert not first
-    assert [call.status for call in found(events)][1:] == ["hit"]
+    assert [call.status for call in finished_calls(events)][1:] == ["hit"]
 
 
-async def test_an_agent_used_as_a_tool_is_not_taken_for_its_caller(
+async def test_an_agent_used_as_a_tool_is_not_mistaken_for_its_caller(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         return ("inner", {"task": "Look."}) if request.get("tools") else None
 
-    script(monkeypatch, said)
+    script(monkeypatch, answer_to)
     inner = AgentTool(agent(model_client, "inner"))
     one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=False)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=2)
     _, events = await run_linked(team, guide[:600])
-    calls = found(events)
+    calls = finished_calls(events)
     assert [call.agent for call in calls] == ["one", "two"]
-    assert predicted("an agent as a tool", calls[1:])
+    assert are_predicted("an agent as a tool", calls[1:])
 
 
 async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEngine) -> None:
     class Own(Custom):
-        """Keeps its client where links do not look for it."""
+        """Keeps its client in an attribute in which links do not look for it."""
 
         def __init__(self, name: str, client: Client) -> None:
             super().__init__(name, client)
@@ -223,8 +223,8 @@ async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEng
             del self._model_client
 
         async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
-            heard = [message.to_model_message() for message in messages]
-            text = str((await self._llm.create(heard)).content)
+            prompt = [message.to_model_message() for message in messages]
+            text = str((await self._llm.create(prompt)).content)
             return Response(chat_message=TextMessage(content=text, source=self.name))
 
     client = make(engine, auto_link=True)

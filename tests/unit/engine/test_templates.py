@@ -16,7 +16,7 @@ from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import agent_dry_runs
-from flashmoa.autogen._link_planner import possible_calls
+from flashmoa.autogen._link_planner import predict_calls
 from flashmoa.autogen._self_hosted import render
 from flashmoa.engine import MalformedRequest
 from flashmoa.linking.placeholders import Placeholders
@@ -75,7 +75,7 @@ async def predict_and_send(
     placeholders = Placeholders(writers)
     (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
     future = [TextMessage(content=placeholders.padded(name), source=name) for name in writers]
-    (call,) = await possible_calls([dry_run], [future])
+    (call,) = await predict_calls([dry_run], [future])
     rendered = await render(agent._model_client, call.messages, call.tools)
     prompt = placeholders.build_prompt(rendered)
     before = prompt.stable()

@@ -270,7 +270,7 @@ async def test_a_tapped_call_of_agent_framework_ends_as_an_untapped_one(
             openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
             workflow = WatchedWorkflow()
             if is_tapped:
-                client.linked.add(workflow)
+                client.linked_workflows.add(workflow)
             try:
                 outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
             except Exception as error:

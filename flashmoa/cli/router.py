@@ -71,10 +71,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", metavar="URL", help="the prefill engine of a PD pair")
     parser.add_argument("--pd-router", metavar="URL", help="the pair's own router")
     parser.add_argument(
-        "--agent-seconds",
-        type=float,
-        default=600.0,
-        help="how long a request waits for an answer that it reads",
+        "--agent-seconds", type=float, default=600.0, help="how long a request waits for an answer"
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30200)
@@ -95,10 +92,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-body-bytes", type=int, default=32 << 20)
     parser.add_argument("--max-waiting", type=int, default=10_000)
     parser.add_argument(
-        "--hung-seconds",
-        type=float,
-        default=40.0,
-        help="how long an engine may be silent before it counts as lost",
+        "--hung-seconds", type=float, default=40.0, help="until a silent engine counts as lost"
     )
     return parser
 

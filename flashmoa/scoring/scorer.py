@@ -210,7 +210,7 @@ class Scorer:
                 logprobs[(token,)] = logprob
 
         async def score_long(tokens: Sequence[int]) -> None:
-            # A stream is for one request: that for the single tokens, if there is one.
+            # Only one request can use a stream: the one for single tokens, unless there is none.
             answer = await self._prefill(
                 prompt, continuation=tokens, stream=None if single else stream
             )

@@ -62,12 +62,8 @@ class PrefillUsage:
 
 def _add_known(counts: Iterable[int | None]) -> int | None:
     """Return the sum of counts, ``None`` if one of them is unknown."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
+    known = list(counts)
+    return None if None in known else sum(count or 0 for count in known)
 
 
 @dataclass(frozen=True, slots=True)

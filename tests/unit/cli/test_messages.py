@@ -1,4 +1,4 @@
-"""What a newcomer is told who has not got everything, or not in its place."""
+"""Messages to a user who lacks a package, a file or an engine, or has a wrong URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.anyio
 NOWHERE = "http://127.0.0.1:9"
 
 
-def without(package: str, script: str) -> str:
+def error_without(package: str, script: str) -> str:
+    """Return the last line that a script writes to standard error without a package."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules[{package!r}] = None\n{script}"],
         capture_output=True,
@@ -37,19 +38,18 @@ def without(package: str, script: str) -> str:
 
 
 def test_without_autogen() -> None:
-    said = without("autogen_agentchat", "import flashmoa.autogen")
-    assert said.startswith("ModuleNotFoundError: flashmoa.autogen needs AutoGen")
-    assert said.endswith("pip install 'flashmoa[autogen]'")
+    error = error_without("autogen_agentchat", "import flashmoa.autogen")
+    assert error.startswith("ModuleNotFoundError: flashmoa.autogen needs AutoGen")
+    assert error.endswith("pip install 'flashmoa[autogen]'")
 
 
 def test_a_benchmark_without_the_plugin() -> None:
     script = "from flashmoa.cli import bench; sys.exit(bench.main(['chunk']))"
-    assert without("flashmoa_sglang", script).endswith("give engines' URLs")
+    assert error_without("flashmoa_sglang", script).endswith("give engines' URLs")
 
 
-@pytest.mark.anyio
-async def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Not in this thread, where the session's event loop may be.
+async def test_missing_or_binary_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # anyio.run() needs a thread without the session's event loop.
     command = ["handoff", "--upstream-decodes", "--text", str(tmp_path / "no.md")]
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     assert "No such file" in capsys.readouterr().err
@@ -58,7 +58,7 @@ async def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is not a trace: it is not text" in capsys.readouterr().err
 
 
-def test_a_full_disk_ends_a_trace_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_a_trace_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     write = Trace("/dev/full")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -70,12 +70,12 @@ def test_a_full_disk_ends_a_trace_and_is_said_once(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     "url", ["localhost:1", "http:/x", "http://h:port", "http://[::1", "ftp://h"]
 )
-def test_a_url_that_is_none(url: str) -> None:
+def test_a_text_that_is_not_a_url(url: str) -> None:
     with pytest.raises(ValueError, match="give http://HOST:PORT"):
         engine_url(url)
 
 
-async def test_a_team_whose_engine_is_not_there() -> None:
+async def test_a_team_whose_engine_cannot_be_reached() -> None:
     client = FlashMoAChatCompletionClient(model="m", base_url=NOWHERE, max_retries=0)
     team = RoundRobinGroupChat([AssistantAgent("a", model_client=client)], max_turns=1)
     try:
@@ -85,8 +85,8 @@ async def test_a_team_whose_engine_is_not_there() -> None:
         await client.close()
 
 
-def answering(status: int, **content: object) -> EngineClient:
-    """A client of a server that answers everything so."""
+def client_of_server(status: int, **content: object) -> EngineClient:
+    """Return a client of a server that gives every request the same answer."""
     client = EngineClient(NOWHERE)
     client._http = httpx.AsyncClient(
         base_url=NOWHERE,
@@ -105,20 +105,20 @@ async def test_a_lost_connection_has_a_reason() -> None:
             await client.info()
 
 
-async def test_what_is_no_engine() -> None:
+async def test_a_server_that_is_not_an_engine() -> None:
     async with EngineClient(NOWHERE) as client:
         with pytest.raises(EngineUnreachable, match="`flashmoa serve` starts one"):
             await client.info()
-    async with answering(200, html="<html>") as client:
+    async with client_of_server(200, html="<html>") as client:
         with pytest.raises(BadAnswer, match="flashmoa doctor --engine"):
             await client.info()
         with pytest.raises(BadAnswer, match="Is the URL right"):
             async with client.chat([]) as deltas:
                 async for _ in deltas:
                     pass
-    async with answering(404, html="<html>") as client:
+    async with client_of_server(404, html="<html>") as client:
         with pytest.raises(PluginMissing, match="or it is not an engine"):
             await client.info()
-    async with answering(401, json={"error": "Unauthorized"}) as client:
+    async with client_of_server(401, json={"error": "Unauthorized"}) as client:
         with pytest.raises(RequestRefused, match="give it as api_key"):
             await client.info()

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from flashmoa.router.application import RouterOptions, application
-from flashmoa.router.client_requests import STREAMS, json_answer
+from flashmoa.router.client_requests import STREAMS, make_json_response
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import served
 
@@ -45,15 +45,17 @@ class FakeEngine:
         path = request.url.path
         await request.body()
         if not self._lets_in and request.headers.get("authorization") != KEY["authorization"]:
-            return json_answer({"error": "Unauthorized"}, 401)
+            return make_json_response({"error": "Unauthorized"}, 401)
         if path not in ("/model_info", "/server_info", "/v1/loads"):
             self.requests.append(f"{request.method} {path}")
         if path == STREAMS:
             told = {"open": len(self._streams)}
-            return json_answer(told if request.method == "GET" else {"id": self._streams[0]})
+            return make_json_response(told if request.method == "GET" else {"id": self._streams[0]})
         if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
-            return json_answer({"error": {"code": "unknown_stream"}}, 404)
-        return json_answer({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
+            return make_json_response({"error": {"code": "unknown_stream"}}, 404)
+        return make_json_response(
+            {"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}}
+        )
 
 
 class RouterClient:

@@ -9,8 +9,8 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from flashmoa.router.client_requests import ForwardedRequest, Repeat
-from flashmoa.router.connections import Connections, connections
+from flashmoa.router.client_requests import ForwardedRequest, RetryRule
+from flashmoa.router.connections import Connections, open_connections
 from flashmoa.router.errors import EngineLost
 
 pytestmark = pytest.mark.anyio
@@ -79,7 +79,7 @@ class Server:
                 await client.receive()
 
 
-async def send(http: Connections, url: str, times: Repeat) -> tuple[int, bytes | None]:
+async def send(http: Connections, url: str, times: RetryRule) -> tuple[int, bytes | None]:
     answer, content = await http.exchange("POST", url, {}, b"body", times)
     answer.close()
     return answer.status, content
@@ -87,9 +87,9 @@ async def send(http: Connections, url: str, times: Repeat) -> tuple[int, bytes |
 
 async def test_connection_is_kept() -> None:
     server = Server((GOOD, GOOD))
-    async with server.listening() as url, connections() as http:
+    async with server.listening() as url, open_connections() as http:
         for _ in range(2):
-            assert await send(http, url, Repeat.NEVER) == (200, b"ok")
+            assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
     assert server.seen == [0, 0]
 
 
@@ -97,27 +97,27 @@ async def test_connection_is_kept() -> None:
 async def test_connection_that_will_be_closed_is_not_reused(answer: bytes) -> None:
     """SGLang says nothing of it after an error of its own."""
     server = Server((answer,), (GOOD,))
-    async with server.listening() as url, connections() as http:
-        assert (await send(http, url, Repeat.NEVER))[0] == int(answer[9:12])
-        assert await send(http, url, Repeat.NEVER) == (200, b"ok")
+    async with server.listening() as url, open_connections() as http:
+        assert (await send(http, url, RetryRule.NEVER))[0] == int(answer[9:12])
+        assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
     assert server.seen == [0, 1]
 
 
 async def test_connection_is_not_reused_after_a_streamed_error() -> None:
     server = Server((EVENTS,), (GOOD,))
-    async with server.listening() as url, connections() as http:
-        answer, content = await http.exchange("POST", url, {}, b"body", Repeat.NEVER)
+    async with server.listening() as url, open_connections() as http:
+        answer, content = await http.exchange("POST", url, {}, b"body", RetryRule.NEVER)
         assert (answer.status, content) == (500, None)
         server.rest.set()
         assert await answer.read() == b"no"
-        assert await send(http, url, Repeat.NEVER) == (200, b"ok")
+        assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
     assert server.seen == [0, 1]
 
 
-@pytest.mark.parametrize("times", [Repeat.ALWAYS, Repeat.UNANSWERED])
-async def test_request_lost_on_a_reused_connection_is_repeated(times: Repeat) -> None:
+@pytest.mark.parametrize("times", [RetryRule.ALWAYS, RetryRule.ON_REUSED_CONNECTION])
+async def test_request_lost_on_a_reused_connection_is_repeated(times: RetryRule) -> None:
     server = Server((GOOD, CLOSE), (GOOD,), (GOOD,))
-    async with server.listening() as url, connections() as http:
+    async with server.listening() as url, open_connections() as http:
         for _ in range(3):
             assert await send(http, url, times) == (200, b"ok")
     # Once; on a connection that nothing else is sent on.
@@ -127,16 +127,16 @@ async def test_request_lost_on_a_reused_connection_is_repeated(times: Repeat) ->
 @pytest.mark.parametrize(
     ("times", "script"),
     [
-        (Repeat.NEVER, (GOOD, CLOSE)),
-        (Repeat.UNANSWERED, (GOOD, HALF)),
-        (Repeat.UNANSWERED, (CLOSE,)),
+        (RetryRule.NEVER, (GOOD, CLOSE)),
+        (RetryRule.ON_REUSED_CONNECTION, (GOOD, HALF)),
+        (RetryRule.ON_REUSED_CONNECTION, (CLOSE,)),
     ],
 )
 async def test_request_that_may_have_been_done_is_not_repeated(
-    times: Repeat, script: tuple[bytes, ...]
+    times: RetryRule, script: tuple[bytes, ...]
 ) -> None:
     server = Server(script, (GOOD,))
-    async with server.listening() as url, connections() as http:
+    async with server.listening() as url, open_connections() as http:
         for _ in script[1:]:
             await send(http, url, times)
         with pytest.raises(EngineLost) as lost:
@@ -147,39 +147,39 @@ async def test_request_that_may_have_been_done_is_not_repeated(
 @pytest.mark.parametrize("script", [(GOOD, CLOSE), (GOOD, HALF), (CLOSE,), (HALF,)])
 async def test_idempotent_request_is_repeated_once(script: tuple[bytes, ...]) -> None:
     server = Server(script, (GOOD,), (CLOSE,), (CLOSE,))
-    async with server.listening() as url, connections() as http:
+    async with server.listening() as url, open_connections() as http:
         for _ in script:
-            assert await send(http, url, Repeat.ALWAYS) == (200, b"ok")
+            assert await send(http, url, RetryRule.ALWAYS) == (200, b"ok")
         with pytest.raises(EngineLost):
-            await send(http, url, Repeat.ALWAYS)
+            await send(http, url, RetryRule.ALWAYS)
     assert server.seen == [*[0] * len(script), 1, 2, 3]
 
 
 async def test_engine_gone_at_the_second_attempt_counts_as_reached() -> None:
     server = Server((GOOD, END))
-    async with server.listening() as url, connections() as http:
-        await send(http, url, Repeat.UNANSWERED)
+    async with server.listening() as url, open_connections() as http:
+        await send(http, url, RetryRule.ON_REUSED_CONNECTION)
         with pytest.raises(EngineLost) as lost:
-            await send(http, url, Repeat.UNANSWERED)
+            await send(http, url, RetryRule.ON_REUSED_CONNECTION)
         assert lost.value.reached and server.seen == [0, 0]
         with pytest.raises(EngineLost) as lost:
-            await send(http, url, Repeat.UNANSWERED)
+            await send(http, url, RetryRule.ON_REUSED_CONNECTION)
     assert not lost.value.reached
 
 
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("POST", "/prompt_streams/1/append", Repeat.ALWAYS),
-        ("POST", "/prompt_streams/1/keep_alive", Repeat.ALWAYS),
-        ("GET", "/prompt_streams/1", Repeat.ALWAYS),
-        ("DELETE", "/prompt_streams/1", Repeat.ALWAYS),
-        ("POST", "/prompt_streams", Repeat.UNANSWERED),
-        ("POST", "/generate", Repeat.UNANSWERED),
-        ("POST", "/render", Repeat.UNANSWERED),
-        ("POST", "/update_weights_from_disk", Repeat.NEVER),
-        ("POST", "/prompt_streams/1/append/x", Repeat.NEVER),
+        ("POST", "/prompt_streams/1/append", RetryRule.ALWAYS),
+        ("POST", "/prompt_streams/1/keep_alive", RetryRule.ALWAYS),
+        ("GET", "/prompt_streams/1", RetryRule.ALWAYS),
+        ("DELETE", "/prompt_streams/1", RetryRule.ALWAYS),
+        ("POST", "/prompt_streams", RetryRule.ON_REUSED_CONNECTION),
+        ("POST", "/generate", RetryRule.ON_REUSED_CONNECTION),
+        ("POST", "/render", RetryRule.ON_REUSED_CONNECTION),
+        ("POST", "/update_weights_from_disk", RetryRule.NEVER),
+        ("POST", "/prompt_streams/1/append/x", RetryRule.NEVER),
     ],
 )
-def test_repeat_rule_of_each_route(method: str, path: str, expected: Repeat) -> None:
-    assert ForwardedRequest(method, path, path, {}, b"").repeat is expected
+def test_repeat_rule_of_each_route(method: str, path: str, expected: RetryRule) -> None:
+    assert ForwardedRequest(method, path, path, {}, b"").retry_rule is expected

@@ -21,7 +21,12 @@ from hypothesis import strategies as st
 from flashmoa.router.blocks import PageMirror, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.kv_events import EngineBlocks, EventSource, KvEventSubscriber, event_sources
+from flashmoa.router.kv_events import (
+    EngineBlocks,
+    EventSource,
+    KvEventSubscriber,
+    parse_event_sources,
+)
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
 from tests.unit.router.support import PROMPTS, SIZE, blocks
@@ -54,12 +59,12 @@ def test_reported_pages_become_the_hashes_of_prompts(
             if (pages := tuple(prompt[:end])) not in cache:
                 parent = hash(pages[:-page]) if end > page else None
                 for _ in range(dice.choice((1, 2))):  # Once more changes nothing.
-                    held.update(mirror.stored([hash(pages)], parent, pages[-page:], page))
+                    held.update(mirror.add([hash(pages)], parent, pages[-page:], page))
                 cache.add(pages)
         leaves = [one for one in cache if not any(o[:-page] == one for o in cache)]
         if leaves and dice.random() < 0.5:
             leaf = dice.choice(sorted(leaves))
-            held.subtract(mirror.removed([hash(leaf)]))
+            held.subtract(mirror.remove([hash(leaf)]))
             cache.discard(leaf)
     ends = {one[: n * SIZE] for one in cache for n in range(1, len(one) // SIZE + 1)}
     if page <= SIZE and SIZE % page == 0:
@@ -70,11 +75,11 @@ def test_reported_pages_become_the_hashes_of_prompts(
 
 def test_pages_behind_a_lost_event_are_left_out() -> None:
     mirror = PageMirror(SIZE)
-    assert mirror.stored([5], 4, [1, 2, 3, 4], 4) == []
-    assert mirror.stored([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
+    assert mirror.add([5], 4, [1, 2, 3, 4], 4) == []
+    assert mirror.add([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
         blocks([1, 2, 3, 4, 5, 6, 7, 8]).hashes
     )
-    assert mirror.removed([9]) == []
+    assert mirror.remove([9]) == []
     mirror.clear()
     assert len(mirror) == 0
 
@@ -90,13 +95,13 @@ def test_gap_in_an_engine_s_events_empties_its_table() -> None:
     policy, dispatcher = one_engine()
     heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     heard.receive(4, batch(STORED))
-    assert policy.matched("a", PROMPT) == 31
+    assert policy.matched_tokens("a", PROMPT) == 31
     heard.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
-    assert policy.matched("a", PROMPT) == 16
+    assert policy.matched_tokens("a", PROMPT) == 16
     heard.receive(7, batch())
     assert policy.cached_blocks("a") == 0
     heard.receive(8, batch([*STORED, {"cache_salt": "x"}]))
-    assert policy.matched("a", token_blocks([1] * 32, salt="x")) == 31
+    assert policy.matched_tokens("a", token_blocks([1] * 32, salt="x")) == 31
     heard.receive(9, batch(["AllBlocksCleared"]))
     assert policy.cached_blocks("a") == 0
     heard.receive(10, batch(STORED))
@@ -111,7 +116,7 @@ def test_tokens_of_speculative_decoding_come_as_pairs() -> None:
     tokens = list(range(33))
     kind, pages, parent, _, size, *more = STORED
     heard.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
-    assert policy.matched("a", token_blocks(tokens)) == 32
+    assert policy.matched_tokens("a", token_blocks(tokens)) == 32
 
 
 def test_block_counts_as_long_as_one_rank_has_it() -> None:
@@ -121,11 +126,11 @@ def test_block_counts_as_long_as_one_rank_has_it() -> None:
     for rank in ranks:
         rank.receive(0, batch(STORED))
     ranks[0].receive(1, batch(["BlockRemoved", [2], "GPU"]))
-    assert policy.matched("a", PROMPT) == 31
+    assert policy.matched_tokens("a", PROMPT) == 31
     ranks[1].receive(1, batch(["BlockRemoved", [2], "GPU"]))
-    assert policy.matched("a", PROMPT) == 16
+    assert policy.matched_tokens("a", PROMPT) == 16
     ranks[1].receive(2, batch(["AllBlocksCleared"]))
-    assert policy.matched("a", PROMPT) == 16
+    assert policy.matched_tokens("a", PROMPT) == 16
     ranks[0].receive(3, batch())
     assert policy.cached_blocks("a") == 0
 
@@ -245,4 +250,4 @@ CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tc
 def test_event_sources_of_server_info(
     told: dict[str, Any], expected: tuple[EventSource, ...]
 ) -> None:
-    assert event_sources("http://host:30000", told) == expected
+    assert parse_event_sources("http://host:30000", told) == expected

@@ -96,7 +96,7 @@ def test_requests_wait_beside_free_engines_only_for_a_saturated_one(
         queue = [one for one in queue if one.request not in placed]
         room = {name for name in names if not routing.is_saturated(name)}
         for one in queue if room else ():
-            matched = {name: routing.matched(name, one.blocks) for name in names}
+            matched = {name: routing.matched_tokens(name, one.blocks) for name in names}
             # Nothing is computed yet: what matches is being computed there, or would be here.
             done = {
                 name: routing.load(name)
@@ -123,9 +123,9 @@ def test_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     ]
     assert routing.route(queue) == {"stranger": "e1"}
     # 4 of 8 tokens saved, twice, and 8 more to be computed than elsewhere: it does not.
-    routing.computed("other")
+    routing.finish_prefill("other")
     assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
-    routing.stored("e0", blocks(document).hashes[:2])
+    routing.add_blocks("e0", blocks(document).hashes[:2])
     assert routing.load("e0") == 8
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
@@ -134,11 +134,11 @@ def test_idle_engine_takes_requests_that_would_be_done_later() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    routing.stored("e0", blocks(document).hashes)
+    routing.add_blocks("e0", blocks(document).hashes)
     routing.admit(WaitingRequest("long", blocks([1] * 20)), "e0")
     # 16 tokens to compute again, or 20 to be computed before: one does; others wait, for either.
     assert routing.route(queue) == {"0": "e1"}
-    routing.computed("0")
+    routing.finish_prefill("0")
     assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
 
 
@@ -148,7 +148,7 @@ def test_prefix_under_way_is_not_computed_again() -> None:
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     # Though the other engine has nothing to do: it would take as long.
     assert routing.route(queue) == {"0": "e0"}
-    routing.computed("0")
+    routing.finish_prefill("0")
     assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
 
 
@@ -156,7 +156,7 @@ def test_prefix_that_an_idle_engine_takes_draws_siblings_there() -> None:
     routing = policy(2, TokenCount(), 30, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    routing.stored("e0", blocks(document).hashes)
+    routing.add_blocks("e0", blocks(document).hashes)
     routing.admit(WaitingRequest("long", blocks([1] * 40)), "e0")
     assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
 
@@ -179,9 +179,9 @@ def test_loads_are_always_those_of_the_work_left(
         step = dice.random()
         if step < 0.5:
             prompt = blocks(dice.choices([0, 1], k=dice.randrange(1, 24)))
-            best = max((routing.matched(e, prompt) for e in alive if not routing.is_saturated(e)),
-                       default=None)  # fmt: skip
-            matched = {engine: routing.matched(engine, prompt) for engine in alive}
+            matched = {engine: routing.matched_tokens(engine, prompt) for engine in alive}
+            free = [engine for engine in alive if not routing.is_saturated(engine)]
+            best = max((matched[engine] for engine in free), default=None)
             placed = place(routing, str(number), prompt)
             assert (placed is None) == (best is None)
             if placed is not None:
@@ -190,13 +190,13 @@ def test_loads_are_always_those_of_the_work_left(
         elif step < 0.75 and open_requests:
             name = dice.choice(list(open_requests))
             if dice.random() < 0.6:
-                routing.computed(name)
+                routing.finish_prefill(name)
             routing.end(name)
             del open_requests[name]
         elif step < 0.9:
             part = blocks(dice.choices([0, 1], k=12)).hashes
             where = dice.choice(["e0", "e1", "e2"])
-            dice.choice([routing.stored, routing.removed])(where, part)
+            dice.choice([routing.add_blocks, routing.remove_blocks])(where, part)
         elif alive and step < 0.95:
             gone = dice.choice(sorted(alive))
             alive.discard(gone)
@@ -221,7 +221,7 @@ def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full(
     assert places == ["e0"] * 7 + ["e1"] * 7
     assert place(routing, "late", siblings[0]) is None
     # It reports the document's first half: 8 tokens less of work.
-    routing.stored("e1", siblings[0].hashes[:2])
+    routing.add_blocks("e1", siblings[0].hashes[:2])
     assert routing.load("e1") == 22
     assert place(routing, "late", siblings[0]) == "e1"
 
@@ -230,12 +230,12 @@ def test_engine_that_left_is_forgotten() -> None:
     routing = policy(2, TokenCount(), None)
     prompt = blocks([1] * 17)
     assert place(routing, "a", prompt) == "e0"
-    routing.computed("a")
+    routing.finish_prefill("a")
     routing.leave("e0")
     assert place(routing, "b", prompt) == "e1"
     routing.end("a")
     routing.join("e0", EngineTraits())
-    assert routing.matched("e0", prompt) == 0 and routing.load("e0") == 0
+    assert routing.matched_tokens("e0", prompt) == 0 and routing.load("e0") == 0
     routing.leave("e0")
     routing.leave("e1")
     assert place(routing, "c", prompt) is None
@@ -245,10 +245,10 @@ def test_prompt_that_an_engine_has_already_costs_nothing() -> None:
     routing = policy(2, TokenCount(), 40)
     prompt = blocks([1] * 41)
     routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
-    assert routing.load("e1") == 0 and routing.matched("e1", prompt) == 40
+    assert routing.load("e1") == 0 and routing.matched_tokens("e1", prompt) == 40
     with pytest.raises(ValueError, match="has an engine already"):
         routing.admit(WaitingRequest("a", prompt), "e0")
-    routing.computed("a")
+    routing.finish_prefill("a")
     routing.end("a")
     assert place(routing, "b", prompt) == "e1"
     routing.admit(WaitingRequest("c", blocks([2] * 41)), "e1")
@@ -259,16 +259,16 @@ def test_failed_request_withdraws_its_promise_and_a_computed_one_keeps_it() -> N
     routing = policy(1, TokenCount(), None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)
-    assert routing.matched("e0", prompt) == 16
+    assert routing.matched_tokens("e0", prompt) == 16
     routing.end("a")
-    assert routing.matched("e0", prompt) == 0
+    assert routing.matched_tokens("e0", prompt) == 0
     place(routing, "b", prompt)
-    routing.computed("b")
+    routing.finish_prefill("b")
     routing.end("b")
-    assert (routing.matched("e0", prompt), routing.load("e0")) == (16, 0)
-    routing.removed("e0", prompt.hashes[2:])
-    assert routing.matched("e0", prompt) == 8
-    routing.cleared("e0")
-    assert routing.matched("e0", prompt) == 0
-    with pytest.raises(ValueError, match="measured otherwise"):
+    assert (routing.matched_tokens("e0", prompt), routing.load("e0")) == (16, 0)
+    routing.remove_blocks("e0", prompt.hashes[2:])
+    assert routing.matched_tokens("e0", prompt) == 8
+    routing.clear_blocks("e0")
+    assert routing.matched_tokens("e0", prompt) == 0
+    with pytest.raises(ValueError, match="another measure"):
         routing.join("e0", EngineTraits(FLOPS))

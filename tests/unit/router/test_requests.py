@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flashmoa.router.application import RouterOptions, application
-from flashmoa.router.client_requests import CHAT, GENERATE, ROUTED, STREAMS
+from flashmoa.router.client_requests import CHAT, GENERATE, POLICY_ROUTES, STREAMS
 from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, pair, routing, running
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ async def test_requests_about_a_stream_go_to_its_engine() -> None:
 
 
 REFUSED = [
-    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
+    *[("POST", path) for path in (*POLICY_ROUTES, "/render", "/tokenize")],
     *[("POST", f"{STREAMS}/{name}/{what}") for name in "ax" for what in ("append", "keep_alive")],
     *[(method, f"{STREAMS}/{name}") for name in "ax" for method in ("GET", "DELETE")],
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/server_info")],
@@ -121,7 +121,7 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 
 ROUTES = [
-    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
+    *[("POST", path) for path in (*POLICY_ROUTES, "/render", "/tokenize")],
     *[("POST", f"{STREAMS}/ID/{what}") for what in ("append", "keep_alive")],
     *[(method, f"{STREAMS}/ID") for method in ("GET", "DELETE")],
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/metrics", "/health")],
@@ -180,7 +180,7 @@ async def test_nesting_over_the_limit_is_refused_at_any_depth(
 @EXAMPLES
 @example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
 @example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')
-@given(path=st.sampled_from(ROUTED), body=bodies())
+@given(path=st.sampled_from(POLICY_ROUTES), body=bodies())
 async def test_router_explains_every_refused_body(
     any_router: RouterClient, path: str, body: bytes
 ) -> None:

@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from flashmoa import cli
 from flashmoa.router.blocks import token_blocks
-from flashmoa.router.client_requests import ForwardedRequest, Repeat, passed_on
-from flashmoa.router.connections import connections
+from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_forwarded_headers
+from flashmoa.router.connections import open_connections
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engine_pool import merged_info
+from flashmoa.router.engine_pool import merge_info
 from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
 from flashmoa.router.errors import EngineLost, NoEngine, QueueFull
 from flashmoa.router.flops import TokenCount
@@ -37,7 +37,7 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     async def ask(number: int) -> None:
         async with dispatcher.place(token_blocks([number] * 32)) as place:
             served.append(number)
-            place.computed()
+            place.finish_prefill()
 
     async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
         group.start_soon(ask, 2)
@@ -122,7 +122,7 @@ async def test_requests_to_a_hung_engine_are_cancelled() -> None:
         patient, monitor = (EngineMonitor(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
         await monitor.probe(engine)
         silent = True
-        with engine.until_hung() as waiting:
+        with engine.hang_scope() as waiting:
             # A busy one is slow, too.
             await patient.probe(engine)
             assert engine.is_up
@@ -166,10 +166,10 @@ async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
         assert policy.is_saturated("a")
         with dispatcher.place_at("a", other := token_blocks([2] * 33)) as place:
             assert place.engine == "a" and policy.load("a") == 32
-            place.computed()
-    assert policy.matched("a", other) == 32
+            place.finish_prefill()
+    assert policy.matched_tokens("a", other) == 32
     with dispatcher.place_at("gone", PROMPT) as place:
-        place.computed()
+        place.finish_prefill()
 
 
 async def test_prompt_is_computed_once_a_later_snapshot_shows_no_waiting_request() -> None:
@@ -216,10 +216,12 @@ async def test_connection_is_probed_while_an_answer_takes_long() -> None:
                 lines = [line.split() for line in known.splitlines()]
                 timers.extend(one[5][:2] for one in lines if one[2].endswith(f":{port:04X}"))
 
-        async with connections() as sending, anyio.create_task_group() as group:
+        async with open_connections() as sending, anyio.create_task_group() as group:
             group.start_soon(listener.serve, silent)
             with pytest.raises(EngineLost):
-                await sending.exchange("POST", f"http://127.0.0.1:{port}/", {}, b"", Repeat.NEVER)
+                await sending.exchange(
+                    "POST", f"http://127.0.0.1:{port}/", {}, b"", RetryRule.NEVER
+                )
             group.cancel_scope.cancel()
     # The kernel's name for it (proc(5)).
     assert timers == ["02"]
@@ -227,14 +229,14 @@ async def test_connection_is_probed_while_an_answer_takes_long() -> None:
 
 def test_headers_of_one_connection_are_not_passed_on() -> None:
     given = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
-    assert passed_on(given) == {"Authorization": "Bearer k"}
+    assert select_forwarded_headers(given) == {"Authorization": "Bearer k"}
 
 
 def test_merged_info_has_what_all_engines_can_do() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
-    assert merged_info([one, other]) == expected
+    assert merge_info([one, other]) == expected
 
 
 def test_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

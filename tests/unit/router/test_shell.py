@@ -36,7 +36,7 @@ def test_parts_of_a_prompt_become_the_body_that_is_sent() -> None:
     ask = parse_request(
         "/generate", {"prompt": prompt, "agent": "b", "workflow": "w", "stream": True}
     )
-    assert (ask.form, ask.agent, ask.workflow, ask.reads) == ("text", "b", "w", ("a",))
+    assert (ask.form, ask.agent, ask.workflow, tuple(ask.marks)) == ("text", "b", "w", ("a",))
     assert ask.with_texts({"a": "X"}) == {"text": "Plan: X\nAgain: X", "stream": True}
     assert [piece for piece in ask.pieces() if piece not in ask.marks.values()] == [
         "Plan: ", "\nAgain: ", ""
@@ -44,7 +44,7 @@ def test_parts_of_a_prompt_become_the_body_that_is_sent() -> None:
 
     prompt = [{"input_ids": [1, 2]}, {"agent": "a"}, {"input_ids": [3]}]
     ask = parse_request("/generate", {"prompt": prompt})
-    assert (ask.form, ask.reads, ask.is_ordinary) == ("tokens", ("a",), False)
+    assert (ask.form, tuple(ask.marks), ask.is_ordinary) == ("tokens", ("a",), False)
     assert ask.with_tokens({"a": [7, 8]}) == {"input_ids": [1, 2, 7, 8, 3]}
 
 
@@ -210,12 +210,12 @@ def generation(text: str, ids: list[int], reason: dict[str, Any] | None = None) 
 @given(cut=st.integers(1, 40))
 def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
     answer = GrowingAnswer("a")
-    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
+    writing = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
     stop = {"type": "stop", "matched": 9}
     told = events(generation("wa", [1], None), generation("walk", [1, 2, 9], stop))
     for start in range(0, len(told), cut):
-        writing.heard(told[start : start + cut])
-    writing.ended("answered")
+        writing.receive(told[start : start + cut])
+    writing.end("answered")
     # The token that ended it is not part of it.
     assert (answer.written, answer.tokens, answer.is_complete) == ("walk", [1, 2], True)
     assert writing.last["text"] == "walk"
@@ -224,9 +224,11 @@ def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
 def test_chat_is_recorded_as_text_streamed_or_not() -> None:
     streamed, whole = GrowingAnswer("a"), GrowingAnswer("b")
     chunks = [{"choices": [{"delta": {"content": part}}]} for part in ("wa", None, "lk")]
-    AnswerRecorder(streamed, ShellMetrics(), streams=True).heard(events(*chunks, {"choices": []}))
+    AnswerRecorder(streamed, ShellMetrics(), is_stream=True).receive(
+        events(*chunks, {"choices": []})
+    )
     message = {"choices": [{"message": {"content": "walk"}}]}
-    AnswerRecorder(whole, ShellMetrics(), streams=False).heard(json.dumps(message).encode())
+    AnswerRecorder(whole, ShellMetrics(), is_stream=False).receive(json.dumps(message).encode())
     assert streamed.written == whole.written == "walk"
     assert streamed.tokens is None
 
@@ -234,9 +236,9 @@ def test_chat_is_recorded_as_text_streamed_or_not() -> None:
 async def test_aborted_chat_fails_its_answer() -> None:
     answer = GrowingAnswer("a")
     choice = {"delta": {"content": "wa"}, "finish_reason": "abort"}
-    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
-    writing.heard(events({"choices": [choice]}))
-    writing.ended("answered")
+    writing = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    writing.receive(events({"choices": [choice]}))
+    writing.end("answered")
     with pytest.raises(AgentFailed, match="aborted"):
         await answer.complete()
 
@@ -253,9 +255,9 @@ async def test_aborted_chat_fails_its_answer() -> None:
 )
 async def test_unusable_response_fails_its_answer(told: bytes, ending: str, said: str) -> None:
     answer = GrowingAnswer("a")
-    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
-    writing.heard(told)
-    writing.ended(ending)
+    writing = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    writing.receive(told)
+    writing.end(ending)
     with pytest.raises(AgentFailed, match=said):
         await answer.complete()
 

@@ -1,4 +1,4 @@
-"""A prompt as a chain of block hashes, against its prefixes."""
+"""Test the hashes of a prompt's blocks against the prompt's prefixes."""
 
 from __future__ import annotations
 

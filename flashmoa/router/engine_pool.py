@@ -99,7 +99,7 @@ class EnginePool:
     async def ask_all(
         self, method: str, target: str, headers: Mapping[str, str]
     ) -> dict[str, Response]:
-        """Send a request to all engines that are up; return the replies by engine.
+        """Send a request to all engines that are up. Return the replies by engine.
 
         Raises: NoEngine if no engine replies.
         """

@@ -163,7 +163,7 @@ class EngineMonitor:
         return answer.status_code < 500
 
     async def _ask_traits(self, engine: RoutedEngine) -> EngineTraits | None:
-        """Ask an engine for its settings; return ``None`` if it is too busy to report them."""
+        """Ask an engine for its settings. Return ``None`` if it is too busy to report them."""
         info: dict[str, Any] = {}
         try:
             answer = await self._http.get(f"{engine.url}/server_info", timeout=_PROBE_SECONDS)
@@ -211,7 +211,7 @@ class _FollowedRequest:
     later_snapshots: int = 0
 
     def note_snapshot(self, made: float) -> bool:
-        """Count a snapshot; return whether it certainly includes this request."""
+        """Count a snapshot. Return whether it certainly includes this request."""
         self.later_snapshots += self.last_snapshot is not None and made > self.last_snapshot
         self.last_snapshot = made
         return self.later_snapshots >= _LATER_SNAPSHOTS

@@ -153,7 +153,7 @@ class PrefixAware(Policy):
     def _place_until_saturated(
         self, queue: Sequence[WaitingRequest], placed: dict[str, str]
     ) -> list[WaitingRequest]:
-        """Place requests until every engine is saturated; return those that must wait."""
+        """Place requests until every engine is saturated. Return those that must wait."""
         held: list[WaitingRequest] = []
         for index, waiting in enumerate(queue):
             if all(engine.is_saturated for engine in self._engines.values()):
@@ -167,7 +167,7 @@ class PrefixAware(Policy):
         return held
 
     def _place_on_idle_engine(self, held: Sequence[WaitingRequest], placed: dict[str, str]) -> bool:
-        """Place one held request that an idle engine would finish sooner; return whether it did."""
+        """Place one held request that an idle engine would finish sooner. Return whether it did."""
         if all(engine.load.total for engine in self._engines.values()):
             return False
         for waiting in held:

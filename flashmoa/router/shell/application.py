@@ -108,7 +108,7 @@ class _Shell:
                 return await self.pass_on(call)
             finally:
                 await self._delete_stream(body.get("prompt_stream_id"), call)
-        if (refusal := await self._refused_key(call)) is not None:
+        if (refusal := await self._check_key(call)) is not None:
             return refusal
         client = call.api_key.get("authorization", "")
         keys = {agent: AgentKey(client, request.workflow, agent) for agent in request.marks}
@@ -125,7 +125,7 @@ class _Shell:
                 own.fail(AgentFailed(f"{own.name}'s request failed: {error or 'cancelled'}"))
             raise
 
-    async def _refused_key(self, call: ForwardedRequest) -> Response | None:
+    async def _check_key(self, call: ForwardedRequest) -> Response | None:
         """Return the prefill engine's answer if it refuses the client's API key.
 
         A client whose key it refuses must not wait here for answers.

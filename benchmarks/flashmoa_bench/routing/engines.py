@@ -124,7 +124,7 @@ class SimulatedEngine:
     def _admit(self, job: _Job) -> None:
         blocks = job.ask.blocks
         job.blocks_done = self._cache.match(blocks.hashes)
-        job.done = blocks.tokens(job.blocks_done)
+        job.done = blocks.cached_tokens(job.blocks_done)
         self.cached += job.done
         self.prompt += blocks.length
 
@@ -237,10 +237,10 @@ class _Replay:
     def _finish(self, name: str, step: Step) -> None:
         self._idle.add(name)
         if self._engines[name].machine.reports:
-            self._policy.stored(name, step.stored)
-            self._policy.removed(name, step.evicted)
+            self._policy.add_blocks(name, step.stored)
+            self._policy.remove_blocks(name, step.evicted)
         for ask in step.completed:
-            self._policy.computed(ask.name)
+            self._policy.finish_prefill(ask.name)
             self._policy.end(ask.name)
             del self._asks[ask.name]
 
@@ -251,7 +251,7 @@ def best_hit_rate(prompts: Iterable[Blocks]) -> float:
     cached = total = 0
     for blocks in prompts:
         matched = next((n for n, one in enumerate(blocks.hashes) if one not in seen), None)
-        cached += blocks.tokens(len(blocks.hashes) if matched is None else matched)
+        cached += blocks.cached_tokens(len(blocks.hashes) if matched is None else matched)
         total += blocks.length
         seen.update(blocks.hashes)
     return cached / total

@@ -1,4 +1,4 @@
-"""A connection to an engine that breaks."""
+"""Break connections to an engine in the middle of an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyio.abc import SocketAttribute, SocketStream
 
 @asynccontextmanager
 async def broken_connection(engine: str, after: int) -> AsyncGenerator[str]:
-    """A URL behind which the engine is; connections end after so many bytes of answers."""
+    """Serve the engine at another URL, where a connection ends after ``after`` bytes of answers."""
     port = urlsplit(engine).port
     assert port is not None
 

@@ -1,4 +1,4 @@
-"""A router in front of real engines, on a port of its own."""
+"""Serve a router in front of real engines on a separate port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.router.serving import served
 
 @asynccontextmanager
 async def routed(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a router that is served on a real socket."""
+    """Serve a router on a real socket; yield a client of it."""
     app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
     async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
@@ -28,6 +28,6 @@ def options(*engines: LocalEngine, **more: object) -> RouterOptions:
 
 @pytest.fixture
 async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    """Over the session's two engines."""
+    """A client of a router in front of the session's two engines."""
     async with routed(options(engine, downstream)) as client:
         yield client

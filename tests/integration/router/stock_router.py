@@ -1,4 +1,4 @@
-"""The stock sglang-router, as those have it who had it before."""
+"""Run the stock sglang-router, which users may have had before FlashMoA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 
 from flashmoa.engine.local import free_port
 
-# It imports SGLang for traces, if it can; on a CPU that takes the plugin's preparations.
+# The stock router imports SGLang for traces if it can, which fails on a CPU without the plugin.
 _LAUNCH = """
 import sys
 sys.modules["sglang"] = None
@@ -25,7 +25,7 @@ main()
 
 @asynccontextmanager
 async def stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a stock router that has found its engines."""
+    """Start a stock router; yield a client of it once it has found its engines."""
     port = free_port()
     process = await anyio.open_process(
         [

@@ -1,4 +1,4 @@
-"""Requests that read each other's answers; one engine is prefill engine and router at once."""
+"""Test requests that read each other's answers; one engine is both prefill engine and PD router."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_prompt_is_prefilled_while_its_agents_write(
     async with anyio.create_task_group() as group:
         path, body = await request_reading(client, form, rest, "planner")
         group.start_soon(ask, "reader", path, body | {"workflow": form})
-        await prefills(client)
+        await wait_for_prefill(client)
         group.start_soon(ask, "planner", "/generate", plan)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
         alone = await post_json(direct, "/generate", generation(first, tokens=120))
@@ -68,17 +68,17 @@ async def test_prompt_is_prefilled_while_its_agents_write(
         assert answers["reader"]["choices"] == expected["choices"]
     else:
         assert answers["reader"]["output_ids"] == expected["output_ids"]
-        told = answers["reader"]["meta_info"]
-        assert told["cached_tokens"] >= 0.99 * told["prompt_tokens"]
-        # What was computed before the planner was done, and what was not, is all of it.
+        usage = answers["reader"]["meta_info"]
+        assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
+        # The tokens computed before the planner ended and those computed after it are the prompt.
         late = await metric(shell, "flashmoa_shell_late_tokens_total")
-        assert told["prompt_tokens"] - late == await metric(shell, AHEAD)
+        assert usage["prompt_tokens"] - late == await metric(shell, AHEAD)
     assert await metric(shell, AHEAD) >= 140
     await settled(client)
 
 
-async def prefills(client: EngineClient) -> None:
-    """Once a prompt stream's first text is computed."""
+async def wait_for_prefill(client: EngineClient) -> None:
+    """Wait until the first text of a prompt stream is computed."""
     with anyio.fail_after(30):
         while (await client.info()).kv[0].protected < 140:  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -119,11 +119,11 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
         loop = read | {"agent": "a"}
         answer = await shell.post("/generate", json=loop)
         assert answer.status_code == 400 and "would wait" in answer.text
-        # Its client leaves in the middle.
-        told: list[httpx.Response] = []
+        # The writer's client disconnects in the middle of the answer.
+        responses: list[httpx.Response] = []
 
         async def wait() -> None:
-            told.append(await shell.post("/generate", json=read))
+            responses.append(await shell.post("/generate", json=read))
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
@@ -132,7 +132,7 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
             async with shell.stream("POST", "/generate", json=body) as writing:
                 async for _ in writing.aiter_lines():
                     break
-        assert told[0].status_code == 424 and "was left" in told[0].text
+        assert responses[0].status_code == 424 and "was left" in responses[0].text
         refused = await shell.post("/generate", json={"agent": "a", "text": 3})
         assert refused.status_code == 400
         answer = await shell.post("/generate", json=read)
@@ -151,8 +151,8 @@ async def test_logs_never_contain_a_stream_s_id(
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(shell.post, "/generate", json=read))
-        await prefills(client)
-        # It is given back when its client leaves.
+        await wait_for_prefill(client)
+        # The stream is deleted when the client disconnects.
         group.cancel_scope.cancel()
     await settled(client)
     assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text

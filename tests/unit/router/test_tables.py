@@ -1,4 +1,4 @@
-"""What an engine holds and has to do, against plain sets and lists."""
+"""Test the tables of cached blocks and the loads against plain sets and lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, pr
 
 
 class Tables(RuleBasedStateMachine):
-    """A table beside plain sets of block prefixes."""
+    """Compares a table with plain sets of block prefixes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Tables(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def commit(self, prompt: list[int]) -> None:
         new = prefixes(prompt) - self.committed
-        arrived = {one for one in new if any(one in prefixes(other) for other in self.promised)}
-        assert self.table.commit(blocks(prompt).hashes) == len(arrived)
+        promised = set().union(*map(prefixes, self.promised))
+        assert self.table.commit(blocks(prompt).hashes) == len(new & promised)
         self.committed |= prefixes(prompt)
 
     @rule(prompt=PROMPTS)
@@ -61,7 +61,7 @@ class Tables(RuleBasedStateMachine):
     @invariant()
     def counts(self) -> None:
         assert len(self.table) == len(self.committed)
-        assert self.table.pending == len(set().union(*map(prefixes, self.promised)))
+        assert len(self.table._pending) == len(set().union(*map(prefixes, self.promised)))
 
 
 TestTables = Tables.TestCase
@@ -80,7 +80,7 @@ def test_bounded_table_forgets_ends_before_beginnings(
 
 
 class Loads(RuleBasedStateMachine):
-    """A load beside a list of single tokens still to be computed."""
+    """Compares a load with a list of the single tokens that are still to be computed."""
 
     @initialize(measure=MEASURES)
     def begin(self, measure: Measure) -> None:
@@ -97,12 +97,12 @@ class Loads(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(0, 50))
     def executed(self, tokens: int) -> None:
-        self.load.executed(tokens)
+        self.load.subtract_computed(tokens)
         del self.left[:tokens]
 
     @rule(name=st.integers(0, 20))
     def end(self, name: int) -> None:
-        self.load.end(str(name))
+        self.load.remove(str(name))
         self.left = [one for one in self.left if one[0] != str(name)]
 
     @invariant()

@@ -1,4 +1,4 @@
-"""The policies that ours is compared with."""
+"""Test the routing policies that ours is compared with."""
 
 from __future__ import annotations
 

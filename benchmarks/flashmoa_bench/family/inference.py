@@ -101,22 +101,12 @@ class FamilyModel:
 
 @dataclass(slots=True)
 class _StaircaseReply:
-    """What an aggregator has written along with the answers to one question.
-
-    Attributes:
-        answers: the proposers' whole answers.
-        pieces: pieces of the reply, one for each round.
-        turns: the same as later prompts show them.
-    """
+    """An aggregator's reply; ``turns`` are its pieces, as the prompts of later rounds have them."""
 
     question: Question
     answers: Sequence[str]
-    pieces: list[str] = field(default_factory=list[str])
+    text: str = ""
     turns: list[str] = field(default_factory=list[str])
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
 
     @property
     def longest_answer(self) -> int:
@@ -175,5 +165,5 @@ def _write_round(
         beginnings = [last_words(text) if served else "" for text in beginnings]
     pieces = model.answer(prompts, 0.0, beginnings, max_tokens)
     for row, beginning, piece in zip(rows, beginnings, pieces, strict=True):
-        row.pieces.append(piece.text)
+        row.text += piece.text
         row.turns.append(beginning + piece.text if order == "interleaved" else piece.text)

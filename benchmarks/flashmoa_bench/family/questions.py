@@ -70,12 +70,7 @@ class Question:
         return f"{', '.join(lines)}. Find {NAMES[len(self.lines)]} modulo {MODULUS}."
 
     def values(self, change: Callable[[int, int], int] = lambda line, value: value) -> list[int]:
-        """Return the value of each line.
-
-        Args:
-            change: called with the number and the right value of each line; returns the value that
-                later lines build on, to make mistakes.
-        """
+        """Return each line's value; ``change(line, value)`` may return another, as a mistake."""
         values = [self.start]
         for number, line in enumerate(self.lines):
             values.append(change(number, line.value(values[-1])))

@@ -53,12 +53,7 @@ _LAYOUTS: tuple[Layout, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and its right reply.
-
-    Attributes:
-        answer: the reply, or the rest of it.
-        beginning: the part of the reply that has been written already.
-    """
+    """A prompt with the beginning of the reply, if it has been written, and the right rest."""
 
     messages: list[dict[str, Any]]
     answer: str

@@ -51,10 +51,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, roles: Sequence[Role]) 
 
 
 def positive(text: str) -> int:
-    """Parse a whole number above 0.
-
-    Raises: argparse.ArgumentTypeError if the number is 0 or less; ValueError if it is not a number.
-    """
+    """Parse a whole number. Raises: argparse.ArgumentTypeError if it is not above 0."""
     number = int(text)
     if number <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {number}")

@@ -29,11 +29,9 @@ def random_ids(dice: random.Random, count: int) -> list[int]:
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """An answer and its times, in seconds of ``time.perf_counter``.
+    """An answer with the time when each token arrived, in seconds of ``time.perf_counter``.
 
-    Attributes:
-        times: the arrival of each token, one entry per token.
-        has_begun: set with the first token.
+    ``has_begun`` is set with the first token.
     """
 
     ids: list[int] = field(default_factory=list[int])

@@ -83,12 +83,7 @@ class PairCell:
 
 
 class PairBench:
-    """Plays rounds of pairs on two engines.
-
-    Args:
-        a, b: the engines of agents A and B.
-        words: words that are one token each, with the space before them.
-    """
+    """Plays rounds of pairs on two engines; ``words`` are single tokens, each with a space."""
 
     def __init__(self, a: EngineClient, b: EngineClient, words: list[str], seed: int = 0) -> None:
         self._a = a

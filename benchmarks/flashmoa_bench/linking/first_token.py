@@ -44,11 +44,7 @@ class FirstTokenRound:
 
 @dataclass(frozen=True, slots=True)
 class PromptLength:
-    """The figures of one prompt length; medians over rounds.
-
-    Attributes:
-        growth: ``linked`` over that of the shortest length.
-    """
+    """One prompt length, medians over rounds; ``growth``: over the shortest length's ``linked``."""
 
     tokens: int
     linked: float

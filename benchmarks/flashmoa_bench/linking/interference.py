@@ -37,12 +37,7 @@ _MIX_OUTPUT = (8, 48)
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens of prompt and output per second; medians over rounds.
-
-    Attributes:
-        ratio: plugin over stock, median over pairs of consecutive rounds.
-        ratios: that ratio for each pair.
-    """
+    """Tokens per second, medians over rounds; ``ratios`` are plugin over stock, pair by pair."""
 
     stock: float
     plugin: float

@@ -28,13 +28,7 @@ _FEEDING_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Describes the streams that fill.
-
-    Attributes:
-        count: number of streams.
-        prefix: number of tokens known of each beforehand.
-        tps: tokens per second that each gets.
-    """
+    """Streams that fill: their number, and each one's known tokens and tokens per second."""
 
     count: int
     prefix: int

@@ -33,12 +33,10 @@ _WAYS: tuple[PressureWay, ...] = ("unlinked", "linked")
 
 @dataclass(frozen=True, slots=True)
 class PressureLoad:
-    """Describes pipelines that run at once.
+    """Describes ``pipelines`` pipelines that run at once.
 
     Attributes:
-        pipelines: number of pipelines.
-        prefix, upstream, output: number of tokens of each pipeline's prefix, upstream agent and
-            answer.
+        prefix, upstream, output: tokens of each pipeline's prefix, upstream agent and answer.
         tps: tokens per second of each upstream agent.
         over: tokens that the pipelines need together, over those that the pool holds.
     """

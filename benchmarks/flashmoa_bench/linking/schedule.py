@@ -70,11 +70,7 @@ KINDS: tuple[WorkflowKind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """One agent's call; its prompt is ``prefix`` + the previous agent's answer + ``suffix``.
-
-    Attributes:
-        output: number of tokens that the agent writes.
-    """
+    """A call for ``output`` tokens; its prompt is ``prefix`` + the previous answer + ``suffix``."""
 
     prefix: list[int]
     suffix: list[int]

@@ -95,8 +95,7 @@ class MixtureOutcome:
         dropped_words: number of its words that were not shown, because they repeated the end of the
             text before them.
         prompts: how each agent's prompts were computed, by ``LAYER.PLACE``, both counted from 1.
-        asked: number of proposers, by size.
-        used: number of proposers whose answer was waited for, by size.
+        asked, used: number of proposers, and of those whose answer was waited for, by size.
         decisions: seconds of each decision about leaving early, with all waiting.
         deciding: seconds by which the decisions delayed the answer (see MixtureResult); ``None``
             without early exit.
@@ -123,9 +122,7 @@ class MixtureSetup:
         models: names by which the engines serve their models, by size.
         reporting: URLs of the engines that run with ``--enable-cache-report``.
         prompts: returns the aggregators' prompt for a layout.
-        layout: layout of mixtures' prompts.
-        schedule: sizes of staircases' chunks.
-        early_exit: policy of the command line.
+        layout, schedule: layout of mixtures' prompts, and sizes of staircases' chunks.
         proposing, final: sampling parameters of agents that others read, and of the last agent.
     """
 

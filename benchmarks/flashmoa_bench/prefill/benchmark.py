@@ -158,13 +158,7 @@ def _scale(dataset: Dataset, lengths: float, longest: int) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillWay:
-    """How the requests are sent.
-
-    Attributes:
-        engines: engines that answer; their caches are emptied before each pass.
-        senders: functions that send a request to one of the engines, in turn.
-        router: name of the router that is started in front of the engines, instead of senders.
-    """
+    """How the requests are sent to the engines: by senders in turn, or through a named router."""
 
     engines: Sequence[EngineClient]
     senders: Sequence[SendFunction] = ()

@@ -106,19 +106,13 @@ def _generate(
     table: tuple[Dataset, ...],
     convert: Callable[[MixPrompt], T],
 ) -> list[T]:
-    """Return each request as ``convert`` returns it.
-
-    Each is converted as soon as it is generated, so that not all tokens are in memory at once.
-    """
+    """Return the requests, each converted at once, so that not all tokens are in memory."""
     dice = random.Random(seed)
     placed: list[tuple[float, str, T]] = []
     for dataset in table:
         for document in _documents(dataset, scale, dice):
             begin = dice.random() * (1 - spread)
-            placed += [
-                (begin + dice.random() * spread, prompt.name, convert(prompt))
-                for prompt in document
-            ]
+            placed += [(begin + dice.random() * spread, one.name, convert(one)) for one in document]
     placed.sort(key=lambda entry: entry[:2])
     return [request for _place, _name, request in placed]
 

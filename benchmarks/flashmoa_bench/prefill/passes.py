@@ -247,11 +247,7 @@ def median_seconds(passes: Sequence[PrefillPass]) -> float:
 
 
 def show(title: str, rows: Sequence[PassRow], goals: Mapping[str, float], console: Console) -> None:
-    """Print one table, unless there are no rows.
-
-    Args:
-        goals: gain that each way should reach, if it has a goal.
-    """
+    """Print one table, unless there are no rows; ``goals`` are gains that ways should reach."""
     if not rows:
         return
     columns = ("seconds", "tokens/s", "requests/s", "computed", "of unique", "p50", "p99")

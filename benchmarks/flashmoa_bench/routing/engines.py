@@ -27,9 +27,8 @@ class Machine:
     Attributes:
         measure: measures the work of a forward.
         rate: work per second.
-        batch_tokens: most tokens of one forward.
+        batch_tokens, floor: most tokens and least seconds of a forward.
         cache_blocks: most blocks that its cache holds.
-        floor: least seconds of a forward.
         reports: whether it reports the blocks that it stores and evicts.
     """
 

@@ -46,16 +46,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyRow:
-    """The figures of one policy over ``engines`` engines.
-
-    Attributes:
-        throughput: tokens per second.
-        speedup: throughput over that of the random policy.
-        hit_rate: share of prompt tokens that were cached.
-        seconds: simulated time until the last prompt was computed.
-        imbalance: busy time of the busiest engine over the mean.
-        steps: number of forwards of all engines.
-    """
+    """The figures of one policy (see :class:`ReplayOutcome`); ``speedup``: over policy random."""
 
     engines: int
     policy: str

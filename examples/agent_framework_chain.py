@@ -47,7 +47,7 @@ async def run(client: FlashMoAChatClient, linked: bool, listener: Listener = ign
 
 async def main() -> None:
     """Run the chain linked and unlinked, and print how the prompts were computed."""
-    given = one_engine_arguments(__doc__)
+    arguments = one_engine_arguments(__doc__)
 
     def show(event: object) -> None:
         if isinstance(event, CallFinished) and event.usage is not None:
@@ -59,8 +59,8 @@ async def main() -> None:
             )
 
     async with (
-        one_engine(given.engine) as url,
-        FlashMoAChatClient(given.model, base_url=url) as client,
+        one_engine(arguments.engine) as url,
+        FlashMoAChatClient(arguments.model, base_url=url) as client,
     ):
         texts = await run(client, linked=True, listener=show)
         same = await run(client, linked=False)

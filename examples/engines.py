@@ -38,10 +38,10 @@ def one_engine_arguments(about: str | None) -> argparse.Namespace:
 
 
 @asynccontextmanager
-async def one_engine(given: str | None) -> AsyncGenerator[str]:
+async def one_engine(url: str | None) -> AsyncGenerator[str]:
     """Yield the given URL, or that of an engine started here with a tiny model."""
-    if given is not None:
-        yield given
+    if url is not None:
+        yield url
         return
     print("Starting an SGLang engine on this CPU with a tiny, untrained model ...")
     async with tiny_engines(["small"], [GUIDE], _MODELS) as (engine,):

@@ -105,9 +105,9 @@ def chat(url: str, model: str) -> ChatOpenAI:
 
 async def main() -> None:
     """Run the graph linked and unlinked."""
-    given = one_engine_arguments(__doc__)
-    async with one_engine(given.engine) as url, EngineClient(url) as client:
-        model = chat(client.url, given.model)
+    arguments = one_engine_arguments(__doc__)
+    async with one_engine(arguments.engine) as url, EngineClient(url) as client:
+        model = chat(client.url, arguments.model)
         async with Workflow(client, listener=print) as flow:
             state = await LinkedGraph(model, flow).run(TASK)
         same = await LinkedGraph(model, None).run(TASK)

@@ -69,16 +69,16 @@ async def review_unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
 
 async def main() -> None:
     """Print a linked review, how its prompt was computed, and whether it is the same unlinked."""
-    given = one_engine_arguments(__doc__)
+    arguments = one_engine_arguments(__doc__)
     async with (
-        one_engine(given.engine) as url,
+        one_engine(arguments.engine) as url,
         EngineClient(url) as client,
         AsyncOpenAI(base_url=f"{client.url}/v1", api_key="none") as openai,
     ):
-        review = await review_linked(openai, client, given.model)
+        review = await review_linked(openai, client, arguments.model)
         print(review.choices[0].message.content)
         print(review.usage and review.usage.model_dump_json(indent=2))
-        same = await review_unlinked(openai, given.model)
+        same = await review_unlinked(openai, arguments.model)
     print(
         "The same unlinked:", same.choices[0].message.content == review.choices[0].message.content
     )

@@ -72,7 +72,7 @@ class AblationRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench ablation``; return the exit status."""
+    """Run ``flashmoa bench ablation`` and return the exit status."""
     parser = make_parser("ablation", __doc__, ROLES)
     parser.add_argument("--prefix", type=positive, nargs="+", default=[1000, 2000])
     parser.add_argument("--pipelines", type=positive, nargs="+", default=[1, 8])

@@ -49,7 +49,7 @@ class ChunkSize:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench chunk``; return the exit status."""
+    """Run ``flashmoa bench chunk`` and return the exit status."""
     parser = make_parser("chunk", __doc__, ROLES)
     parser.add_argument("--context", type=positive, default=1024, help="tokens in all")
     parser.add_argument(

@@ -94,7 +94,7 @@ class _TimedStream(httpx.AsyncByteStream):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench client``; return the exit status."""
+    """Run ``flashmoa bench client`` and return the exit status."""
     parser = make_parser("client", __doc__, ROLES)
     parser.add_argument("--prompts", type=positive, nargs="+", default=[2000, 28000])
     anyio.run(_main, parser.parse_args(arguments))

@@ -55,7 +55,7 @@ class PromptLength:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench first_token``; return the exit status."""
+    """Run ``flashmoa bench first_token`` and return the exit status."""
     parser = make_parser("first_token", __doc__, ROLES)
     parser.add_argument(
         "--prompts", type=positive, nargs="+", default=[1000, 4000, 16000], help="tokens each"

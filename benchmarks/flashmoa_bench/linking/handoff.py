@@ -53,7 +53,7 @@ _FULL: _Grid = ([40.0, 80.0, 160.0], [256, 512, 1024, 2048], [32, 64, 96, 128, 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench handoff``; return the exit status."""
+    """Run ``flashmoa bench handoff`` and return the exit status."""
     parser = make_parser("handoff", __doc__, ROLES)
     grid = parser.add_argument_group("the grid; 24 cells unless said otherwise")
     grid.add_argument("--full", action="store_true", help="240 cells")

@@ -46,7 +46,7 @@ class Throughput:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench interference``; return the exit status."""
+    """Run ``flashmoa bench interference`` and return the exit status."""
     parser = make_parser("interference", __doc__, ROLES)
     parser.add_argument(
         "--measure",

@@ -100,7 +100,7 @@ class ScheduleRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench schedule``; return the exit status."""
+    """Run ``flashmoa bench schedule`` and return the exit status."""
     parser = make_parser("schedule", __doc__, ROLES)
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 10])
     parser.add_argument(

@@ -64,7 +64,7 @@ _BASE_FIRST: MixtureWay = "one layer"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench moa``; return the exit status."""
+    """Run ``flashmoa bench moa`` and return the exit status."""
     parser = make_parser("moa", __doc__, ROLES)
     _add_questions(parser)
     _add_agents(parser)

@@ -88,7 +88,7 @@ class EngineMemory:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench asyncep``; return the exit status."""
+    """Run ``flashmoa bench asyncep`` and return the exit status."""
     parser = make_parser("asyncep", __doc__, ROLES)
     parser.set_defaults(shape="experts")
     parser.add_argument(

@@ -55,7 +55,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench prefill-only``; return the exit status."""
+    """Run ``flashmoa bench prefill-only`` and return the exit status."""
     parser = make_parser("prefill_only", __doc__, ROLES)
     parser.set_defaults(shape="small")
     parser.add_argument(

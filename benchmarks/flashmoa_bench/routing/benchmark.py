@@ -24,7 +24,7 @@ from flashmoa_bench.routing import live, simulation
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench router``; return the exit status."""
+    """Run ``flashmoa bench router`` and return the exit status."""
     options = parse(arguments)
     if options.engine:
         anyio.run(live.measure, options)

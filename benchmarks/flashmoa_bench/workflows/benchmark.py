@@ -78,7 +78,7 @@ class WorkflowRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench workflows``; return the exit status."""
+    """Run ``flashmoa bench workflows`` and return the exit status."""
     parser = make_parser("workflows", __doc__, ROLES)
     names = [workflow.name for workflow in agent_workflows()]
     parser.add_argument("--workflows", nargs="+", choices=names, default=names, metavar="NAME")

@@ -1,4 +1,4 @@
-"""Who may speak next, as told by managers that stand still."""
+"""Test the forecasts of who may speak next, with managers that do not run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
 
 
 def oracle(edges: Edges, size: int) -> list[Step]:
-    """Return the steps of a graph without conditions: all agents whose parents have all spoken."""
+    """Compute the steps of a graph without conditions: agents run once all parents have spoken."""
     spoken: set[int] = set()
     steps: list[Step] = []
     while len(spoken) < size:
@@ -84,7 +84,7 @@ def test_turns_of_an_unconditional_graph_are_forecast_to_its_end(graph: tuple[Ed
     assert before == after
 
 
-def test_turns_behind_a_condition_are_unsure_and_the_last_ones_forecast() -> None:
+def test_turns_after_a_condition_are_unsure_and_the_last_ones_forecast() -> None:
     edges: Edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
     manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
     manager._active_speakers = ["a0"]
@@ -105,13 +105,13 @@ def test_an_unknown_manager_has_no_turns() -> None:
 
 
 def standing(kind: type, **state: Any) -> Any:
-    """Make the manager of a team that has ended, without a runtime."""
+    """Make a group chat manager that has ended, without a runtime."""
     manager: Any = kind.__new__(kind)
     vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
     return manager
 
 
-def test_the_first_turns_of_the_next_run() -> None:
+def test_the_first_turns_of_the_next_run_are_forecast_by_every_manager() -> None:
     handoff = HandoffMessage(content="Go.", source="one", target="three")
     swarm = standing(SwarmGroupChatManager, _current_speaker="one")
     assert starting(swarm) == [Turn("one", sure=False)]

@@ -1,9 +1,9 @@
-"""What SGLang would do with a GPU's memory, by SGLang's own arithmetic; no GPU is needed.
+"""Compute what SGLang would do with a GPU's memory, by SGLang's own arithmetic; no GPU is needed.
 
-A program of its own, because SGLang's arguments leave traces in the process that reads them. Reads
-requests as JSON, one a line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
+This is a separate program, because SGLang's arguments leave traces in the process that reads them.
+It reads requests as JSON, one a line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
 ``config.json``), ``total`` MiB of memory as nvidia-smi shows it, and ``taken`` bytes that are in
-use when the server starts. Answers each with a line: a ``Budget``, as JSON.
+use when the server starts. It answers each with a line: a ``Budget``, as JSON.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ _GIB = 1 << 30
 
 @dataclass
 class Budget:
-    """Attributes:
-    problem: why the plugin, or SGLang, refuses to start; ``None``: it does not.
-    fraction: of the memory that was free, for weights and KV (``--mem-fraction-static``).
-    weights: bytes on the device. kv: bytes of the pool. tokens: in the pool.
-    left: bytes that are neither, for forwards.
-    forward: tokens of the largest forward.
+    """How the memory would be used.
+
+    Attributes:
+        problem: why the plugin or SGLang refuses to start; ``None`` if the server starts.
+        fraction: share of the free memory for weights and KV (``--mem-fraction-static``).
+        weights, kv: bytes of the weights on the device, and of the KV pool.
+        tokens: number of tokens in the pool.
+        left: bytes for forwards, which are neither weights nor KV.
+        forward: number of tokens of the largest forward.
     """
 
     problem: str | None
@@ -96,7 +99,7 @@ def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
 
 @contextmanager
 def _options(argv: list[str]) -> Generator[tuple[list[str], Options]]:
-    """Split off the plugin's arguments; return them and the others."""
+    """Split off the plugin's arguments, and return them and the others."""
     with mock.patch.dict(os.environ):
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(None, parser)
@@ -114,7 +117,7 @@ def _refused(arguments: Any, options: Options) -> str | None:
 
 
 def _on_device(config: Any, options: Options) -> int:
-    """Bytes of the model's weights that are there once it is loaded."""
+    """Return the bytes of the model's weights that are on the device once it is loaded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     layers: dict[str, int] = {}
@@ -157,14 +160,14 @@ def _pool(arguments: Any, config: Any, before: int, after: int) -> int:
 
 
 def _cell_bytes(arguments: Any, config: Any) -> int:
-    """Of one token's KV in all layers."""
+    """Return the bytes of one token's KV in all layers."""
     with _one_device():
         kv = _configurator(arguments, config)
         return pool_configurator.create_memory_pool_configurator(kv)._cell_size
 
 
 def _configurator(arguments: Any, config: Any) -> Any:
-    """As much of SGLang's as these formulas ask for, without a model runner."""
+    """Make the part of SGLang's configurator that these formulas need, without a model runner."""
     layers = SimpleNamespace(
         num_effective_layers=config.num_hidden_layers,
         start_layer=0,

@@ -1,5 +1,7 @@
-"""Commands for a GPU in the documentation: by SGLang's own arithmetic they start, and what they
-compute has room. Nothing here has run on a GPU."""
+"""Test the documentation's commands for a GPU: by SGLang's own arithmetic, they start and fit.
+
+Nothing here has run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ CASES = [
 
 
 class Sglang:
-    """Asks :mod:`gpu_memory`, in a process of its own."""
+    """Asks :mod:`gpu_memory`, in a separate process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -170,7 +172,7 @@ def test_the_documentation_has_commands_for_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "fraction"), [("H100", -1.418), ("H200", -0.372)])
-def test_sglangs_own_choice_for_long_forwards_leaves_nothing(
+def test_sglangs_own_memory_fraction_leaves_no_kv_with_long_forwards(
     sglang: Sglang, gpu: str, fraction: float
 ) -> None:
     model = "Qwen/Qwen3-30B-A3B"
@@ -183,7 +185,7 @@ def test_sglangs_own_choice_for_long_forwards_leaves_nothing(
     assert "give --mem-fraction-static" in sglang.budget(copied, gpu)["problem"]
 
 
-def test_the_figures_of_the_documentation_are_the_arithmetics(sglang: Sglang) -> None:
+def test_the_figures_of_the_documentation_equal_the_arithmetic(sglang: Sglang) -> None:
     (h2d, *_) = [one for one in DOCUMENTED if "h2d" in one.arguments]
     resident = sglang.budget(Command("", h2d.model, ()), "H200")
     h100, h200 = (sglang.budget(h2d, gpu) for gpu in GPUS)

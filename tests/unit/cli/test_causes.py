@@ -1,4 +1,4 @@
-"""The sentence that is made of the end of SGLang's output."""
+"""Test the sentence that is made from the end of SGLang's output when a start fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_known_causes_become_a_sentence(output: str) -> None:
     assert told is not None and OUTPUTS[output] in told
 
 
-def test_unknown_causes_do_not() -> None:
+def test_an_output_without_a_known_cause_has_no_sentence() -> None:
     # Written by starts that go well.
     warned = (
         "Ignore import error: No module named 'triton'\nModuleNotFoundError: No module named 'x'"

@@ -1,4 +1,4 @@
-"""Messages that docs/troubleshooting.md quotes, as the code has them."""
+"""Test that the messages which docs/troubleshooting.md quotes are those of the code."""
 
 from __future__ import annotations
 

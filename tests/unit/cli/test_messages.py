@@ -1,4 +1,4 @@
-"""What a newcomer is told who has not got everything, or not in its place."""
+"""Test the messages that a newcomer gets if something is missing or in the wrong place."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ def without(package: str, script: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_without_autogen() -> None:
+def test_importing_without_autogen_says_what_to_install() -> None:
     said = without("autogen_agentchat", "import flashmoa.autogen")
     assert said.startswith("ModuleNotFoundError: flashmoa.autogen needs AutoGen")
     assert said.endswith("pip install 'flashmoa[autogen]'")
 
 
-def test_a_benchmark_without_the_plugin() -> None:
+def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
     script = "from flashmoa.cli import bench; sys.exit(bench.main(['chunk']))"
     assert without("flashmoa_sglang", script).endswith("give engines' URLs")
 
 
 @pytest.mark.anyio
-async def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_missing_and_unreadable_files_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Not in this thread, where the session's event loop may be.
     command = ["handoff", "--upstream-decodes", "--text", str(tmp_path / "no.md")]
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
@@ -58,7 +60,7 @@ async def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is not a trace: it is not text" in capsys.readouterr().err
 
 
-def test_a_full_disk_ends_a_trace_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_a_trace_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     write = Trace("/dev/full")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -70,12 +72,12 @@ def test_a_full_disk_ends_a_trace_and_is_said_once(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     "url", ["localhost:1", "http:/x", "http://h:port", "http://[::1", "ftp://h"]
 )
-def test_a_url_that_is_none(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="give http://HOST:PORT"):
         engine_url(url)
 
 
-async def test_a_team_whose_engine_is_not_there() -> None:
+async def test_a_team_without_its_engine_names_the_command_that_starts_one() -> None:
     client = FlashMoAChatCompletionClient(model="m", base_url=NOWHERE, max_retries=0)
     team = RoundRobinGroupChat([AssistantAgent("a", model_client=client)], max_turns=1)
     try:
@@ -86,7 +88,7 @@ async def test_a_team_whose_engine_is_not_there() -> None:
 
 
 def answering(status: int, **content: object) -> EngineClient:
-    """A client of a server that answers everything so."""
+    """Return a client of a server that gives every request the same answer."""
     client = EngineClient(NOWHERE)
     client._http = httpx.AsyncClient(
         base_url=NOWHERE,
@@ -95,7 +97,7 @@ def answering(status: int, **content: object) -> EngineClient:
     return client
 
 
-async def test_a_lost_connection_has_a_reason() -> None:
+async def test_a_lost_connection_is_reported_with_its_reason() -> None:
     def lost(_: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("")
 
@@ -105,7 +107,7 @@ async def test_a_lost_connection_has_a_reason() -> None:
             await client.info()
 
 
-async def test_what_is_no_engine() -> None:
+async def test_servers_that_are_not_engines_are_reported_with_advice() -> None:
     async with EngineClient(NOWHERE) as client:
         with pytest.raises(EngineUnreachable, match="`flashmoa serve` starts one"):
             await client.info()

@@ -1,4 +1,4 @@
-"""How ``flashmoa serve`` starts and ends, with another program in SGLang's place."""
+"""Test how ``flashmoa serve`` starts and ends, with another program in SGLang's place."""
 
 from __future__ import annotations
 

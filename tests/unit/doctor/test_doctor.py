@@ -1,4 +1,4 @@
-"""The doctor without an engine: what is installed, and URLs without one."""
+"""Test the doctor without an engine: the installation, and URLs without an engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_installation_is_ok_without_importing_torch_or_sglang() -> None:
     assert found["SGLang"]["level"] == "ok" and found["internals"]["level"] == "ok"
 
 
-def test_old_sglang_is_to_be_fixed() -> None:
+def test_an_old_sglang_is_reported_as_a_problem() -> None:
     old = installation.check_release("0.4.6")
     assert old.level == "fix" and all(one in old.text for one in releases.TESTED)
     assert installation.check_release("0.5.19").level == "note"
@@ -115,12 +115,12 @@ async def test_system_other_than_linux_is_a_note(monkeypatch: pytest.MonkeyPatch
         ("http://127.0.0.1:port", "is not an engine's URL", "http://HOST:PORT"),
     ],
 )
-async def test_url_without_an_engine(url: str, said: str, remedy: str) -> None:
+async def test_a_url_without_an_engine_is_a_problem(url: str, said: str, remedy: str) -> None:
     (finding,) = await check_engine(EngineToCheck(url))
     assert finding.level == "fix" and said in finding.text and remedy in finding.remedy
 
 
-async def test_server_that_is_not_an_engine(other_server: str) -> None:
+async def test_a_server_that_is_not_an_engine_is_a_problem(other_server: str) -> None:
     (finding,) = await check_engine(EngineToCheck(other_server))
     assert (finding.level, finding.text) == ("fix", f"{other_server} answers, but is not an engine")
 
@@ -134,7 +134,7 @@ async def test_report_shows_remedies_and_their_number(capsys: pytest.CaptureFixt
     assert "fix   engine" in shown and "→ flashmoa serve" in shown and "1 to fix" in shown
 
 
-def test_torch_without_cuda_beside_a_gpu_is_to_be_fixed(
+def test_torch_without_cuda_on_a_machine_with_a_gpu_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia0").touch()

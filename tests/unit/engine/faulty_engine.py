@@ -1,4 +1,4 @@
-"""An OpenAI server whose answers fail in chosen ways, over real sockets."""
+"""An OpenAI server on a real socket whose answers fail in chosen ways."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _USAGE = {
 
 
 class FaultyEngine:
-    """A server with a fate for each request, in order; those after the last one are answered.
+    """A server with a fate for each request, in their order; later requests are answered.
 
     Attributes:
-        bodies: those of the requests so far.
+        bodies: bodies of the requests so far.
     """
 
     def __init__(self, url: str, fates: Sequence[Fate]) -> None:
@@ -155,7 +155,7 @@ T = TypeVar("T", bound=Serving)
 
 @asynccontextmanager
 async def listening(make: Callable[[str], T]) -> AsyncGenerator[T]:
-    """Serve what ``make`` makes of the URL, there."""
+    """Serve the application that ``make`` returns for the server's URL."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as group:
         port = listener.extra(SocketAttribute.local_port)

@@ -1,4 +1,4 @@
-"""Predicted prompts, over chat templates of the main families."""
+"""Test predicted prompts with chat templates of the main model families."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _refuse(reason: str) -> None:
 
 
 def reader(family: str, *, merge: bool, tools: bool) -> Any:
-    """Make an agent that has spoken once already."""
+    """Make an agent that has already spoken once."""
     client = FlashMoAChatCompletionClient(
         model="tiny", base_url="http://127.0.0.1:9", merge_user_messages=merge
     )
@@ -66,7 +66,7 @@ async def look(place: str) -> str:
 async def told_and_sent(
     family: str, texts: Sequence[str], *, merge: bool, tools: bool
 ) -> tuple[str, str, str]:
-    """Return what is certain of a prompt before and after its texts are written, and the prompt."""
+    """Return a prompt's certain part before and after its texts are written, and the prompt."""
     agent = reader(family, merge=merge, tools=tools)
     context = agent._model_context
     await context.add_message(TextMessage(content="Hi", source="user").to_model_message())

@@ -1,4 +1,4 @@
-"""An engine with the plugin's routes, some of which take a request and never answer it."""
+"""An engine with the plugin's routes, some of which accept a request and never answer it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Route = Literal["render", "open", "append", "keep_alive", "delete", "chat"]
 
 
 class HungEngine:
-    """Engine of any number of prompt streams.
+    """An engine that keeps any number of prompt streams.
 
     Attributes:
         hangs: routes that do not answer.
         lacks: routes that it does not have.
         gone: streams that have expired.
-        asked: every request so far, as (route, its body).
+        asked: all requests so far, as (route, body).
     """
 
     def __init__(self, url: str, hangs: tuple[Route, ...]) -> None:
@@ -37,7 +37,7 @@ class HungEngine:
         return [route for route, _ in self.asked]
 
     async def until(self, route: Route, times: int = 1) -> None:
-        """Wait until it was asked that."""
+        """Wait until a route has been requested a number of times."""
         with anyio.fail_after(10):
             while self.routes().count(route) < times:  # noqa: ASYNC110
                 await anyio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""An engine that does not answer holds neither a request nor whoever leaves."""
+"""Test that an engine which does not answer delays neither a request nor a shutdown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def asks(text: object) -> list[dict[str, Any]]:
 
 
 async def reached(engine: HungEngine, text: Text, times: int = 1) -> None:
-    """Wait until so many links to a text are as far as they come; a stream gets a piece of it."""
+    """Wait until ``times`` links to a text have come as far as they can; streams also get text."""
     far: Route | None = next((one for one in ("render", "open") if one in engine.hangs), None)
     await engine.until(far or "open", times)
     if far is None:
@@ -156,7 +156,7 @@ async def test_a_refused_request_does_not_wait_for_a_hung_engine() -> None:
 
 @pytest.mark.parametrize("hangs", ["render", "open", "append", "delete"])
 async def test_closing_a_client_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
-    """Nor does each thing that it closes, one after the other."""
+    """The links that it closes do not add up their waiting times either."""
     async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
         writer, reader = client_of(writing), client_of(reading)
         mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content

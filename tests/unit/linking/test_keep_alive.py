@@ -1,4 +1,4 @@
-"""Streams that live as long as their link does, and not much longer."""
+"""Test that prompt streams live as long as their links, and not much longer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 async def linked(
     engine: HungEngine, events: list[Event] | None = None, **more: Any
 ) -> AsyncGenerator[Link]:
-    """Yield a link to a prompt that two write, once its stream is open."""
+    """Yield a link to a prompt that two agents write, once its stream is open."""
     prompt, told = Prompt(["Go. ", Slot("a"), Slot("b")]), events if events is not None else []
     async with (
         EngineClient(engine.url, timeout=25.0, stream_ttl_seconds=TTL) as client,
@@ -91,7 +91,7 @@ async def test_an_unused_stream_is_released_after_unused_seconds() -> None:
     assert closed.reason == "unused"
 
 
-async def test_a_plugin_without_keep_alive_is_linked() -> None:
+async def test_a_plugin_without_a_keep_alive_route_can_be_linked() -> None:
     async with hung_engine() as engine:
         engine.lacks.add("keep_alive")
         async with linked(engine) as link:
@@ -103,7 +103,7 @@ async def test_a_plugin_without_keep_alive_is_linked() -> None:
             assert not link.is_over
 
 
-async def test_a_stream_that_is_gone_ends_its_link() -> None:
+async def test_an_expired_stream_ends_its_link() -> None:
     events: list[Event] = []
     async with hung_engine() as engine, linked(engine, events):
         engine.gone.add("s0")
@@ -112,7 +112,7 @@ async def test_a_stream_that_is_gone_ends_its_link() -> None:
     assert closed.reason.startswith("StreamGone")
 
 
-async def test_text_is_appended_though_keep_alive_is_not_answered() -> None:
+async def test_text_is_appended_while_a_keep_alive_gets_no_answer() -> None:
     async with hung_engine("keep_alive") as engine, linked(engine) as link:
         await engine.until("keep_alive")
         link.feed("a", "some ")
@@ -123,7 +123,7 @@ async def test_text_is_appended_though_keep_alive_is_not_answered() -> None:
 
 
 async def test_link_opened_is_reported_once() -> None:
-    """Signs of life are no news."""
+    """Keep-alive messages do not report it again."""
     events: list[Event] = []
     async with hung_engine() as engine, linked(engine, events):
         await engine.until("keep_alive", 2)

@@ -1,4 +1,4 @@
-"""A call of a linked team, without engines."""
+"""Test a call of a linked team, without engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Planner(CallOwner):
-    """A planner that only keeps the events, and holds the links that it is given."""
+    """A planner that records events, and returns the links that a test gives it."""
 
     streams = True
 
@@ -45,8 +45,8 @@ async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late() -> None
     assert started.late and started.stream_id is None
 
 
-async def test_an_answer_that_differs_from_what_was_heard_ends_the_links_to_it() -> None:
-    """Its request broke off, and when it was sent again it was answered otherwise."""
+async def test_an_answer_that_differs_from_its_observed_text_ends_the_links_to_it() -> None:
+    """The request broke off, and its retry got a different answer."""
     request = CallRequest("http://engine", "m", None)
     async with EngineClient("http://127.0.0.1:9") as engine:
         link = Link(engine, Prompt([Slot("a")]), agent="b")

@@ -1,4 +1,4 @@
-"""Hearing an answer changes nothing about it, nor about what goes wrong with it."""
+"""Test that observing an answer changes neither the answer nor its errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def client_of(
 
 
 async def ended(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngine) -> Any:
-    """Return what a call ended in, and how many requests there were: its text, or its exception."""
+    """Return a call's text or exception, and its number of requests."""
     try:
         if how == "linked":
             assert isinstance(client, FlashMoAChatCompletionClient)
@@ -80,7 +80,7 @@ async def ended(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngi
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenAI's client waits half a second and longer before it tries again."""
+    """Remove the waiting time of half a second and more before OpenAI's client retries."""
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
@@ -93,8 +93,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_a_tapped_call_ends_as_an_untapped_one(fates: tuple[Fate, ...], retries: int) -> None:
-    """Its text or its exception, and the number of its requests."""
+async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
+    fates: tuple[Fate, ...], retries: int
+) -> None:
+    """The outcome is the text or the exception, and the number of requests."""
     outcomes: dict[How, Any] = {}
     for how in HOWS:
         async with faulty_engine(*fates) as engine:
@@ -114,7 +116,7 @@ async def test_a_tapped_call_ends_as_an_untapped_one(fates: tuple[Fate, ...], re
 
 
 @pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
-async def test_a_watched_stream_ends_as_the_stock_clients(fate: Fate) -> None:
+async def test_a_watched_stream_has_the_same_outcome_as_the_stock_clients(fate: Fate) -> None:
     outcomes: list[Any] = []
     for how in ("stock", "listener"):
         async with faulty_engine(fate) as engine:
@@ -164,7 +166,7 @@ async def test_a_tapped_answer_equals_an_untapped_one() -> None:
         (("cut", "other", "fine"), WORDS[:3], "".join(OTHER)),
     ],
 )
-async def test_text_of_a_retried_request_is_heard_once(
+async def test_text_of_a_retried_request_is_observed_once(
     fates: tuple[Fate, ...], told: list[str], text: str
 ) -> None:
     pieces: list[str] = []
@@ -176,7 +178,7 @@ async def test_text_of_a_retried_request_is_heard_once(
 
 
 async def test_a_promise_whose_retry_differs_gets_the_new_text() -> None:
-    """Who waits gets the answer there is; links that were told another one end."""
+    """Its readers get the new answer, and links that got text of the old one end."""
     async with (
         faulty_engine("cut", "other") as engine,
         EngineClient("http://127.0.0.1:9") as nowhere,
@@ -203,7 +205,9 @@ async def test_a_shared_http_client_is_tapped_once() -> None:
     assert [body.get("stream") for body in engine.bodies] == [True, None, None]
 
 
-async def test_a_patched_http_client_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_patch_of_the_http_clients_send_method_still_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
     async with faulty_engine() as engine, openai_of(engine) as client:
         kind: Any = type(client._client)
@@ -219,7 +223,9 @@ async def test_a_patched_http_client_is_still_used(monkeypatch: pytest.MonkeyPat
     assert seen == ["/v1/chat/completions"]
 
 
-async def test_an_observer_that_fails_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_raises_does_not_lose_the_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def hear(_: str) -> None:
         raise ZeroDivisionError
 
@@ -234,7 +240,7 @@ async def test_an_observer_that_fails_costs_no_answer(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
-async def test_a_tapped_call_of_agent_framework_ends_as_an_untapped_one(
+async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped_one(
     fate: Fate, retries: int
 ) -> None:
     outcomes: list[Any] = []
@@ -257,7 +263,7 @@ async def test_a_tapped_call_of_agent_framework_ends_as_an_untapped_one(
 
 
 class Hearing(LinkedTeam):
-    """A linked workflow to which every request belongs."""
+    """A linked workflow that observes every request."""
 
     def observe(self, request: CallRequest) -> ReportedCall:
         return ReportedCall(CallReporter(ignore, agent="a", engine=request.engine, model="m"))

@@ -1,4 +1,4 @@
-"""The links that a planner holds, and when they are no longer the right ones; without engines."""
+"""Test which links a planner keeps and which it ends, without engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forecast(
 def held(
     engine: EngineClient, prompt: Prompt, received: int | None, coming: int = 1
 ) -> PlannedLinks:
-    """Hold one link, to ``b``, that has received that many messages since the link was made."""
+    """Hold one link, to agent ``b``, which has received ``received`` messages since it was made."""
     links = PlannedLinks(streams=True)
     made_from = forecast(engine, Turn("b", (frozenset("a"),)), received, coming)
     links.add(Link(engine, prompt, agent="b"), made_from)
@@ -58,7 +58,7 @@ async def test_an_uncertain_link_is_used_unless_its_team_was_reset(
     assert (links.take("b") is not None) is is_used
 
 
-async def test_a_waiting_link_does_not_fit_once_other_messages_came(
+async def test_a_waiting_link_is_not_used_after_unforecast_messages(
     engine: EngineClient,
 ) -> None:
     later = Turn("b", (frozenset("x"), frozenset("a")))

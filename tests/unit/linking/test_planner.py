@@ -1,4 +1,4 @@
-"""The link planner, driven by a framework of two questions; without engines."""
+"""Test the link planner with a framework of two agents, without engines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pair(LinkPlanner):
         return link
 
     async def planned(self, forecasts: int) -> None:
-        """Wait until so many forecasts have been made, and nothing is planned."""
+        """Wait until ``forecasts`` forecasts have been made and none is in progress."""
         with anyio.fail_after(5):
             while self.forecasts < forecasts or self._planning.is_running:  # noqa: ASYNC110
                 await anyio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Texts as whoever writes them uses them."""
+"""Test ``Text`` as its writers use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers in chunks: schedules, cuts, and answers that stall or fail."""
+"""Test answers in chunks: schedules, cuts, and answers that stall or fail."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
             assert proposal.ends_before(3) and not proposal.ends_before(2)
 
 
-async def test_stalled_answer_gives_the_chunks_written_so_far() -> None:
+async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("slow")
         answer.write("abcdef")
@@ -54,7 +54,7 @@ async def test_stalled_answer_gives_the_chunks_written_so_far() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no such model")])
-async def test_answer_without_text_has_failed_and_says_why(error: ValueError | None) -> None:
+async def test_answer_without_text_has_failed_with_its_reason(error: ValueError | None) -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("mute")
         answer.close() if error is None else answer.fail(error)

@@ -1,4 +1,4 @@
-"""The delay that early exit decisions cause, by a clock that only embedding moves."""
+"""Test the delay that early-exit decisions cause, with a clock that only embedding advances."""
 
 from __future__ import annotations
 

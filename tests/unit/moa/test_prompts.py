@@ -1,4 +1,4 @@
-"""Prompts of aggregators, and the shares of answers in them."""
+"""Test aggregators' prompts, and the shares of answers in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repetitions where a text goes on, compared with a search in the whole text."""
+"""Test the repeat filter against a search in the whole text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def texts(draw: st.DrawFn) -> str:
 
 
 def searched(written: str, part: str) -> tuple[str, str]:
-    """Return what is passed on and what is dropped of a whole part."""
+    """Return the part without its repetition, and the repetition, by a search in the whole text."""
     before, after = written.split(), part.split()
     cut = not written[-1:].isspace()
     for count in range(min(len(before), len(after)), 0, -1):
@@ -74,7 +74,7 @@ def test_repetition_is_dropped(written: str, part: str, expected: str) -> None:
     assert filtered(written, list(part))[0] == expected
 
 
-def test_only_a_possible_repetition_is_held_back() -> None:
+def test_only_text_that_may_be_a_repetition_is_held_back() -> None:
     repeats = RepeatFilter("You need three days in Kathmandu")
     assert repeats.add("thr") == "" and repeats.held == "thr"
     assert repeats.add("ough") == "through"

@@ -1,4 +1,4 @@
-"""Spans and metrics made of events."""
+"""Test the OpenTelemetry spans and metrics that are made of events."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_call_that_failed_before_its_request_has_a_span(telemetry: Telemetry) ->
 
 
 def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
-    """They are also children of an agent's own span where there is one, as in AutoGen."""
+    """If the framework has a span of the agent, as AutoGen does, they are children of that span."""
     tracer = telemetry.tracers.get_tracer("a framework")
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
     with tracer.start_as_current_span("its agent", attributes=attributes) as own:
@@ -246,7 +246,7 @@ def test_links_without_a_stream_are_events_of_the_call(telemetry: Telemetry) -> 
     assert chat.attributes is not None and chat.attributes["flashmoa.link.late"] is True
 
 
-def test_unused_link_is_a_child_of_where_it_was_opened(telemetry: Telemetry) -> None:
+def test_unused_link_is_a_child_of_the_span_in_which_it_was_opened(telemetry: Telemetry) -> None:
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
         tell(listener, [*LINKED[:2], UpstreamFailed(**B, upstream="A", failure="x", action="y")])

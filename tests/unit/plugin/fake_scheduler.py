@@ -30,7 +30,7 @@ class Tree:
 
 
 class Grammars:
-    """Holds the requests whose grammar is compiled by now."""
+    """Holds the requests whose grammars are compiled."""
 
     def __init__(self) -> None:
         self.ready: list[Any] = []

@@ -1,4 +1,4 @@
-"""What an engine's costs are made of, whatever else its machine does; without engines."""
+"""Test how an engine measures its costs on a noisy machine; without engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Timed:
-    """An engine that says that forwards took so long."""
+    """An engine whose forwards take the given times."""
 
     largest_forward = 2048
     vocabulary = 100
@@ -59,7 +59,7 @@ async def test_costs_are_the_least_of_several_rounds() -> None:
     assert engine.asked == [1, 4, 16, 64, 256, 1024] * 3
 
 
-async def test_long_forwards_need_not_be_measured() -> None:
+async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
     found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
     assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 256]
     found, engine = await costs(lambda _tokens, _before: 0.5)
@@ -73,7 +73,7 @@ async def test_noisy_rounds_are_measured_again() -> None:
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
-async def test_an_engine_says_what_prefills_wait_for_and_where_they_do_not(
+async def test_calibration_sets_the_tokens_that_prefills_wait_for(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")

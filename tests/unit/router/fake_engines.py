@@ -25,11 +25,11 @@ class FakeEngine:
     """Answers every request that has the right API key.
 
     Args:
-        streams: the ids of its prompt streams.
-        lets_in: whether it accepts requests with any key or none.
+        streams: ids of its prompt streams.
+        lets_in: whether it accepts requests with any API key, or none.
 
     Attributes:
-        requests: those that it let in, except the router's own questions.
+        requests: accepted requests, except for the router's own.
     """
 
     def __init__(self, *streams: str, lets_in: bool = False) -> None:
@@ -119,7 +119,7 @@ async def routing(*engines: FakeEngine, **more: Any) -> AsyncGenerator[RouterCli
 
 @asynccontextmanager
 async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
-    """Run a shell router; the engine is its prefill engine and its pair's router."""
+    """Run a shell router whose engine is its prefill engine and the router of its pair."""
     async with (
         served(engine.app()) as url,
         running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,

@@ -1,4 +1,4 @@
-"""What the tests of the router's core share: short prompts of small blocks."""
+"""Short prompts of small blocks, for the tests of the router's core."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def blocks(tokens: Sequence[int]) -> Blocks:
 
 
 def prefixes(tokens: Sequence[int]) -> set[tuple[int, ...]]:
-    """Every whole-block prefix."""
+    """Return every prefix of whole blocks."""
     return {tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)}
 
 
 def policy(engines: int, measure: Measure, limit: int | None, patience: float = 0.0) -> PrefixAware:
-    """As the paper has it, unless there is some patience."""
+    """Make the policy: the paper's, unless ``patience`` is given."""
     made = PrefixAware(block_tokens=SIZE, patience=patience)
     for number in range(engines):
         made.join(f"e{number}", EngineTraits(measure, limit))
@@ -38,5 +38,5 @@ def policy(engines: int, measure: Measure, limit: int | None, patience: float = 
 
 
 def place(routing: Policy, name: str, prompt: Blocks) -> str | None:
-    """Where a request goes that is alone in the queue."""
+    """Return the engine of a request that is alone in the queue."""
     return routing.route([WaitingRequest(name, prompt)]).get(name)

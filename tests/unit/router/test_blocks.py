@@ -1,4 +1,4 @@
-"""A prompt as a chain of block hashes, against its prefixes."""
+"""Test the block hashes of a prompt against its prefixes."""
 
 from __future__ import annotations
 

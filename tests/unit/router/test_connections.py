@@ -1,4 +1,4 @@
-"""What a router does with engines' connections that break, or are about to."""
+"""Test how a router handles connections to engines that break, or are about to."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EVENTS = b"HTTP/1.1 500 -\r\ncontent-type: text/event-stream\r\ncontent-length: 
 
 
 class Server:
-    """Answers each connection's requests as it is told.
+    """Answers each connection's requests as the test says.
 
-    ``CLOSE`` is the end of the connection, and ``END`` that of the server.
+    ``CLOSE`` ends the connection, and ``END`` the server.
 
     Attributes:
-        seen: the number of the connection that each request came on.
+        seen: number of the connection of each request.
     """
 
     def __init__(self, *scripts: tuple[bytes, ...]) -> None:
@@ -85,7 +85,7 @@ async def send(http: Connections, url: str, times: Repeat) -> tuple[int, bytes |
     return answer.status, content
 
 
-async def test_connection_is_kept() -> None:
+async def test_connection_is_reused() -> None:
     server = Server((GOOD, GOOD))
     async with server.listening() as url, connections() as http:
         for _ in range(2):
@@ -95,7 +95,7 @@ async def test_connection_is_kept() -> None:
 
 @pytest.mark.parametrize("answer", [BAD, LAST])
 async def test_connection_that_will_be_closed_is_not_reused(answer: bytes) -> None:
-    """SGLang says nothing of it after an error of its own."""
+    """After an error of its own, SGLang closes the connection without announcing it."""
     server = Server((answer,), (GOOD,))
     async with server.listening() as url, connections() as http:
         assert (await send(http, url, Repeat.NEVER))[0] == int(answer[9:12])
@@ -155,7 +155,7 @@ async def test_idempotent_request_is_repeated_once(script: tuple[bytes, ...]) ->
     assert server.seen == [*[0] * len(script), 1, 2, 3]
 
 
-async def test_engine_gone_at_the_second_attempt_counts_as_reached() -> None:
+async def test_engine_that_dies_before_the_second_attempt_counts_as_reached() -> None:
     server = Server((GOOD, END))
     async with server.listening() as url, connections() as http:
         await send(http, url, Repeat.UNANSWERED)
@@ -181,5 +181,5 @@ async def test_engine_gone_at_the_second_attempt_counts_as_reached() -> None:
         ("POST", "/prompt_streams/1/append/x", Repeat.NEVER),
     ],
 )
-def test_repeat_rule_of_each_route(method: str, path: str, expected: Repeat) -> None:
+def test_every_route_has_its_repeat_rule(method: str, path: str, expected: Repeat) -> None:
     assert ForwardedRequest(method, path, path, {}, b"").repeat is expected

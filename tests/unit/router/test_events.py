@@ -1,4 +1,4 @@
-"""Engines' KV events: pages, gaps and replays, ranks, and where they are published."""
+"""Test engines' KV events: pages, gaps and replays, ranks, and where they are published."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def batch(*events: list[object], written: float = 0.0) -> bytes:
 def test_reported_pages_become_the_hashes_of_prompts(
     prompts: list[list[int]], page: int, seed: int
 ) -> None:
-    """Against an engine whose cache is a set of page prefixes, evicted from their ends."""
+    """Compared with an engine whose cache is a set of page prefixes, evicted from their ends."""
     dice = random.Random(seed)
     mirror = PageMirror(SIZE)
     held: Counter[int] = Counter()
@@ -68,7 +68,7 @@ def test_reported_pages_become_the_hashes_of_prompts(
     assert len(mirror) == len(cache)
 
 
-def test_pages_behind_a_lost_event_are_left_out() -> None:
+def test_pages_without_a_known_parent_are_ignored() -> None:
     mirror = PageMirror(SIZE)
     assert mirror.stored([5], 4, [1, 2, 3, 4], 4) == []
     assert mirror.stored([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
@@ -86,7 +86,7 @@ def one_engine() -> tuple[PrefixAware, Dispatcher]:
     return policy, dispatcher
 
 
-def test_gap_in_an_engine_s_events_empties_its_table() -> None:
+def test_gap_in_an_engines_events_empties_its_table() -> None:
     policy, dispatcher = one_engine()
     heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     heard.receive(4, batch(STORED))
@@ -104,8 +104,7 @@ def test_gap_in_an_engine_s_events_empties_its_table() -> None:
     assert policy.cached_blocks("a") == 0
 
 
-def test_tokens_of_speculative_decoding_come_as_pairs() -> None:
-    """As an engine with speculative decoding tells them."""
+def test_events_of_speculative_decoding_have_pairs_of_tokens() -> None:
     policy, dispatcher = one_engine()
     heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     tokens = list(range(33))
@@ -131,7 +130,7 @@ def test_block_counts_as_long_as_one_rank_has_it() -> None:
 
 
 class Publisher:
-    """What SGLang's publisher does on its two sockets, with messages that get lost."""
+    """Publishes on two sockets as SGLang's publisher does, and loses messages."""
 
     def __init__(self, live: zmq.asyncio.Socket, again: zmq.asyncio.Socket) -> None:
         self._live = live
@@ -242,7 +241,7 @@ CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tc
         ),
     ],
 )
-def test_event_sources_of_server_info(
+def test_event_sources_are_read_from_server_info(
     told: dict[str, Any], expected: tuple[EventSource, ...]
 ) -> None:
     assert event_sources("http://host:30000", told) == expected

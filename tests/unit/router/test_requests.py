@@ -1,4 +1,4 @@
-"""What the routers answer, in front of engines that are not there."""
+"""Test the routers' answers, in front of fake engines."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """JSON, as Python writes it."""
+    """Draw JSON bodies as Python writes them."""
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=2, max_size=6, unique=True))
     fields = {name: draw(FIELDS[name]) for name in names}
     deep = draw(st.sampled_from([190, 250, 5000]) | st.integers(950, 990))

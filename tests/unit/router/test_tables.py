@@ -1,4 +1,4 @@
-"""What an engine holds and has to do, against plain sets and lists."""
+"""Test the tables of an engine's blocks and work, against plain sets and lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, pr
 
 
 class Tables(RuleBasedStateMachine):
-    """A table beside plain sets of block prefixes."""
+    """Compares a table with plain sets of block prefixes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_bounded_table_forgets_ends_before_beginnings(
 
 
 class Loads(RuleBasedStateMachine):
-    """A load beside a list of single tokens still to be computed."""
+    """Compares a load with a list of the single tokens that are still to be computed."""
 
     @initialize(measure=MEASURES)
     def begin(self, measure: Measure) -> None:

@@ -1,4 +1,4 @@
-"""A candidate's tokens are those of the text after its context, for any tokenizer."""
+"""Test that a candidate's tokens are those of the text after its context, for any tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ candidates = st.lists(st.sampled_from(PIECES), min_size=1, max_size=3).map("".jo
 
 
 class Asked:
-    """A tokenizer as an engine has it, and how often it was asked."""
+    """An engine's tokenizer that counts its calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -64,7 +64,7 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Asked:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(context=texts, candidate=candidates)
-async def test_candidate_is_tokenised_as_after_its_context_or_refused(
+async def test_candidate_has_its_tokens_after_the_context_or_is_refused(
     engine: Asked, context: str, candidate: str
 ) -> None:
     before = engine.tokenizer.encode(context)

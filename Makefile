@@ -8,6 +8,7 @@
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
 # make check   lint, format and types
+# make names   rewrite the list of what the plugin uses inside SGLang
 # make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
 
@@ -22,7 +23,7 @@ PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.to
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test test-slow test-all soak test-conformance test-releases $(RELEASE_TESTS) check format docs clean
+.PHONY: setup demo test test-slow test-all soak test-conformance test-releases $(RELEASE_TESTS) check format names docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -92,6 +93,9 @@ check: $(READY)
 format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
+
+names: $(READY)
+	@$(BIN)/python -m tests.unit.plugin.used_names
 
 docs: $(READY)
 	@$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs .site

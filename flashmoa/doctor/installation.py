@@ -119,18 +119,18 @@ def check_internals() -> list[Finding]:
 
     An engine checks the same when it starts; here that is done for engines of all kinds.
     """
-    internals, names = _plugin("internals"), _plugin("internals.names")
+    internals = _plugin("internals")
     source = internals.installed()
     if source is None:
         return [note("internals", "not checked: SGLang is not installed")]
     release, remedy = _plugin("releases").installed(), _remedy()
     found: list[Finding] = []
     count = 0
-    for feature in (names.EVERYBODY, *names.FEATURES):
+    for feature in (internals.EVERYBODY, *internals.FEATURES):
         check = internals.looked_at(release, source, feature, _plugin("plugin").hooked(feature))
         count += len(check.seen)
         text = f"this SGLang {check.problem}"
-        if check.problem and (feature == names.EVERYBODY or _starts_with(feature)):
+        if check.problem and (feature == internals.EVERYBODY or _starts_with(feature)):
             found.append(fix("internals", text, remedy))
         elif check.problem:
             found.append(note("internals", f"{text}; {feature} needs that", remedy))
@@ -139,7 +139,7 @@ def check_internals() -> list[Finding]:
 
 def _starts_with(feature: str) -> bool:
     """Return whether engines on this machine use a feature without being asked to."""
-    return feature == _plugin("internals.names").CPU and not accelerators()
+    return feature == _plugin("internals").CPU and not accelerators()
 
 
 def _remedy() -> str:

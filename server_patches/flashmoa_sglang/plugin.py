@@ -27,7 +27,6 @@ from flashmoa_sglang.http import metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
-from flashmoa_sglang.internals import names
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
 from flashmoa_sglang.scheduler import admission, batches, queue, state
 
@@ -180,25 +179,25 @@ def verify_what_is_known() -> None:
 
     Raises: SystemExit.
     """
-    verify(names.EVERYBODY)
+    verify(internals.EVERYBODY)
     if cpu.is_all_there_is():
-        verify(names.CPU)
+        verify(internals.CPU)
     _verify_options()
 
 
 def verify_arguments(arguments: Any) -> None:
     """Verify what only some of SGLang's arguments need. Raises: SystemExit."""
     if arguments.disaggregation_mode not in (None, "null"):
-        verify(names.PD)
+        verify(internals.PD)
     _verify_options()
 
 
 def _verify_options() -> None:
     chosen = options.Options.from_environment()
     if chosen.asyncep != "off":
-        verify(names.ASYNCEP)
+        verify(internals.ASYNCEP)
     if chosen.kv_cache == "off":
-        verify(names.KV_OFF)
+        verify(internals.KV_OFF)
 
 
 @cache
@@ -212,14 +211,14 @@ def verify(feature: str) -> None:
     if source is not None and (
         problem := internals.looked_at(installed(), source, feature, hooked(feature)).problem
     ):
-        _stop(f"{problem}, which {feature} needs" if feature else problem)
+        _stop(problem if feature == internals.EVERYBODY else f"{problem}, which {feature} needs")
 
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
     """Return what is hooked with a feature, and by which function."""
     hooks = {
-        names.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
-        names.CPU: CPU_HOOKS,
+        internals.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
+        internals.CPU: CPU_HOOKS,
     }
     return {hook.target: hook.function for hook in hooks.get(feature, [])}
 

@@ -14,12 +14,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flashmoa_sglang.internals import names
 from flashmoa_sglang.internals.check import Check
-from flashmoa_sglang.internals.plugin_source import uses
 from flashmoa_sglang.internals.sglang_source import Source
+from flashmoa_sglang.internals.used_names import used
 
 logger = logging.getLogger(__name__)
+
+# What only some engines do, as their arguments say it.
+EVERYBODY, ASYNCEP, KV_OFF, PD, CPU = (
+    "every engine",
+    "--flashmoa-asyncep",
+    "--flashmoa-kv-cache off",
+    "--disaggregation-mode",
+    "--device cpu",
+)
+FEATURES = (ASYNCEP, KV_OFF, PD, CPU)
 
 
 @cache
@@ -34,26 +43,19 @@ def installed() -> Source | None:
 def looked_at(
     release: str,
     source: Source,
-    feature: str = names.EVERYBODY,
+    feature: str = EVERYBODY,
     hooks: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Check:
     """Look for what engines with a feature use of SGLang, or for what all of them do.
 
     Args:
-        feature: of ``names.FEATURES``, or ``names.EVERYBODY``.
+        feature: of ``FEATURES``, or ``EVERYBODY``.
         hooks: the hook functions by what they are called around or after.
     """
     check = Check(source)
     for target, function in (hooks or {}).items():
         check.hook(target, function)
-    try:
-        used = uses(release)
-    except OSError as error:
-        logger.debug(
-            "The plugin's source, which says what it uses of SGLang, cannot be read: %s", error
-        )
-        return check
-    check.uses(use for use in used if names.feature(use.where) == feature)
+    check.uses(used(release, feature))
     if check.untold:
         logger.debug("Not looked at in SGLang %s: %s", release, ", ".join(sorted(check.untold)))
     return check

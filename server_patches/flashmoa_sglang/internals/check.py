@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import Parameter, Signature
 from typing import Any
 
-from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.sglang_modules import FUNCTIONS, Class, Function, Module
+from flashmoa_sglang.internals.sglang_modules import FUNCTIONS, Class, Function, Module, parameters
 from flashmoa_sglang.internals.sglang_source import Source
+from flashmoa_sglang.internals.used_names import Use
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One thing of SGLang that the plugin uses.
-
-    ``owner``: a module, or a class as in ``names.py``. ``name``: in it; empty for the module
-    itself. ``where``: in the plugin. ``positional``, ``keywords``: the arguments of a call, where
-    they can be told. ``override``: a method of ours in its place.
-    """
-
-    owner: str
-    name: str
-    where: str
-    positional: int | None = None
-    keywords: tuple[str, ...] = ()
-    override: Function | None = None
+# What SGLang calls parameters of methods that are hooked or replaced, where we call them otherwise.
+_THEIR_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "device_id": ("local_rank",),
+    "message": ("recv_obj",),
+}
 
 
 class Check:
@@ -58,14 +45,12 @@ class Check:
         return "; ".join(filter(None, (lacking, otherwise if self.otherwise else "")))
 
     def uses(self, uses: Iterable[Use]) -> None:
-        """Look for each of these once."""
-        for use in dict.fromkeys(replace(use, where="") for use in uses):
-            owners = names.OF_SOME.get((use.owner, use.name), use.owner)
-            for owner in owners.split("&"):
-                if ":" in owner and next(self._places(owner), None) is None:
-                    self.untold.add(owner)
-                else:
-                    self._look(owner, use)
+        """Look for each of these."""
+        for use in uses:
+            if ":" in use.owner and next(self._places(use.owner), None) is None:
+                self.untold.add(use.owner)
+            else:
+                self._look(use)
 
     def hook(self, target: str, function: Callable[..., Any]) -> None:
         """Look for what is hooked: ``function`` is called as it is, with one more in front."""
@@ -78,26 +63,25 @@ class Check:
         if isinstance(found, FUNCTIONS):
             ours = Signature(list(inspect.signature(function).parameters.values())[1:])
             first = 1 if owner != module else 0
-            self._report(target, _override_problem(_signature(found), ours, first))
+            self._report(target, _override_problem(signature(found), ours, first))
 
-    def _look(self, owner: str, use: Use) -> None:
-        shown = owner.split("|")[0].removesuffix(":*").replace(":", ".")
+    def _look(self, use: Use) -> None:
+        shown = use.owner.split("|")[0].removesuffix(":*").replace(":", ".")
         shown = ".".join(filter(None, (shown, use.name)))
-        name, _, passed = use.name.rstrip(")").partition("(")
-        found = self._found(owner, name, shown)
+        found = self._found(use.owner, use.name, shown)
         if isinstance(found, Class):
             made = self._source.constructor(found)
             takes = _arguments(made, bound=True) if made is not None else None
         else:
-            takes = _signature(found, bound=":" in owner) if isinstance(found, FUNCTIONS) else None
+            bound = ":" in use.owner
+            takes = signature(found, bound=bound) if isinstance(found, FUNCTIONS) else None
         if takes is None:
             return
         if use.override is not None:
-            ours = _signature(use.override, bound=True)
+            ours = _arguments(parameters(use.override), bound=False)
             self._report(shown, _override_problem(takes, ours))
         else:
-            keywords = (*use.keywords, *filter(None, [passed]))
-            self._report(shown, _call_problem(takes, use.positional, keywords))
+            self._report(shown, _call_problem(takes, use.positional, use.keywords))
 
     def _found(self, owner: str, name: str, shown: str) -> ast.AST | Class | Module | None:
         self.seen.add(shown)
@@ -150,21 +134,21 @@ def _call_problem(takes: Signature, positional: int | None, keywords: tuple[str,
 
 def _override_problem(theirs: Signature, ours: Signature, first: int = 0) -> str:
     """Say why ours cannot be called as theirs is; names before ``first`` do not matter."""
-    parameters = list(theirs.parameters.values())
+    takes = list(theirs.parameters.values())
     # With all that can be given, and with no more than must be.
-    for given in (parameters, [one for one in parameters if one.default is Parameter.empty]):
+    for given in (takes, [one for one in takes if one.default is Parameter.empty]):
         positional = sum(one.kind in _BY_POSITION for one in given)
         keywords = [one.name for one in given if one.kind is Parameter.KEYWORD_ONLY]
         if problem := _call_problem(ours, positional, tuple(keywords)):
             return problem
-    for one, its in list(zip(parameters, ours.parameters.values(), strict=False))[first:]:
-        meant = (its.name.lstrip("_"), *names.PARAMETERS.get(its.name, ()))
+    for one, its in list(zip(takes, ours.parameters.values(), strict=False))[first:]:
+        meant = (its.name.lstrip("_"), *_THEIR_PARAMETERS.get(its.name, ()))
         if {one.kind, its.kind} <= set(_BY_POSITION) and one.name not in meant:
             return f"{one.name!r} in place of {meant[-1]!r}"
     return ""
 
 
-def _signature(node: Function, *, bound: bool = False) -> Signature:
+def signature(node: Function, *, bound: bool = False) -> Signature:
     """Return what a function takes; ``bound``: as a method, of an instance."""
     static = any(ast.unparse(one) == "staticmethod" for one in node.decorator_list)
     return _arguments(node.args, bound=bound and not static)
@@ -175,7 +159,5 @@ def _arguments(taken: ast.arguments, *, bound: bool) -> Signature:
     taken.defaults = [ast.Constant(None) for _ in taken.defaults]
     taken.kw_defaults = [one and ast.Constant(None) for one in taken.kw_defaults]
     made = ast.fix_missing_locations(ast.Expression(ast.Lambda(taken, ast.Constant(None))))
-    parameters = list(
-        inspect.signature(eval(compile(made, "<signature>", "eval"))).parameters.values()
-    )
-    return Signature(parameters[1:] if bound else parameters)
+    takes = inspect.signature(eval(compile(made, "<signature>", "eval")))
+    return Signature(list(takes.parameters.values())[1:]) if bound else takes

@@ -195,6 +195,13 @@ class Module:
         return {alias.asname or alias.name: (source, alias.name) for alias in node.names}
 
 
+def parameters(text: str) -> ast.arguments:
+    """Parse what a function takes, as its definition has it in brackets."""
+    made = ast.parse(f"lambda {text}: ...", mode="eval").body
+    assert isinstance(made, ast.Lambda)
+    return made.args
+
+
 def _has_string(text: str, value: str) -> bool:
     return re.search(rf"[\"']{re.escape(value)}[\"']", text) is not None
 

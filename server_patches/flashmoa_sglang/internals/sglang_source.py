@@ -10,7 +10,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashmoa_sglang.internals.sglang_modules import FUNCTIONS, SOMETHING, Class, Imported, Module
+from flashmoa_sglang.internals.sglang_modules import (
+    FUNCTIONS,
+    SOMETHING,
+    Class,
+    Imported,
+    Module,
+    parameters,
+)
 
 # What instances have of base classes outside of SGLang, as far as the plugin uses it, by how the
 # name of such a class ends.
@@ -114,6 +121,5 @@ class Source:
         fields = {name: its for each in reversed(classes) for name, its in each.fields().items()}
         needed = [name for name, optional in fields.items() if not optional]
         others = [name for name, optional in fields.items() if optional]
-        names = ", ".join(["self", *needed, *(f"{name}=None" for name in others)])
-        made = ast.parse(f"lambda {names}: ...", mode="eval").body
-        return made.args if fields and isinstance(made, ast.Lambda) else None
+        text = ", ".join(["self", *needed, *(f"{name}=None" for name in others)])
+        return parameters(text) if fields else None

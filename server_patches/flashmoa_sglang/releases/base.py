@@ -1,8 +1,8 @@
 """What the plugin asks of an SGLang release.
 
 A method here says what it is for and does what most releases need; a release's class overrides what
-is different there. Parameters that are SGLang's own objects are named alike everywhere, which the
-check at start relies on (``internals/names.py``).
+is different there. Parameters that are SGLang's own objects are named alike everywhere: from their
+names the list for the check at start is derived (``internals/used_names.txt``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.integration.autogen.overriding import Build
 from tests.integration.autogen.teams import Client
 from tests.integration.support import settled
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @dataclass

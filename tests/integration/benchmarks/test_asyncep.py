@@ -14,7 +14,7 @@ from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngines
 from tests.integration.support import EXPERTS, special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def test_the_benchmark_tells_what_copying_takes(

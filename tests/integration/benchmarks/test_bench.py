@@ -12,7 +12,7 @@ import pytest
 from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Bench:

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FOLDER = ROOT / "examples" / "notebooks"
 # What a notebook prints, whatever the times are.

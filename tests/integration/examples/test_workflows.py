@@ -27,7 +27,7 @@ from flashmoa.workflow import Workflow
 from tests.conftest import ROOT
 from tests.integration.autogen.runs import run_once
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

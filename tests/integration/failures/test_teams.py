@@ -35,7 +35,7 @@ from tests.integration.failures.matrix import (
 from tests.integration.failures.relay import Relay, relay_to
 from tests.integration.support import special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Client = FlashMoAChatCompletionClient
 
 

@@ -16,7 +16,7 @@ from flashmoa.engine.local import LocalEngines
 from flashmoa.moa import MixtureOfAgents, Model
 from flashmoa.workflow import Workflow
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 QUESTIONS = list(islice(questions(1, "easy", held_out=True), 8))
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48}

@@ -19,7 +19,7 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import EXPERTS, GREEDY, generate, measured, special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 # Three matrices for each expert, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4

@@ -12,7 +12,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from tests.integration.support import generate, prefilled, special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.mark.skipif(

@@ -19,7 +19,7 @@ from tests.integration.plugin.fault_cells import BRIEF, EARLY, LONG_PROMPT, Cell
 from tests.integration.raw import RawConnection
 from tests.integration.support import prefilled
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(90)]
 Make = Callable[..., Cell]
 MORE_THAN_IT_LIVES_FOR = 9000
 

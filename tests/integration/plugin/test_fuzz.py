@@ -26,7 +26,7 @@ from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
 from tests.integration.support import Opened
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
 
 junk = st.recursive(
     st.none()

@@ -14,7 +14,7 @@ from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import RequestRefused
 from tests.integration.support import special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 LAYERS = 2
 PROMPTS = [Random(seed).choices(range(1000), k=k) for seed, k in enumerate((1, 30, 200, 700))]

@@ -16,7 +16,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import GREEDY, special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 # Tokens of each prompt of a burst.
 BURST = 220

@@ -23,7 +23,7 @@ from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, request
 
 STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + STREAMS // 10)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(60 + STREAMS // 10)]
 AT_ONCE = 48
 ROUNDS = 5
 # What allocators keep and give back between two looks.

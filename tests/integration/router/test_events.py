@@ -15,16 +15,16 @@ from tests.integration.router.conftest import options, routed
 from tests.integration.router.http_calls import flush, generated, metric
 from tests.integration.support import measured, special_engine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
 
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of engines that publish KV events: SGLang compiles their hash in a new folder.
+    """The environment of engines with KV events, whose hash SGLang compiles in a new folder then.
 
-    An engine that is killed while it compiles leaves a lock behind, and torch then waits for ever.
+    An engine that is killed while it compiles leaves a lock, for which torch then waits forever.
     """
     return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}
 

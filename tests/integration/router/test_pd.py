@@ -29,7 +29,7 @@ from tests.integration.router.http_calls import (
 from tests.integration.router.stock_router import stock_router
 from tests.integration.support import STRICT, kv, measured, settled
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
 TCP = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,16 +10,15 @@ from pathlib import Path
 
 import pytest
 from flashmoa_sglang import internals, plugin, releases
-from flashmoa_sglang.internals import names, plugin_source
-from flashmoa_sglang.internals.check import Check, Use
+from flashmoa_sglang.internals.check import Check
 from flashmoa_sglang.internals.sglang_source import Source
-from flashmoa_sglang.internals.walk import Walk
+from flashmoa_sglang.internals.used_names import Use, used
 
 from tests.unit.plugin.renamed import Renamed, copy_renamed, installed
 
 # In every tested release, and of every kind.
 USED = {
-    names.EVERYBODY: """
+    internals.EVERYBODY: """
         flush_cache check_decode_mem stream_output handle_request generate_request get_kv_size_bytes
         waiting_queue chunked_req last_batch is_mixed_chunk max_running_requests
         max_total_num_tokens disable_radix_cache is_hybrid_ssm require_mlp_sync
@@ -38,10 +35,10 @@ USED = {
         _process_messages image_data ChatCompletionRequest openai_serving_chat finish_reason
         get_offloader HookRegistry prepare_server_args kill_process_tree
     """,
-    names.ASYNCEP: "run_moe_core num_local_experts wrap_modules NoopOffloader",
-    names.KV_OFF: "layer_num k_buffer tp_worker RadixAttention",
-    names.PD: "FAKE_BOOTSTRAP_HOST skip_radix_cache_insert bootstrap_room",
-    names.CPU: """
+    internals.ASYNCEP: "run_moe_core num_local_experts wrap_modules NoopOffloader",
+    internals.KV_OFF: "layer_num k_buffer tp_worker RadixAttention",
+    internals.PD: "FAKE_BOOTSTRAP_HOST skip_radix_cache_insert bootstrap_room",
+    internals.CPU: """
         init_disaggregation get_dispatch_key_name PlatformEnum merge_and_sort_free alloc_extend
         set_kv_buffer is_decode_or_idle tp_q_head_num sleep_on_idle register_attention_backend
     """,
@@ -74,71 +71,18 @@ def test_a_renamed_name_is_missed(feature: str, name: str) -> None:
     assert name in check.problem
 
 
-@pytest.mark.parametrize("release", releases.TESTED)
-def test_all_that_the_plugin_does_to_objects_of_sglang_is_understood(release: str) -> None:
-    """What fails here needs a line in ``internals/names.py`` that says what it is."""
-    assert [one for walk in plugin_source.walks(release) for one in walk.unclear] == []
-
-
-def test_names_declare_only_what_the_plugin_has() -> None:
-    walked = [walk for release in releases.TESTED for walk in plugin_source.walks(release)]
-    functions = {where for walk in walked for where in walk.functions}
-    told = {where for where, _, _ in names.BY_STRING}
-    told |= {where for some in names.NOT_NEEDED.values() for where, _ in some}
-    assert told <= functions
-    defined = {re.split("[:.]", where)[-1] for where in functions}
-    returned = {name.removesuffix("{}") for name in names.NAMES if name.endswith("{}")}
-    assert returned <= defined
-    plugin_folder = Path(plugin.__file__).parent
-    assert all((plugin_folder / file).is_file() for file in names.IN_FILE)
-
-
 def test_only_what_the_installed_release_comes_to_is_looked_for() -> None:
-    used = {
-        release: {use.name for use in plugin_source.uses(release)} for release in releases.TESTED
-    }
-    assert "extend_range" in used["0.5.18"] and "prefix_len" not in used["0.5.18"]
+    names = {release: names_used(release) for release in releases.TESTED}
+    assert "extend_range" in names["0.5.18"] and "prefix_len" not in names["0.5.18"]
     # 0.5.18's function, that 0.5.23 has not replaced; and one that it has.
-    assert "needs_host_load_back" in used["0.5.23"] and "extend_range" not in used["0.5.23"]
-    assert "abort_request" in used["0.5.12.post1"]
-    assert "wrap_as_pickle" not in used["0.5.12.post1"]
+    assert "needs_host_load_back" in names["0.5.23"] and "extend_range" not in names["0.5.23"]
+    assert "abort_request" in names["0.5.12.post1"]
+    assert "wrap_as_pickle" not in names["0.5.12.post1"]
 
 
-@pytest.mark.parametrize(
-    ("line", "used"),
-    [
-        ("scheduler.new_thing", "Scheduler.new_thing"),
-        ("scheduler.new_thing = 1", "Scheduler.new_thing"),
-        ("getattr(scheduler, 'new_thing', None)", "Scheduler.new_thing"),
-        ("mine, other = scheduler.tree_cache, 1; mine.new_thing()", "RadixCache.new_thing"),
-        ("[each.new_thing for each in scheduler.waiting_queue]", "Req.new_thing"),
-        ("for one in ('new', 'thing'): getattr(scheduler, one)", "Scheduler.thing"),
-        ("from sglang.srt.managers.io_struct import NewThing", "io_struct.NewThing"),
-        ("import sglang.srt.new_thing", "new_thing."),
-    ],
-)
-def test_a_new_line_of_the_plugin_is_a_new_use(line: str, used: str) -> None:
-    walk = Walk("new.py", ast.parse(f"def new(scheduler: Any) -> None:\n    {line}\n"))
-    found = {
-        f"{owner.rpartition('.')[2].rpartition(':')[2]}.{use.name}"
-        for use in walk.uses
-        for owner in use.owner.split("&")
-    }
-    assert used in found and not walk.unclear
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "scheduler.inner_object.new_thing",
-        "something.new_thing",
-        "getattr(scheduler, something)",
-        "alias = scheduler.inner_object; alias.new_thing()",
-    ],
-)
-def test_a_use_that_cannot_be_followed_is_reported(line: str) -> None:
-    source = f"def new(scheduler: Any, something: Any) -> None:\n    {line}\n"
-    assert len(Walk("new.py", ast.parse(source)).unclear) == 1
+def names_used(release: str) -> set[str]:
+    features = (internals.EVERYBODY, *internals.FEATURES)
+    return {use.name for feature in features for use in used(release, feature)}
 
 
 def test_each_feature_is_looked_at_where_it_is_on(
@@ -155,8 +99,7 @@ def test_each_feature_is_looked_at_where_it_is_on(
     "name", ["waiting_queue", "sock_send", "inc_lock_ref", "num_reserved_tokens", "flush_cache"]
 )
 def test_a_start_stops_with_the_name_that_is_missing(name: str, tmp_path: Path) -> None:
-    used = next((use for use in plugin_source.uses(releases.installed()) if use.name == name), None)
-    if used is None and name != "flush_cache":
+    if name not in names_used(releases.installed()) and name != "flush_cache":
         pytest.skip(f"{name} is not used of SGLang {releases.installed()}")
     path = [str(copy_renamed(tmp_path, name)), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
@@ -243,7 +186,7 @@ def test_names_that_source_defines_are_found(
 
 
 def names_of(owner: str, wanted: str) -> list[Use]:
-    return [Use(owner, name, "here") for name in wanted.split()]
+    return [Use(owner, name) for name in wanted.split()]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +212,7 @@ def test_arguments_of_calls_are_checked(
     problem: str,
 ) -> None:
     check = Check(small)
-    check.uses([Use(f"sglang.{owner}", name, "here", positional, keywords)])
+    check.uses([Use(f"sglang.{owner}", name, positional, keywords)])
     assert problem in check.problem and bool(problem) == bool(check.problem)
 
 

@@ -49,6 +49,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "target"),
     [(MISSING, "no_such_method"), (NOT_APPLIED, "did not take the hook on sglang.srt.")],

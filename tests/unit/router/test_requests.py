@@ -191,6 +191,7 @@ async def test_router_explains_every_refused_body(
         assert len(json.loads(content)["error"]["message"]) > 10
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(request=requests)
 async def test_no_request_makes_a_router_fail(

@@ -1,7 +1,7 @@
 """What the plugin's names stand for: which variable is an object of which class of SGLang.
 
 The plugin names what it gets from SGLang alike everywhere: ``req`` is a ``Req``. What it uses of
-SGLang therefore follows from its own source (``walk.py``), and no use is listed here but those that
+SGLang therefore follows from its own source (``walk.py``), and no use is given here but those that
 only strings tell.
 
 A class is written ``module:Class``. Of classes divided by ``|`` any may have what is used (a class
@@ -12,19 +12,16 @@ module, ``package/*`` any class of a package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.internals import ASYNCEP, CPU, EVERYBODY, KV_OFF, PD
+from flashmoa_sglang.internals.used_names import Use
+from flashmoa_sglang.releases.base import Release
 
 
 def _srt(*classes: str) -> str:
     return "|".join(f"sglang.srt.{one}" for one in classes)
-
-
-def _class_of(target: str) -> str:
-    """Return the class of a hooked method."""
-    module, _, name = target.rpartition(".")[0].rpartition(".")
-    return f"{module}:{name}"
 
 
 SCHEDULER = _srt("managers.scheduler:Scheduler")
@@ -54,6 +51,7 @@ WORKER = _srt("managers.tp_worker:TpModelWorker")
 FORWARD_BATCH = _srt("model_executor.forward_batch_info:ForwardBatch")
 GRAPHS = _srt("model_executor.cuda_graph_config:CudaGraphConfig")
 EXPERTS = _srt("layers.moe.fused_moe_triton.layer:FusedMoE")
+OFFLOADER = _srt("utils.offloader:BaseOffloader")
 PLATFORM = _srt("platforms.cpu:CpuDeviceMixin", "platforms.interface:SRTPlatform")
 # Nothing of SGLang's, or a number, text, list or tensor: what is used of it is not SGLang's.
 PLAIN = ""
@@ -87,7 +85,6 @@ NAMES: Mapping[str, str] = {
     "self._scheduler": SCHEDULER,
     "server_args": ARGUMENTS,
     "ServerArgs": ARGUMENTS,
-    "streamer": _class_of(RELEASE.STREAM_OUTPUT),
     "taken": f"[{REQ}]",
     "tokenizer": PLAIN,
     "tokenizer_channel()": SENDER,
@@ -204,28 +201,21 @@ OF_SOME: Mapping[tuple[str, str], str] = {
     ),
 }
 
-# What only strings in the plugin's source name: where, of which owner, what; ``'...'``: a string in
-# the class's source, ``name(parameter)``: what SGLang passes to a method by keyword.
-BY_STRING: tuple[tuple[str, str, str], ...] = (
-    ("asyncep/offloader.py:ExpertOffloader", _srt("utils.offloader:BaseOffloader"), "wrap_modules"),
-    ("asyncep/offloader.py:ExpertOffloader", _srt("utils.offloader:BaseOffloader"), "post_init"),
-    ("http/engine.py:Engine", MANAGER, "'meta_info'"),
-    ("http/stream.py:Prefilled.read", MANAGER, "'prompt_tokens'"),
-    ("http/stream.py:Prefilled.read", MANAGER, "'cached_tokens'"),
-    ("http/stream.py:Prefilled.read", MANAGER, "'finish_reason'"),
-    ("plugin.py:attach_api", f"{HTTP_SERVER}:*", "openai_serving_chat"),
+# What only strings in the plugin's source name, and where; ``'...'``: a string in a class's source.
+BY_STRING: tuple[tuple[str, Use], ...] = (
+    ("asyncep/offloader.py:ExpertOffloader", Use(OFFLOADER, "wrap_modules")),
+    ("asyncep/offloader.py:ExpertOffloader", Use(OFFLOADER, "post_init")),
+    ("http/engine.py:Engine", Use(MANAGER, "'meta_info'")),
+    ("http/stream.py:Prefilled.read", Use(MANAGER, "'prompt_tokens'")),
+    ("http/stream.py:Prefilled.read", Use(MANAGER, "'cached_tokens'")),
+    ("http/stream.py:Prefilled.read", Use(MANAGER, "'finish_reason'")),
+    ("plugin.py:attach_api", Use(f"{HTTP_SERVER}:*", "openai_serving_chat")),
+    # SGLang passes it by keyword.
     (
         "releases/base.py:Release.running_batch",
-        SCHEDULER,
-        "_get_new_batch_prefill_raw(running_batch)",
+        Use(SCHEDULER, "_get_new_batch_prefill_raw", keywords=("running_batch",)),
     ),
 )
-
-# What SGLang calls parameters of methods that are hooked or replaced, where we call them otherwise.
-PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "device_id": ("local_rank",),
-    "message": ("recv_obj",),
-}
 
 # What a release, by its module, may well not have: asked for with ``getattr`` or ``hasattr``, or in
 # functions that an engine with it does not come to.
@@ -250,15 +240,6 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
 # Files with nothing that an engine needs of SGLang: their imports fail at once and say so.
 APART = ("internals/", "forkserver.py", "tiny_model.py")
 
-# What only some engines do, as their arguments say it.
-EVERYBODY, ASYNCEP, KV_OFF, PD, CPU = (
-    "",
-    "--flashmoa-asyncep",
-    "--flashmoa-kv-cache off",
-    "--disaggregation-mode",
-    "--device cpu",
-)
-FEATURES = (ASYNCEP, KV_OFF, PD, CPU)
 # Which engines come to a place in the plugin, if not all do: the longest beginning counts.
 _FEATURE: Mapping[str, str] = {
     "asyncep/": ASYNCEP,
@@ -269,23 +250,29 @@ _FEATURE: Mapping[str, str] = {
     "kv_free.py:bytes_of": EVERYBODY,
     "kv_free.py:peak_memory": EVERYBODY,
     "messages.py:unsent": PD,
-    "releases/v0_5_12.py:_mask_on_cpu": CPU,
-    **{
-        f"releases/{release}.{method}": feature
-        for release in ("base.py:Release", *(f"v0_5_{n}.py:Release05{n}" for n in (12, 18, 23)))
-        for method, feature in (
-            ("cpu_platform", CPU),
-            ("write_location", CPU),
-            ("release_metadata_buffer", PD),
-        )
-    },
     "scheduler/queue.py:keep_kv": PD,
     "scheduler/queue.py:let_go": PD,
 }
+# The same for functions and methods of any release.
+_FEATURE_IN_RELEASES: Mapping[str, str] = {
+    "_mask_on_cpu": CPU,
+    "cpu_platform": CPU,
+    "release_metadata_buffer": PD,
+    "write_location": CPU,
+}
+
+
+def stand_for(file: str, release: type[Release]) -> dict[str, str]:
+    """Return what names stand for in a file of the plugin, in an engine with a release."""
+    module, _, streamer = release.STREAM_OUTPUT.rpartition(".")[0].rpartition(".")
+    return {**NAMES, "streamer": f"{module}:{streamer}", **IN_FILE.get(file, {})}
 
 
 def feature(where: str) -> str:
-    """Return the feature of ``FEATURES`` that engines have which come there, or ``EVERYBODY``."""
+    """Return the feature that engines have which come there, or ``EVERYBODY``."""
+    if where.startswith("releases/"):
+        parts = re.split("[:.]", where)
+        return next((its for name, its in _FEATURE_IN_RELEASES.items() if name in parts), EVERYBODY)
     known = [beginning for beginning in _FEATURE if where.startswith(beginning)]
     return _FEATURE[max(known, key=len)] if known else EVERYBODY
 

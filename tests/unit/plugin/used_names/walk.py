@@ -1,17 +1,20 @@
 """What a file of the plugin uses of SGLang, found in its source.
 
-A list kept by hand would be out of date with the first line that forgets it. What a variable stands
-for is said once for all of them, in ``names.py``.
+What a variable stands for is said once for all files, in ``names.py``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from typing import TypeGuard
 
-from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.check import Use
+from flashmoa_sglang.internals.check import signature
 from flashmoa_sglang.internals.sglang_modules import FUNCTIONS, Function
+from flashmoa_sglang.internals.used_names import Use
+
+from tests.unit.plugin.used_names import names
 
 _ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr")
 # What the plugin itself puts on SGLang's objects, and what every object has.
@@ -27,21 +30,26 @@ class Walk(ast.NodeVisitor):
 
     Args:
         file: its path in the plugin, as ``names.py`` has it.
+        stand_for: what names in it stand for.
         reached: the functions and methods to walk; ``None``: all.
 
     Attributes:
-        uses: what was found. unclear: what could not be followed, for a test to refuse.
-        functions: what was walked, as in ``Use.where``.
+        uses: what was found, after the function it was found in.
+        unclear: what could not be followed, for a test to refuse.
+        functions: what was walked.
     """
 
     def __init__(
-        self, file: str, tree: ast.Module, reached: Collection[ast.stmt] | None = None
+        self,
+        file: str,
+        tree: ast.Module,
+        stand_for: Mapping[str, str] = names.NAMES,
+        reached: Collection[ast.stmt] | None = None,
     ) -> None:
-        self.uses: list[Use] = []
+        self.uses: list[tuple[str, Use]] = []
         self.unclear: list[str] = []
         self.functions: set[str] = set()
-        self._where, self._reached = file, reached
-        self._names = {**names.NAMES, **names.IN_FILE.get(file, {})}
+        self._where, self._names, self._reached = file, stand_for, reached
         # What has been learnt of variables; ``None``: nothing of SGLang.
         self._known: dict[str, str | None] = {}
         # Of the class that is walked: its base, and its own attributes.
@@ -69,7 +77,7 @@ class Walk(ast.NodeVisitor):
             for one in ast.walk(node):
                 if isinstance(one, ast.Return) and one.value is not None:
                     for key in _strings(one.value):
-                        self._use(owner, key)
+                        self._use(Use(owner, key))
         self.generic_visit(node)
         self._where, self._known = outside, known
 
@@ -84,10 +92,11 @@ class Walk(ast.NodeVisitor):
         for one in node.body if self._base is not None else ():
             # SGLang would not ask for these any more under another name.
             if isinstance(one, FUNCTIONS) and not one.name.startswith("_"):
-                self._use(self._base or "", one.name, override=one)
+                takes = str(signature(deepcopy(one), bound=True))
+                self._use(Use(self._base or "", one.name, override=takes[1:-1]))
             elif isinstance(one, ast.Assign):
                 for target in one.targets:
-                    self._use(self._base or "", ast.unparse(target))
+                    self._use(Use(self._base or "", ast.unparse(target)))
         self.generic_visit(node)
         self._where, self._base, self._own = outside, base, own
 
@@ -119,7 +128,7 @@ class Walk(ast.NodeVisitor):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if self._learn_import(node):
             for alias in node.names:
-                self._use(node.module or "", alias.name)
+                self._use(Use(node.module or "", alias.name))
 
     def _learn_import(self, node: ast.ImportFrom) -> bool:
         is_theirs = (node.module or "").split(".")[0] == "sglang"
@@ -131,7 +140,7 @@ class Walk(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             if alias.name.split(".")[0] == "sglang":
-                self._use(alias.name, "")
+                self._use(Use(alias.name, ""))
 
     def visit_Assign(self, node: ast.Assign | ast.NamedExpr) -> None:
         self.generic_visit(node)
@@ -221,13 +230,13 @@ class Walk(ast.NodeVisitor):
     def _member(self, owner: str | None, name: str) -> str | None:
         if not _is_theirs(owner) or name.startswith(_NOT_THEIRS):
             return None
-        found = names.member(owner or "", name)
+        found = names.member(owner, name)
         return found if found is not None else f"{_UNCLEAR}{owner}.{name}"
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
         if (owner := self._owner(node)) is not None:
-            self._use(owner, node.attr)
+            self._use(Use(owner, node.attr))
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -240,12 +249,11 @@ class Walk(ast.NodeVisitor):
         told = not starred and len(keywords) == len(node.keywords)
         arguments = len(node.args) if told else None, keywords
         if isinstance(node.func, ast.Attribute):
-            owner = self._owner(node.func)
-            if _is_theirs(owner):
-                self._use(owner or "", node.func.attr, *arguments)
+            if _is_theirs(owner := self._owner(node.func)):
+                self._use(Use(owner, node.func.attr, *arguments))
         elif _is_theirs(callee := self._known.get(called)):
-            module, _, name = (callee or "").partition(":")
-            self._use(module, name, *arguments)
+            module, _, name = callee.partition(":")
+            self._use(Use(module, name, *arguments))
 
     def _use_named_by_text(self, node: ast.Call) -> None:
         """Note what ``getattr(req, "rid", None)`` asks for: its absence would go unnoticed."""
@@ -256,25 +264,18 @@ class Walk(ast.NodeVisitor):
             self.unclear.append(f"{self._where}: which attributes are {ast.unparse(node)}?")
             return
         for one in name.removeprefix(_TEXT).split():
-            self._use(owner or "", one)
+            self._use(Use(owner, one))
 
-    def _use(
-        self,
-        owner: str,
-        name: str,
-        positional: int | None = None,
-        keywords: tuple[str, ...] = (),
-        override: Function | None = None,
-    ) -> None:
-        if name.startswith(_NOT_THEIRS):
+    def _use(self, use: Use) -> None:
+        if use.name.startswith(_NOT_THEIRS):
             return
-        if owner.startswith(_UNCLEAR) and name not in _OF_PLAIN:
-            self.unclear.append(f"{self._where}: what is {owner[1:]}, of which it uses {name}?")
-        elif _is_theirs(owner):
-            self.uses.append(Use(owner, name, self._where, positional, keywords, override))
+        if use.owner.startswith(_UNCLEAR) and use.name not in _OF_PLAIN:
+            self.unclear.append(f"{self._where}: what is {use.owner[1:]}, that has {use.name}?")
+        elif _is_theirs(use.owner):
+            self.uses.append((self._where, use))
 
 
-def _is_theirs(value: str | None) -> bool:
+def _is_theirs(value: str | None) -> TypeGuard[str]:
     return value is not None and value.startswith("sglang")
 
 
@@ -284,11 +285,8 @@ def _strings(node: ast.expr) -> list[str]:
         elements: Iterable[ast.expr | None] = node.keys
     else:
         elements = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
-    return [
-        one.value
-        for one in elements
-        if isinstance(one, ast.Constant) and isinstance(one.value, str)
-    ]
+    values = [one.value for one in elements if isinstance(one, ast.Constant)]
+    return [value for value in values if isinstance(value, str)]
 
 
 def _dotted(node: ast.expr) -> str:

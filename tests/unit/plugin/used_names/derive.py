@@ -5,56 +5,55 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from flashmoa_sglang.internals import names
-from flashmoa_sglang.internals.check import Use
-from flashmoa_sglang.internals.walk import Walk
+import flashmoa_sglang
+from flashmoa_sglang.internals.used_names import Use, served
 from flashmoa_sglang.releases import class_for
 
-_PLUGIN = Path(__file__).parent.parent
-# What comes from SGLang has no type in the plugin, unless it is imported.
-_MAY_USE = re.compile(r"\bAny\b|\bsglang\.")
+from tests.unit.plugin.used_names import names
+from tests.unit.plugin.used_names.walk import Walk
+
+_PLUGIN = Path(flashmoa_sglang.__file__).parent
 # The file with all that releases have in ways of their own.
 _BASE = "releases/base.py"
 
 
-@cache
-def uses(release: str) -> tuple[Use, ...]:
-    """Return what the plugin uses of a release, engines of all kinds together.
-
-    Raises: OSError where the plugin's source is not there.
-    """
+def uses(release: str) -> list[tuple[str, Use]]:
+    """Return what the plugin uses of a release, engines of all kinds together, and where."""
     walked = walks(release)
     functions = {where for walk in walked for where in walk.functions}
-    found = [use for walk in walked for use in walk.uses]
-    found += [
-        Use(owner, name, where) for where, owner, name in names.BY_STRING if where in functions
+    found = [one for walk in walked for one in walk.uses]
+    found += [(where, use) for where, use in names.BY_STRING if where in functions]
+    not_needed = {*names.NOT_NEEDED[""], *names.NOT_NEEDED.get(served(release), ())}
+    return [
+        (where, replace(use, owner=owner))
+        for where, use in found
+        if not {(where, use.name), (where, "")} & not_needed
+        for owner in names.OF_SOME.get((use.owner, use.name), use.owner).split("&")
     ]
-    not_needed = {
-        *names.NOT_NEEDED[""],
-        *names.NOT_NEEDED.get(_module(release), ()),
-    }
-    return tuple(use for use in found if not {(use.where, use.name), (use.where, "")} & not_needed)
 
 
+@cache
 def walks(release: str) -> list[Walk]:
-    """Walk the files that an engine with this release comes to.
-
-    Raises: OSError where the plugin's source is not there.
-    """
+    """Walk the files that an engine with this release comes to."""
     trees: dict[str, ast.Module] = {}
     for path in sorted(_PLUGIN.rglob("*.py")):
         file = path.relative_to(_PLUGIN).as_posix()
-        text = path.read_text(encoding="utf-8")
-        if not file.startswith(names.APART) and _MAY_USE.search(text):
-            trees[file] = ast.parse(text)
-    of_releases = [f"releases/{_module(release)}.py", _BASE]
+        if not file.startswith(names.APART):
+            trees[file] = ast.parse(path.read_text(encoding="utf-8"))
+    of_releases = [f"releases/{served(release)}.py", _BASE]
     others = {file for file in trees if re.match(r"releases/v", file)} - set(of_releases)
     reached = _reached(trees, of_releases, others)
     return [
-        Walk(file, tree, reached if file in of_releases else None)
+        Walk(
+            file,
+            tree,
+            names.stand_for(file, class_for(release)),
+            reached if file in of_releases else None,
+        )
         for file, tree in trees.items()
         if file not in others
     ]
@@ -106,8 +105,3 @@ def _identifiers(tree: ast.AST) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Name | ast.Attribute)
     }
-
-
-def _module(release: str) -> str:
-    """Return the name of the module whose class serves a release."""
-    return class_for(release).__module__.rpartition(".")[2]

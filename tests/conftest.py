@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
-from tests.integration.support import measured
+from tests.integration.support import wait_until_measured
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "examples" / "guides" / "nepal.md"
@@ -49,7 +49,7 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip
-    await measured(started)
+    await wait_until_measured(started)
     return started
 
 
@@ -62,7 +62,7 @@ async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
-    await measured(started)
+    await wait_until_measured(started)
     return started
 
 

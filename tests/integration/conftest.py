@@ -50,4 +50,4 @@ async def make(
         httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
     ):
         yield partial(Cell, client, http, words)
-    await base.restored()
+    await base.wait_until_restored()

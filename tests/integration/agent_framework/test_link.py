@@ -28,7 +28,7 @@ from flashmoa.observe import (
 )
 from flashmoa.observe.calls import calls
 from flashmoa.observe.trace import read
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Pair = tuple[FlashMoAChatClient, FlashMoAChatClient]
@@ -58,8 +58,8 @@ async def clients(
         for started in (client, downstream_client):
             await started.flush_cache()
         yield one, two
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
 
 
 def agent(name: str, client: Any, guide: str, **more: Any) -> Agent[Any]:
@@ -281,7 +281,7 @@ async def test_a_failure_ends_the_links(clients: Pair, guide: str) -> None:
     closed = {event.agent: event.reason for event in events if isinstance(event, LinkClosed)}
     assert closed["summary"] == "abort"
     for client in clients:
-        assert (await settled(client.engine)).pinned_streams == 0
+        assert (await wait_until_idle(client.engine)).pinned_streams == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -301,7 +301,7 @@ async def test_cancelling_a_run_ends_its_links(clients: Pair, guide: str, stream
     with pytest.raises(asyncio.CancelledError):
         await running
     for client in clients:
-        await settled(client.engine)
+        await wait_until_idle(client.engine)
     with anyio.fail_after(30):
         while not any(isinstance(event, LinkClosed) for event in events):  # noqa: ASYNC110
             await anyio.sleep(0.02)
@@ -317,7 +317,7 @@ async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) 
             break
     del events, event
     for client in clients:
-        await settled(client.engine)
+        await wait_until_idle(client.engine)
 
 
 async def test_a_plain_server_works_unlinked_and_says_so_once(

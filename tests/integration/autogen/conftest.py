@@ -1,4 +1,4 @@
-"""The exactness of links, counted over all tests, is printed at their end."""
+"""Print, at the end of all tests, how the calls that could be linked found their prompts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         named = zip(list(row)[1:], numbers, strict=True)
         line = f"{kind!s:<40}" + "".join(f"{name} {number:<6}" for name, number in named)
         terminalreporter.write_line(line)
-    # ``make exactness`` keeps them.
+    # FLASHMOA_EXACTNESS names a file to write them to.
     if path := os.environ.get("FLASHMOA_EXACTNESS"):
         Path(path).write_text(json.dumps(rows, indent=1) + "\n")

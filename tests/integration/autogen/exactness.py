@@ -1,4 +1,4 @@
-"""How each linked call found its prompt, and the count of it over all tests."""
+"""Record how linked calls found their prompts, and count the outcomes over all tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashmoa.observe.calls import calls
 
 
 @dataclass(frozen=True)
-class Found:
-    """One call.
+class CallOutcome:
+    """How one call found its prompt.
 
     Attributes:
-        status: ``hit`` and ``mispredicted`` as the engine says; ``late`` where the call came
-            before its link was made: the tiny model is quick. ``None``: no link.
-        late_tokens: prompt tokens that were left to compute.
+        status: ``hit`` or ``mispredicted``, as the engine reports it; ``late`` if the call came
+            before its link was made, since the tiny model is fast; ``None`` without a link.
+        late_tokens: number of prompt tokens that were left to compute.
     """
 
     agent: str
@@ -25,27 +25,27 @@ class Found:
     late_tokens: int | None = None
 
 
-def found(events: Iterable[Event]) -> list[Found]:
-    """Return the calls that were finished, in that order."""
+def call_outcomes(events: Iterable[Event]) -> list[CallOutcome]:
+    """Return the outcomes of finished calls, in the order of their ends."""
     ended = [(call.finished.at, call) for call in calls(events) if call.finished is not None]
-    found: list[Found] = []
+    outcomes: list[CallOutcome] = []
     for _, call in sorted(ended, key=lambda pair: pair[0]):
         usage = call.usage
         status = usage.prompt_stream.status if usage and usage.prompt_stream else None
         if status is None and call.started.late:
             status = "late"
-        found.append(Found(call.agent, status, usage.late_tokens if usage else None))
-    return found
+        outcomes.append(CallOutcome(call.agent, status, usage.late_tokens if usage else None))
+    return outcomes
 
 
-def mostly_hit(calls: list[Found]) -> bool:
-    """Links that always came late would be of no use."""
+def mostly_hit(calls: list[CallOutcome]) -> bool:
+    """Return whether at least half of the calls were hits; late links would be of no use."""
     return 2 * sum(call.status == "hit" for call in calls) >= len(calls)
 
 
 @dataclass
-class Count:
-    """Calls that could be linked, by what became of them."""
+class OutcomeCounts:
+    """Numbers of calls that could be linked, by their outcome."""
 
     hit: int = 0
     late: int = 0
@@ -53,16 +53,16 @@ class Count:
     unlinked: int = 0
 
 
-# By what was tested; printed at the end, see ``conftest.py``.
-counts: defaultdict[str, Count] = defaultdict(Count)
+# The counts by the kind of test; ``conftest.py`` prints them at the end.
+counts: defaultdict[str, OutcomeCounts] = defaultdict(OutcomeCounts)
 
 
-def count(kind: str, calls: Iterable[Found]) -> None:
-    """Count calls that could be linked."""
+def count_outcomes(kind: str, calls: Iterable[CallOutcome]) -> None:
+    """Count the outcomes of calls that could be linked."""
     for call in calls:
-        named = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")
-        setattr(counts[kind], named, getattr(counts[kind], named) + 1)
+        name = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")
+        setattr(counts[kind], name, getattr(counts[kind], name) + 1)
 
 
 def as_rows() -> list[dict[str, object]]:
-    return [{"kind": kind, **asdict(one)} for kind, one in sorted(counts.items())]
+    return [{"kind": kind, **asdict(each)} for kind, each in sorted(counts.items())]

@@ -17,7 +17,7 @@ Said = str | FunctionCall | list[str | FunctionCall]
 Script = Callable[[dict[str, Any]], Said | None]
 
 
-def script(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
+def script_answers(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
     """From here on, answers of engines to OpenAI's clients are replaced once they are computed."""
     real = httpx.AsyncClient.send
 

@@ -27,7 +27,7 @@ from flashmoa import FailurePolicy
 from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -171,14 +171,14 @@ async def test_cancelling_stops_the_engine(engine: LocalEngine, client: EngineCl
     token.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await settled(client)
+    await wait_until_idle(client)
 
     token = CancellationToken()
     with pytest.raises(asyncio.CancelledError):
         async for item in endless.create_stream(prompt, cancellation_token=token):
             assert item
             token.cancel()
-    await settled(client)
+    await wait_until_idle(client)
     await endless.close()
 
 
@@ -188,7 +188,7 @@ async def test_leaving_a_stream_stops_the_engine(engine: LocalEngine, client: En
         async for item in items:
             assert item
             break
-    await settled(client)
+    await wait_until_idle(client)
     await endless.close()
 
 

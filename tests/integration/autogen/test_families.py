@@ -11,9 +11,9 @@ from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event
 from tests.chat_templates import ALTERNATING, TEMPLATES
-from tests.integration.autogen.exactness import count, found, mostly_hit
+from tests.integration.autogen.exactness import call_outcomes, count_outcomes, mostly_hit
 from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
-from tests.integration.support import settled, special_engine
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ async def test_teams_over_a_family(
     template = tmp_path / f"{family}.jinja"
     template.write_text(TEMPLATES[family])
     arguments = ["--chat-template", str(template), "--enable-cache-report"]
-    async with special_engine(engines, model, *arguments) as engine:
+    async with start_special_engine(engines, model, *arguments) as engine:
         client = Client(
             model="tiny",
             base_url=engine.url,
@@ -47,7 +47,7 @@ async def test_teams_over_a_family(
         try:
             for build in (round_robin, filtered_fan):
                 await compare(client, build, guide[:800], family)
-            await settled(client.engine)
+            await wait_until_idle(client.engine)
         finally:
             await client.close()
 
@@ -61,7 +61,7 @@ async def compare(client: Client, build: Build, task: str, family: str) -> None:
     linked = said(await team.run(task=task))
     await running.close()
     assert linked == plain
-    calls = found(events)[1:]
-    count(f"template: {family}", calls)
+    calls = call_outcomes(events)[1:]
+    count_outcomes(f"template: {family}", calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)

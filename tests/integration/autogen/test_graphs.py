@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
-from tests.integration.autogen.exactness import Found, count, found
-from tests.integration.support import settled
+from tests.integration.autogen.exactness import CallOutcome, call_outcomes, count_outcomes
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -65,12 +65,12 @@ def flow(members: Sequence[object], edges: Edges) -> GraphFlow:
     return GraphFlow(list(members), graph=builder.build())  # type: ignore[arg-type]
 
 
-async def run(team: GraphFlow, task: str) -> list[Found]:
+async def run(team: GraphFlow, task: str) -> list[CallOutcome]:
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=task)
     await linked.close()
-    return found(events)
+    return call_outcomes(events)
 
 
 async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str) -> None:
@@ -84,11 +84,11 @@ async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str)
         edges: Edges = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)]
         team = flow([chair, *reviewers, meta], edges)
         first, *calls = await run(team, guide[number % 10 * 50 : 700])
-        assert first == Found("chair", None, first.late_tokens)
+        assert first == CallOutcome("chair", None, first.late_tokens)
         assert {call.agent for call in calls} == {"rev0", "rev1", "rev2", "meta"}
-        count("fan-out and fan-in, random speeds", calls)
+        count_outcomes("fan-out and fan-in, random speeds", calls)
         assert {call.status for call in calls} <= {"hit", "late"}
-    await settled(speeds[0].engine)
+    await wait_until_idle(speeds[0].engine)
 
 
 @st.composite
@@ -108,6 +108,6 @@ async def test_any_graph(speeds: list[Client], guide: str, edges: Edges, seed: i
     first, *calls = await run(team, guide[seed % 10 * 50 : 700])
     assert first.agent == "a0" and first.status is None
     assert {call.agent for call in calls} == set(names[1:])
-    count("graphs made by hypothesis", calls)
+    count_outcomes("graphs made by hypothesis", calls)
     assert {call.status for call in calls} <= {"hit", "late"}
-    await settled(speeds[0].engine)
+    await wait_until_idle(speeds[0].engine)

@@ -20,7 +20,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
 from flashmoa.observe.trace import read
 from tests.integration.autogen.runs import Mode, Run, run_once
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -116,8 +116,8 @@ async def test_nothing_is_left_after_a_run(
     await team.run(task=guide[:500])
     # The team was stopped by its condition: whoever was to speak next never did.
     await linked.close()
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
     assert {type(event) for event in events} >= {LinkOpened, LinkClosed, CallFinished}
 
 
@@ -148,8 +148,8 @@ async def test_cancelling_a_team_ends_its_links(
             await team.run(task="Go.", cancellation_token=token)
     for one in endless:
         await one.close()
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
@@ -225,4 +225,4 @@ async def test_a_run_is_traced(
     assert read(file) == events
     with pytest.raises(OSError):
         link(team, trace=tmp_path / "nowhere" / "run.jsonl")
-    await settled(client)
+    await wait_until_idle(client)

@@ -12,10 +12,10 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
 from tests.integration.autogen import overriding
-from tests.integration.autogen.exactness import Found, found, mostly_hit
+from tests.integration.autogen.exactness import CallOutcome, call_outcomes, mostly_hit
 from tests.integration.autogen.overriding import Build
 from tests.integration.autogen.teams import Client
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -25,7 +25,7 @@ class Told:
     """What was said, how each call's prompt was found, and how often the own method ran."""
 
     said: list[tuple[str, str]]
-    calls: list[Found]
+    calls: list[CallOutcome]
     runs: int
 
 
@@ -40,7 +40,7 @@ async def told(client: Client, build: Build, task: str, linked: bool, *include: 
     result = await team.run(task=task)
     await running.close()
     said = [(m.source, m.to_text()) for m in result.messages]
-    return Told(said, found(events), next(numbers) - 1)
+    return Told(said, call_outcomes(events), next(numbers) - 1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
         extra_body={"ignore_eos": True},
     )
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 

@@ -22,9 +22,9 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, LinkOpened
 from tests.integration.autogen import overriding
-from tests.integration.autogen.exactness import count, found
+from tests.integration.autogen.exactness import call_outcomes, count_outcomes
 from tests.integration.autogen.teams import Build, Client, agent
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +40,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     )
     await client.engine.flush_cache()
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
@@ -98,8 +98,8 @@ async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_
     watch(plain, lambda _: None)
     unlinked = await plain.run(task=guide[:600])
     assert [m.to_text() for m in result.messages] == [m.to_text() for m in unlinked.messages]  # type: ignore[union-attr]
-    calls = found(events)
-    count(build.__name__, calls)
+    calls = call_outcomes(events)
+    count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in calls}
     assert not [event for event in events if isinstance(event, LinkDeclined)]
@@ -119,8 +119,8 @@ async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
         if resets:
             await team.reset()
     await linked.close()
-    calls = found(events)
-    count("stopped, and run again at once", calls)
+    calls = call_outcomes(events)
+    count_outcomes("stopped, and run again at once", calls)
     assert {call.status for call in calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in calls}
 
@@ -141,7 +141,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
         task="And now?" if between != "another task" else TextMessage(content="And?", source="two")
     )
     await linked.close()
-    first = [call for call in found(events) if call.agent == "one"]
+    first = [call for call in call_outcomes(events) if call.agent == "one"]
     assert len(first) == 2
     if between == "a reset":
         assert first[1].status is None
@@ -150,7 +150,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
         assert first[1].status == "hit"
         # What the others said was there: the task and the template's ends are left.
         assert first[1].late_tokens is not None and first[1].late_tokens < 60
-    assert {call.status for call in found(events)} <= {None, "hit", "late"}
+    assert {call.status for call in call_outcomes(events)} <= {None, "hit", "late"}
 
 
 async def test_links_for_a_next_run_that_does_not_come_end(
@@ -163,7 +163,7 @@ async def test_links_for_a_next_run_that_does_not_come_end(
     await team.run(task=guide[:600])
     await until(lambda: of(events, LinkClosed, "one"))
     assert [event.reason for event in of(events, LinkClosed, "one")] == ["unused"]
-    await settled(model_client.engine)
+    await wait_until_idle(model_client.engine)
     await linked.close()
 
 
@@ -182,7 +182,7 @@ async def test_all_first_agents_of_the_next_run_are_linked(
     await until(lambda: of(events, LinkOpened, "a") and of(events, LinkOpened, "b"))
     await team.run(task="And now?")
     await linked.close()
-    calls = found(events)
+    calls = call_outcomes(events)
     assert [call.status for call in calls if call.agent in "ab"][2:] == ["hit", "hit"]
     assert {call.status for call in calls} <= {None, "hit", "late"}
 
@@ -219,7 +219,7 @@ async def test_a_declined_agent_is_linked_once_the_reason_is_gone(
     linked = link(team, listener=events.append)
     await team.run(task=guide[:600])
     await linked.close()
-    calls = found(events)
+    calls = call_outcomes(events)
     four = [call.status for call in calls if call.agent == "four"]
     assert of(events, LinkDeclined, "four")
     assert four[1] == "hit"

@@ -15,10 +15,15 @@ from autogen_core.models import UserMessage
 from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
-from tests.integration.autogen.exactness import Found, count, found, mostly_hit
-from tests.integration.autogen.scripted import script
+from tests.integration.autogen.exactness import (
+    CallOutcome,
+    call_outcomes,
+    count_outcomes,
+    mostly_hit,
+)
+from tests.integration.autogen.scripted import script_answers
 from tests.integration.autogen.teams import Client, agent
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -34,11 +39,11 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     )
     await client.engine.flush_cache()
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
-async def run(build: Callable[[], Swarm], task: str) -> tuple[list[Found], list[Event]]:
+async def run(build: Callable[[], Swarm], task: str) -> tuple[list[CallOutcome], list[Event]]:
     """Run it linked and unlinked, and compare what was said."""
     events: list[Event] = []
     team = build()
@@ -48,7 +53,7 @@ async def run(build: Callable[[], Swarm], task: str) -> tuple[list[Found], list[
     plain = build()
     watch(plain, lambda _: None)
     assert _sayings(await plain.run(task=task)) == said
-    return found(events), events
+    return call_outcomes(events), events
 
 
 def _sayings(result: TaskResult) -> list[tuple[str, str]]:
@@ -65,7 +70,7 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
     def said(request: dict[str, Any]) -> Any:
         return (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
 
     def team() -> Swarm:
         agents = [
@@ -76,7 +81,7 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
 
     calls, _ = await run(team, guide[:900])
     assert [call.agent for call in calls] == ["alice", "bob"] * 4 + ["alice"]
-    count("swarm", calls[1:])
+    count_outcomes("swarm", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
     message = UserMessage(
         content="Transferred to alice, adopting the role of alice immediately.", source="bob"
@@ -97,7 +102,7 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
         name = next(turns, "writer") if speaker(request) == "planner" else "planner"
         return (f"transfer_to_{name}", {})
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
 
     def team() -> Swarm:
         nonlocal turns
@@ -111,7 +116,7 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
 
     calls, events = await run(team, guide[:900])
     assert {call.agent for call in calls} == {"planner", "analyst", "writer"}
-    count("swarm of three", calls[1:])
+    count_outcomes("swarm of three", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
     assert not [event for event in events if isinstance(event, LinkDeclined)]
     # Nobody is linked while one speaks who cannot hand off to it.
@@ -126,7 +131,7 @@ async def test_messages_beside_a_handoff_are_not_mispredicted(
     def said(request: dict[str, Any]) -> Any:
         return [beside, (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})]
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
 
     async def look(place: str) -> str:
         """Look at a place."""
@@ -141,5 +146,5 @@ async def test_messages_beside_a_handoff_are_not_mispredicted(
 
     calls, _ = await run(team, guide[:900])
     assert len(calls) > 3
-    count("swarm, more beside the handoff", calls[1:])
+    count_outcomes("swarm, more beside the handoff", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])

@@ -13,7 +13,12 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
-from tests.integration.autogen.exactness import Found, count, found, mostly_hit
+from tests.integration.autogen.exactness import (
+    CallOutcome,
+    call_outcomes,
+    count_outcomes,
+    mostly_hit,
+)
 from tests.integration.autogen.teams import (
     Build,
     Client,
@@ -32,7 +37,7 @@ from tests.integration.autogen.teams import (
     society,
     streaming,
 )
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +47,7 @@ class Told:
     """What was said, by whom, in order, and how each call's prompt was found."""
 
     said: list[tuple[str, str]]
-    calls: list[Found]
+    calls: list[CallOutcome]
 
 
 async def told(
@@ -57,7 +62,7 @@ async def told(
     result = await team.run(task=task)
     await running.close()
     said = [(m.source, m.to_text()) for m in result.messages]
-    return Told(said, found(events))
+    return Told(said, call_outcomes(events))
 
 
 async def answered(client: Client, said: list[tuple[str, str]], name: str) -> tuple[str, str]:
@@ -109,10 +114,10 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     assert linked.said[-1] == last
     first, *calls = linked.calls
     assert first.agent == unlinked and first.status is None
-    count(build.__name__, calls)
+    count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +138,10 @@ async def test_teams_whose_messages_are_partly_unknown(
         first = next(call for call in calls if call.agent == name)
         assert first.status is None
         calls.remove(first)
-    count(build.__name__, calls)
+    count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize("include", [(), ("mine",)])
@@ -150,12 +155,12 @@ async def test_custom_agents_are_linked_on_request(
     mine = [call for call in linked.calls if call.agent == "mine"]
     assert len(mine) == 2
     if include:
-        count("custom, included", linked.calls[1:])
+        count_outcomes("custom, included", linked.calls[1:])
         assert {call.status for call in linked.calls[1:]} <= {"hit", "late"}
         assert mostly_hit(linked.calls[1:])
     else:
         assert {call.status for call in mine} == {None}
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_unknown_names_are_refused(model_client: Client) -> None:

@@ -21,7 +21,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, LinkOpened
 from flashmoa.observe.calls import calls
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 from tests.unit.observe.test_opentelemetry import Telemetry, parent, times
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +85,7 @@ async def test_a_linked_team_as_spans(
     team = pair(client, guide)
     link(team, listener=telemetry.listener())
     await team.run(task="Go.")
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
     # Our own, and with the writer's those of its link and what was prefilled for it.
     for agent in ("planner", "writer"):
@@ -156,7 +156,7 @@ async def test_a_run_that_is_dropped_ends_its_spans(
     stream = client.create_stream(ASK)
     await anext(stream)
     await stream.aclose()
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
     assert [span.name for span in spans] == ["chat tiny", "invoke_agent client"]
     assert (spans[0].attributes or {})["error.type"] == "GeneratorExit"
@@ -246,7 +246,7 @@ async def test_a_clients_listener_receives_events_of_promises(
     assert promise.agent == reader.agent == opened.agent == "client"
     assert reader.usage is not None and reader.usage.prompt_stream is not None
     assert promise.first_token is not None and reader.first_token is not None
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
 
 
 async def test_a_clients_listener_receives_failures(clients: Callable[..., Client]) -> None:

@@ -23,10 +23,15 @@ from autogen_agentchat.tools import AgentTool
 from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkWaits
-from tests.integration.autogen.exactness import Found, count, found, mostly_hit
-from tests.integration.autogen.scripted import script
+from tests.integration.autogen.exactness import (
+    CallOutcome,
+    call_outcomes,
+    count_outcomes,
+    mostly_hit,
+)
+from tests.integration.autogen.scripted import script_answers
 from tests.integration.autogen.teams import Custom
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -48,7 +53,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     client = make(engine)
     await client.engine.flush_cache()
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
@@ -58,9 +63,9 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
     )
 
 
-def predicted(kind: str, calls: list[Found]) -> bool:
+def predicted(kind: str, calls: list[CallOutcome]) -> bool:
     """Whether all these calls were, of those that were not too early."""
-    count(kind, calls)
+    count_outcomes(kind, calls)
     return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
 
 
@@ -106,11 +111,11 @@ async def test_an_orchestrator_reads_along(
         }
         return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
     agents = [agent(client, name) for name in ("coder", "writer")]
     team = MagenticOneGroupChat(agents, model_client=client, max_turns=6)
     _, events = await run_linked(team, guide[:600])
-    calls = found(events)
+    calls = call_outcomes(events)
     reading = [
         call
         for before, call in pairwise(calls)
@@ -120,7 +125,7 @@ async def test_an_orchestrator_reads_along(
     speaking = [call for call in calls if call.agent != "(manager)"]
     assert predicted("magentic one", [*reading, *speaking])
     assert ledgers == 4
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
@@ -133,7 +138,7 @@ async def test_a_selector_and_its_candidates(
         text = request["messages"][-1]["content"]
         return next(turns) if "You decide who speaks next" in text else None
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
     agents = [agent(model_client, name) for name in ("one", "two", "three")]
     team = SelectorGroupChat(
         agents,
@@ -142,7 +147,7 @@ async def test_a_selector_and_its_candidates(
         termination_condition=MaxMessageTermination(6),
     )
     _, events = await run_linked(team, guide[:600])
-    calls = found(events)
+    calls = call_outcomes(events)
     assert [call.agent for call in calls[::2]] == ["(manager)"] * 5
     assert [call.agent for call in calls[1::2]] == ["two", "three", "one", "three", "two"]
     # All but the very first, before which nothing is known of.
@@ -159,11 +164,11 @@ async def test_tools_are_waited_for_and_reflections_streamed(
     def said(request: dict[str, Any]) -> Any:
         return ("look", {"place": "lake"}) if request.get("tools") else None
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
     one = agent(model_client, "one", tools=[look], reflect_on_tool_use=reflect)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=4)
     result, events = await run_linked(team, guide[:600])
-    readers = [call for call in found(events) if call.agent == "two"]
+    readers = [call for call in call_outcomes(events) if call.agent == "two"]
     assert len(readers) == 2
     assert predicted("tools, reflected on" if reflect else "tools", readers)
     waits = {event.reason for event in events if isinstance(event, LinkWaits)}
@@ -180,12 +185,12 @@ async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
     result = await team.run(task=guide[:600])
     usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
     assert all(isinstance(usage, EngineUsage) and usage.streamed_tokens for usage in usages)
-    assert [call.agent for call in found(events)] == ["one", "two", "three", "one"]
+    assert [call.agent for call in call_outcomes(events)] == ["one", "two", "three", "one"]
     alone = await agent(client, "alone").run(task="Go.")
     assert len(alone.messages) == 2
     await client.close()
     async with client.__class__(model="tiny", base_url=engine.url).engine as other:
-        await settled(other)
+        await wait_until_idle(other)
 
 
 async def test_linking_again_replaces_the_first_link(model_client: Client, guide: str) -> None:
@@ -194,7 +199,7 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     link(team, listener=first.append)
     _, events = await run_linked(team, guide[:600])
     assert not first
-    assert [call.status for call in found(events)][1:] == ["hit"]
+    assert [call.status for call in call_outcomes(events)][1:] == ["hit"]
 
 
 async def test_an_agent_used_as_a_tool_is_not_taken_for_its_caller(
@@ -203,12 +208,12 @@ async def test_an_agent_used_as_a_tool_is_not_taken_for_its_caller(
     def said(request: dict[str, Any]) -> Any:
         return ("inner", {"task": "Look."}) if request.get("tools") else None
 
-    script(monkeypatch, said)
+    script_answers(monkeypatch, said)
     inner = AgentTool(agent(model_client, "inner"))
     one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=False)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=2)
     _, events = await run_linked(team, guide[:600])
-    calls = found(events)
+    calls = call_outcomes(events)
     assert [call.agent for call in calls] == ["one", "two"]
     assert predicted("an agent as a tool", calls[1:])
 

@@ -12,7 +12,7 @@ from flashmoa_bench.prefill.asyncep import ROLES
 
 from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import EXPERTS, special_engine
+from tests.integration.support import EXPERTS, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -24,9 +24,9 @@ async def test_the_benchmark_tells_what_copying_takes(
     # So that each batch is one forward, as where the benchmark starts its engines.
     flags = ["--chunked-prefill-size", "512", "--max-prefill-tokens", "512"]
     async with (
-        special_engine(engines, experts_model, *flags) as resident,
-        special_engine(engines, experts_model, *flags, "--flashmoa-asyncep", "h2d") as h2d,
-        special_engine(engines, experts_model, *flags, *ROLES[-1].arguments) as kv_free,
+        start_special_engine(engines, experts_model, *flags) as resident,
+        start_special_engine(engines, experts_model, *flags, "--flashmoa-asyncep", "h2d") as h2d,
+        start_special_engine(engines, experts_model, *flags, *ROLES[-1].arguments) as kv_free,
     ):
         command = ["asyncep", "--resident-url", resident.url, "--h2d-url", h2d.url]
         command += ["--kv-free-url", kv_free.url]

@@ -7,7 +7,7 @@ import pytest
 from flashmoa.doctor import EngineToCheck, check_engine
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ async def test_engine_that_links_has_nothing_to_fix(
     assert "requests for 'x'" in found["model"].text
     assert found["chat template"].level == "ok"
     # No stream is left behind.
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_engine_without_the_plugin_gets_a_remedy(plain_engine: LocalEngine) -> None:

@@ -16,7 +16,7 @@ from flashmoa.engine import PromptUsage
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.observe.calls import calls
 from tests.conftest import ROOT
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def idle(client: EngineClient) -> AsyncGenerator[EngineClient]:
     """An engine that must be idle again in the end."""
     await client.flush_cache()
     yield client
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_openai_client(idle: EngineClient) -> None:

@@ -17,12 +17,12 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import Make, cells
-from tests.integration.failures.relay import Relay, relay_to
+from tests.integration.failures.relay import Relay, start_relay
 
 
 @pytest.fixture
 async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
-    async with relay_to(engine.url) as relay:
+    async with start_relay(engine.url) as relay:
         yield relay
 
 

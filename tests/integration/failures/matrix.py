@@ -14,7 +14,7 @@ from flashmoa import FailurePolicy
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed, LinkOpened, UpstreamFailed
-from tests.integration.baseline import Baseline, sockets
+from tests.integration.baseline import Baseline, count_sockets
 
 FAILURES: tuple[Failure, ...] = ("error", "cancel", "timeout", "stall")
 ACTIONS: tuple[Action, ...] = ("abort", "finalize")
@@ -50,7 +50,9 @@ class Cell:
 cells: list[Cell] = []
 
 
-def ended(where: str, failure: str, action: str, reader: str, events: Iterable[Event]) -> Cell:
+def record_cell(
+    where: str, failure: str, action: str, reader: str, events: Iterable[Event]
+) -> Cell:
     """Note a cell."""
     closed = [event.reason for event in events if isinstance(event, LinkClosed)]
     cell = Cell(where, failure, action, reader, ", ".join(closed))
@@ -58,12 +60,12 @@ def ended(where: str, failure: str, action: str, reader: str, events: Iterable[E
     return cell
 
 
-def failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
+def reported_failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
     """Return what readers were told of their upstream."""
     return [(e.upstream, e.failure, e.action) for e in events if isinstance(e, UpstreamFailed)]
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(30):
         while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -74,12 +76,14 @@ def is_linked(events: Sequence[Event]) -> bool:
 
 
 @asynccontextmanager
-async def nothing_left(*baselines: Baseline) -> AsyncGenerator[None]:
+async def check_nothing_is_left(*baselines: Baseline) -> AsyncGenerator[None]:
     """Engines, and this process, are afterwards as they were: KV, requests, sockets, tasks."""
     await anyio.wait_all_tasks_blocked()
-    before = sockets(os.getpid())
+    before = count_sockets(os.getpid())
     tasks = asyncio.all_tasks()
     yield
-    await until(lambda: sockets(os.getpid()) <= before and not asyncio.all_tasks() - tasks)
+    await wait_until(
+        lambda: count_sockets(os.getpid()) <= before and not asyncio.all_tasks() - tasks
+    )
     for baseline in baselines:
-        await baseline.restored()
+        await baseline.wait_until_restored()

@@ -83,7 +83,7 @@ def _make_reset(stream: SocketStream) -> None:
 
 
 @asynccontextmanager
-async def relay_to(target: str) -> AsyncGenerator[Relay]:
+async def start_relay(target: str) -> AsyncGenerator[Relay]:
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as group:
         port = listener.extra(SocketAttribute.local_port)

@@ -18,12 +18,12 @@ from tests.integration.failures.matrix import (
     PATIENCE,
     WHOLE,
     Make,
-    ended,
-    failures,
+    check_nothing_is_left,
     is_linked,
-    nothing_left,
     policy,
-    until,
+    record_cell,
+    reported_failures,
+    wait_until,
 )
 from tests.integration.failures.relay import Relay
 
@@ -47,17 +47,17 @@ async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
 ) -> None:
     events: list[Event] = []
     token = CancellationToken()
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         reading = make(downstream.url, on_failure=policy(failure, action), listener=events.append)
         draft = (await writing.promise(asks(guide[:300]), cancellation_token=token)).content
         review = await reading.promise(asks(f"{guide[:900]}\n{draft}\nBetter?"))
-        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             token.cancel()
         if failure == "stall":
-            await until(lambda: bool(failures(events)))
+            await wait_until(lambda: bool(reported_failures(events)))
         arrived = _texts[str(draft)].written
         if failure == "stall" and action == "abort":
             upstream_relay.release()
@@ -75,6 +75,9 @@ async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
         upstream_relay.release()
         for client in (writing, reading):
             await client.close()
-    assert len(failures(events)) == 1 and failures(events)[0][1:] == (failure, action)
-    cell = ended("promise", failure, action, reader, events)
+    assert len(reported_failures(events)) == 1 and reported_failures(events)[0][1:] == (
+        failure,
+        action,
+    )
+    cell = record_cell("promise", failure, action, reader, events)
     assert cell.link == ("abort" if action == "abort" else "used")

@@ -18,22 +18,22 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed
-from tests.integration.autogen.exactness import found
+from tests.integration.autogen.exactness import call_outcomes
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
     ACTIONS,
     FAILURES,
     PATIENCE,
     Make,
-    ended,
-    failures,
+    check_nothing_is_left,
     is_linked,
-    nothing_left,
     policy,
-    until,
+    record_cell,
+    reported_failures,
+    wait_until,
 )
-from tests.integration.failures.relay import Relay, relay_to
-from tests.integration.support import special_engine
+from tests.integration.failures.relay import Relay, start_relay
+from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Client = FlashMoAChatCompletionClient
@@ -69,7 +69,7 @@ class Pair:
             return "the team is cancelled"
         except Exception as error:
             return f"the team raises {type(error).__name__}"
-        status = found(self.events)[-1].status
+        status = call_outcomes(self.events)[-1].status
         return f"{len(result.messages)} messages, the last one {status or 'unlinked'}"
 
     def is_closed(self) -> bool:
@@ -102,31 +102,31 @@ async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
     action: Action,
 ) -> None:
     task = guide[:600]
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         # The one client-wide, the other for this link.
         client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
         linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
         pair = Pair(writing, make(downstream.url, **client_wide), task, **linking)
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         if failure == "cancel":
             pair.token.cancel()
         if failure == "stall":
-            await until(lambda: bool(failures(pair.events)))
+            await wait_until(lambda: bool(reported_failures(pair.events)))
             upstream_relay.release()
         outcome = await pair.outcome()
         if failure == "stall":
             plain = await texts(make, engine, downstream, task)
             assert [message.to_text() for message in pair.run.result().messages] == plain
         # Of its own accord: nobody has closed it yet.
-        await until(pair.is_closed)
+        await wait_until(pair.is_closed)
         await pair.close()
         upstream_relay.release()
-    assert failures(pair.events) == [("writer", failure, action)]
+    assert reported_failures(pair.events) == [("writer", failure, action)]
     # The writer may have one already for a next run of the team.
     reading = [event for event in pair.events if event.agent == "reviewer"]
-    cell = ended("team", failure, action, outcome, reading)
+    cell = record_cell("team", failure, action, outcome, reading)
     if action == "abort":
         assert cell.link == "abort"
     else:
@@ -144,7 +144,7 @@ async def test_a_retried_writer_keeps_its_links(
     """By OpenAI's client, as unlinked; and what it wrote is read on from where it broke off."""
     task = guide[:600]
     plain = await texts(make, engine, downstream, task)
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset")
         writing = make(upstream_relay.url, 150, max_retries=2)
         pair = Pair(writing, make(downstream.url), task)
@@ -153,7 +153,7 @@ async def test_a_retried_writer_keeps_its_links(
         assert [message.to_text() for message in pair.run.result().messages] == plain
         await pair.close()
     assert outcome == "3 messages, the last one hit"
-    ended("team", "error, and asked again", "", outcome, pair.events)
+    record_cell("team", "error, and asked again", "", outcome, pair.events)
 
 
 @pytest.mark.parametrize("which", ["writer's", "reviewer's"])
@@ -165,16 +165,16 @@ async def test_a_client_is_closed(
     guide: str,
     which: str,
 ) -> None:
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("stall")
         pair = Pair(make(upstream_relay.url, 150), make(downstream.url), guide[:600])
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         await pair.clients[which == "reviewer's"].close()
-        await until(pair.is_closed)
+        await wait_until(pair.is_closed)
         upstream_relay.release()
         outcome = await pair.outcome()
         await pair.close()
-    cell = ended("team", f"the {which} client is closed", "", outcome, pair.events)
+    cell = record_cell("team", f"the {which} client is closed", "", outcome, pair.events)
     assert cell.link == "closed"
 
 
@@ -197,14 +197,14 @@ async def test_the_upstream_engine_is_killed(
     make: Make,
     guide: str,
 ) -> None:
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         pair = Pair(make(mortal.url, 4000), make(downstream.url), guide[:600])
-        await until(lambda: is_linked(pair.events))
+        await wait_until(lambda: is_linked(pair.events))
         kill(mortal)
         outcome = await pair.outcome()
-        await until(pair.is_closed)
+        await wait_until(pair.is_closed)
         await pair.close()
-    cell = ended("team", "upstream engine killed", "abort", outcome, pair.events)
+    cell = record_cell("team", "upstream engine killed", "abort", outcome, pair.events)
     assert cell.link == "abort"
     assert outcome.startswith("the team raises")
 
@@ -223,20 +223,20 @@ async def test_the_downstream_engine_is_restarted(  # noqa: PLR0913 - fixtures
     task = guide[:600]
     plain = await texts(make, engine, downstream, task)
     async with (
-        special_engine(engines, model) as fresh,
-        relay_to(mortal.url) as address,
-        nothing_left(*baselines),
+        start_special_engine(engines, model) as fresh,
+        start_relay(mortal.url) as address,
+        check_nothing_is_left(*baselines),
     ):
         upstream_relay.arm("stall")
         pair = Pair(make(upstream_relay.url, 150), make(address.url), task)
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         kill(mortal)
         address.target = fresh.url
         upstream_relay.release()
         outcome = await pair.outcome()
         assert [message.to_text() for message in pair.run.result().messages] == plain
         await pair.close()
-    cell = ended("team", "downstream engine restarted", "", outcome, pair.events)
+    cell = record_cell("team", "downstream engine restarted", "", outcome, pair.events)
     assert outcome.endswith("unlinked")
     # It is gone, or there again and without the stream.
     assert cell.link.startswith(("EngineUnreachable", "StreamUnknown"))

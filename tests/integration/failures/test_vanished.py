@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import kv, settled
+from tests.integration.support import fetch_kv_state, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def test_the_links_of_a_killed_client_end_when_its_time_is_over(
     command = [sys.executable, "-c", CLIENT, engine.url, words(300, 740)]
     async with await anyio.open_process(command, stdin=DEVNULL, stdout=PIPE, stderr=None) as gone:
         with anyio.fail_after(60):
-            while not (await kv(client)).pinned_streams:  # noqa: ASYNC110
+            while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
                 await anyio.sleep(0.02)
         # Its signs of life keep the stream for longer than it would last without.
         until = anyio.current_time() + 4
@@ -49,5 +49,5 @@ async def test_the_links_of_a_killed_client_end_when_its_time_is_over(
         killed = anyio.current_time()
         await gone.wait()
         with anyio.fail_after(30):
-            await settled(client)
+            await wait_until_idle(client)
     assert anyio.current_time() - killed < 20

@@ -18,12 +18,12 @@ from tests.integration.failures.matrix import (
     FAILURES,
     HAD_ARRIVED,
     WHOLE,
-    ended,
-    failures,
+    check_nothing_is_left,
     is_linked,
-    nothing_left,
     policy,
-    until,
+    record_cell,
+    reported_failures,
+    wait_until,
 )
 from tests.integration.failures.relay import Relay
 
@@ -55,7 +55,7 @@ async def test_an_answer_fails(
     events: list[Event] = []
     seconds = BRIEF if failure == "timeout" else 60.0
     async with (
-        nothing_left(*baselines),
+        check_nothing_is_left(*baselines),
         EngineClient(upstream_relay.url, timeout=seconds) as writing,
         EngineClient(downstream.url) as reading,
         Workflow(reading, on_failure=policy(failure, action), listener=events.append) as flow,
@@ -63,11 +63,11 @@ async def test_an_answer_fails(
         upstream_relay.arm("reset" if failure == "error" else "stall")
         draft = flow.ask(asks(guide[:300]), engine=writing, name="draft", **LONG)
         review = flow.ask(asks(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
-        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             draft.cancel()
         if failure == "stall":
-            await until(lambda: bool(failures(events)))
+            await wait_until(lambda: bool(reported_failures(events)))
         arrived = draft.written
         if failure == "stall" and action == "abort":
             upstream_relay.release()
@@ -83,6 +83,6 @@ async def test_an_answer_fails(
             assert is_hit == (action == "finalize")
             reader = f"answers {HAD_ARRIVED if is_hit else WHOLE}"
         upstream_relay.release()
-    assert failures(events) == [("draft", failure, action)]
-    cell = ended("Workflow", failure, action, reader, events)
+    assert reported_failures(events) == [("draft", failure, action)]
+    cell = record_cell("Workflow", failure, action, reader, events)
     assert cell.link == ("abort" if action == "abort" else "used")

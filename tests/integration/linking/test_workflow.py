@@ -21,7 +21,7 @@ from flashmoa.observe import (
     LinkOpened,
     UpstreamFailed,
 )
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -31,7 +31,7 @@ PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": 
 async def reader(downstream_client: EngineClient) -> AsyncGenerator[EngineClient]:
     await downstream_client.flush_cache()
     yield downstream_client
-    await settled(downstream_client)
+    await wait_until_idle(downstream_client)
 
 
 def asks(text: str) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ async def test_answers_flow_into_prompts(
     expected_whole = await said(reader, f"{guide[:1500]}\n{joined}\nAll?")
     assert await whole == expected_whole
     assert await last == await said(client, f"In short: {expected_whole}")
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_two_calls_of_an_openai_client(
@@ -136,7 +136,7 @@ async def test_a_refused_reader_releases_its_stream(
         review = flow.ask(asks(f"{guide[:900]} {draft}"), engine=reader, **refused)
         with pytest.raises(EngineError):
             await review
-        assert (await settled(reader)).pinned_streams == 0
+        assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
 async def test_leaving_a_workflow_early_releases_everything(
@@ -150,7 +150,7 @@ async def test_leaving_a_workflow_early_releases_everything(
                 while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
             raise ZeroDivisionError
-    assert (await settled(reader)).pinned_streams == 0
+    assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
 async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide: str) -> None:
@@ -202,7 +202,7 @@ async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) ->
             assert expected.claim()
             scope.cancel()
             await anyio.sleep_forever()
-    assert (await settled(reader)).pinned_streams == 0
+    assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
 async def test_a_link_that_cannot_be_made_costs_nothing(client: EngineClient, guide: str) -> None:

@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngines
 from flashmoa.moa import EngineEmbedder
 from flashmoa.moa.early_exit import frobenius_cosine, normalised
-from tests.integration.support import special_engine
+from tests.integration.support import start_special_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ async def test_embedding_engine_gives_a_row_per_sentence(
 ) -> None:
     """The plugin adds nothing to an embedding engine, so its routes are missing."""
     async with (
-        special_engine(engines, model, "--is-embedding", measures=False) as engine,
+        start_special_engine(engines, model, "--is-embedding", measures=False) as engine,
         EngineClient(engine.url) as client,
     ):
         with pytest.raises(PluginMissing):

@@ -14,7 +14,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.moa.config import ConfigError, MixtureConfig
 from flashmoa.moa.server import application
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -100,7 +100,7 @@ async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_pa
                     break
             with pytest.raises(UpstreamCancelled):
                 await running.result()
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
 @pytest.mark.parametrize(

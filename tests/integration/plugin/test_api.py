@@ -20,7 +20,12 @@ from flashmoa.engine import (
 )
 from flashmoa.engine.local import LocalEngine
 from tests.conftest import POOL
-from tests.integration.support import Opened, generate, prefilled, settled
+from tests.integration.support import (
+    StreamRecorder,
+    generate,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -99,11 +104,11 @@ async def test_a_stream_is_opened_grown_read_and_deleted(
     state = await client.append(opened.id, 0, text=words(40, 6)[3:] + " x")
     assert state.next_seq == 1
     assert state.received_tokens > opened.received_tokens
-    await prefilled(client, opened.id, 80)
+    await wait_until_prefilled(client, opened.id, 80)
     await client.delete_stream(opened.id)
     with pytest.raises(StreamGone, match="deleted"):
         await client.stream_state(opened.id)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_repeated_appends_change_nothing(client: EngineClient) -> None:
@@ -158,7 +163,7 @@ async def test_the_most_a_prompt_may_have_is_said_and_true(
     assert (await client.prefill_only(input_ids=[5] * most)).prompt_tokens == most
     opened = await client.open_stream(input_ids=[5] * (most - 1))
     await client.append(opened.id, 0, input_ids=[5], end=True)
-    assert (await prefilled(client, opened.id, most)).prefilled_tokens == most
+    assert (await wait_until_prefilled(client, opened.id, most)).prefilled_tokens == most
     await client.delete_stream(opened.id)
 
 
@@ -212,8 +217,8 @@ async def test_no_body_breaks_the_engine(
     """Every odd body gets a 4xx with a code and a sentence, or is taken; none a 500."""
     stream = await client.open_stream(text="one two")
     route = f"/prompt_streams/{stream.id}/append" if path == "append" else path
-    opened = Opened()
-    hooks = {"response": [opened.anote]}
+    opened = StreamRecorder()
+    hooks = {"response": [opened.record_async]}
     async with httpx.AsyncClient(base_url=engine.url, timeout=60, event_hooks=hooks) as http:
         raw = [json.dumps(body).encode() for body in BODIES] + RAW
         for content in raw:
@@ -225,7 +230,7 @@ async def test_no_body_breaks_the_engine(
                 assert len(error["message"]) > 10, content[:80]
     for stream_id in [stream.id, *opened.ids]:
         await client.delete_stream(stream_id)
-    await settled(client)
+    await wait_until_idle(client)
     text, _ = await generate(client, "The engine still works", 2)
     assert text
 

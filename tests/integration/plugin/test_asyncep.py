@@ -17,7 +17,13 @@ from flashmoa_sglang.tiny_model import build
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import EXPERTS, GREEDY, generate, measured, special_engine
+from tests.integration.support import (
+    EXPERTS,
+    GREEDY,
+    generate,
+    start_special_engine,
+    wait_until_measured,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -43,7 +49,7 @@ async def resident(
 ) -> Told:
     prompts = [words(30, 1), words(200, 2), words(3, 3)]
     async with (
-        special_engine(engines, experts_model, *BRIEF) as engine,
+        start_special_engine(engines, experts_model, *BRIEF) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         (kv,) = (await client.info()).kv
@@ -58,7 +64,7 @@ async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
     found: list[Any] = []
     async with EngineClient(engine.url, timeout=60) as client:
         # Batches and the places of KV in its pool decide about last bits.
-        await measured(engine)
+        await wait_until_measured(engine)
         await client.flush_cache()
         for prompt in prompts:
             body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
@@ -78,7 +84,7 @@ async def test_answers_are_the_same_and_the_device_holds_the_slots(
 ) -> None:
     flags = [*BRIEF, "--flashmoa-asyncep", "h2d", "--flashmoa-asyncep-slots", str(slots)]
     async with (
-        special_engine(engines, experts_model, *flags) as engine,
+        start_special_engine(engines, experts_model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         # Nothing is computed otherwise: not even the last bit differs.

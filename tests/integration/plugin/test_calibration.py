@@ -9,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import settled, special_engine
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ async def test_measuring_beside_requests_loses_no_kv(
     arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (
-        special_engine(engines, model, *arguments) as engine,
+        start_special_engine(engines, model, *arguments) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         with anyio.fail_after(60):
@@ -39,7 +39,7 @@ async def test_measuring_beside_requests_loses_no_kv(
         assert info.costs is not None and info.costs.decode_step > 0
         times = [seconds for _, seconds in info.costs.points]
         assert times == sorted(times) and times[0] > 0
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def _prefill(client: EngineClient, ids: list[int]) -> None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
-from tests.integration.support import Opened
+from tests.integration.support import StreamRecorder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -93,18 +93,18 @@ COMMON = settings(
 
 
 @pytest.fixture
-async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[Opened]:
+async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRecorder]:
     """The streams of one test; at its end each is deleted and the engine is as it was."""
-    streams = Opened()
+    streams = StreamRecorder()
     yield streams
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
         for stream_id in streams.ids:
             await client.delete(f"/prompt_streams/{stream_id}")
-    await base.restored()
+    await base.wait_until_restored()
 
 
-def connected(engine: LocalEngine, opened: Opened) -> httpx.Client:
-    hooks = {"response": [opened.note]}
+def connected(engine: LocalEngine, opened: StreamRecorder) -> httpx.Client:
+    hooks = {"response": [opened.record]}
     return httpx.Client(base_url=engine.url, timeout=30, headers=JSON, event_hooks=hooks)
 
 
@@ -128,7 +128,9 @@ def send(http: httpx.Client, route: str, fields: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("route", sorted(ROUTES))
-async def test_no_body_breaks_a_route(engine: LocalEngine, opened: Opened, route: str) -> None:
+async def test_no_body_breaks_a_route(
+    engine: LocalEngine, opened: StreamRecorder, route: str
+) -> None:
     @settings(COMMON, max_examples=EXAMPLES)
     @given(fields=ROUTES[route])
     def one(fields: Any) -> None:
@@ -161,7 +163,7 @@ class Sequences(RuleBasedStateMachine):
     """Any order of opening, appending, using and deleting; the answers are the documented ones."""
 
     http: httpx.Client
-    opened: Opened
+    opened: StreamRecorder
     streams = Bundle("streams")
 
     @initialize()
@@ -230,7 +232,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 async def test_any_order_of_calls_is_answered_as_documented(
-    engine: LocalEngine, opened: Opened
+    engine: LocalEngine, opened: StreamRecorder
 ) -> None:
     def run() -> None:
         with connected(engine, opened) as client:

@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import generate, prefilled, settled
+from tests.integration.support import generate, wait_until_idle, wait_until_prefilled
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -53,7 +53,7 @@ async def test_the_plugins_own_mark_cannot_be_forged(
         answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert "reserved" in answer.text
-    assert (await settled(client)).pinned_streams == 0
+    assert (await wait_until_idle(client)).pinned_streams == 0
 
 
 @pytest.mark.parametrize("custom", ["x", 7, [1], True])
@@ -109,7 +109,7 @@ async def test_an_expected_output_changes_no_answer(
             assert answer.status_code == 200, answer.text
             answers.append(answer.json().get("text") or answer.json()["choices"][0]["message"])
     assert answers[1:] == answers[:1] * 2
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_a_request_that_decodes_nothing_uses_its_stream(
@@ -118,7 +118,7 @@ async def test_a_request_that_decodes_nothing_uses_its_stream(
     await client.flush_cache()
     text = words(200, 901)
     opened = await client.open_stream(text=text)
-    await prefilled(client, opened.id, 190)
+    await wait_until_prefilled(client, opened.id, 190)
     body = {
         "text": text, "sampling_params": {"max_new_tokens": 0},
         "prompt_stream_id": opened.id, "expected_output_tokens": 0,
@@ -130,7 +130,7 @@ async def test_a_request_that_decodes_nothing_uses_its_stream(
     assert answer["output_ids"] == plain["output_ids"] == []
     assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
     assert answer["meta_info"]["streamed_tokens"] >= 190
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_several_answers_to_one_prompt_share_a_stream(
@@ -145,7 +145,7 @@ async def test_several_answers_to_one_prompt_share_a_stream(
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answers = (await http.post("/generate", json=body)).json()
     assert len(answers) == 3
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize("start", ["The plan so far is", "\n\n and then", " to"])
@@ -183,4 +183,4 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
     # Tokens of the joined text are another matter where no cut lies between the two.
     if opened_by == "messages" or start == "The plan so far is":
         assert got["usage"]["prompt_stream"]["status"] == "hit"
-    await settled(client)
+    await wait_until_idle(client)

@@ -12,7 +12,7 @@ import pytest
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import RequestRefused
-from tests.integration.support import special_engine
+from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -43,7 +43,7 @@ async def test_logits_are_the_same_and_nothing_is_kept(
     usual = (await client.info()).kv[0]
     flags = ["--flashmoa-kv-cache", "off", *NEEDED, *MEMORY]
     async with (
-        special_engine(engines, model, *flags) as engine,
+        start_special_engine(engines, model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as lean,
     ):
         for prompt, told in zip(PROMPTS, expected, strict=True):

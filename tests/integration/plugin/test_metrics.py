@@ -13,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient, EngineDraining, RequestRefused
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.monitoring.board import metric_names
-from tests.integration.support import GREEDY, generate, prefilled, settled
+from tests.integration.support import GREEDY, generate, wait_until_idle, wait_until_prefilled
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -79,15 +79,15 @@ async def test_metrics_say_what_streams_did(
     used = await allowed.open_stream(text=words(200, 1))
     wrong = await allowed.open_stream(text=words(200, 2))
     await allowed.append(used.id, 0, text=" and a few words more", end=True)
-    await prefilled(allowed, used.id, 204)
-    await prefilled(allowed, wrong.id, 190)
+    await wait_until_prefilled(allowed, used.id, 204)
+    await wait_until_prefilled(allowed, wrong.id, 190)
     assert (await figures(guarded))("streams_open") == 2
     await generate(allowed, words(200, 1) + " and a few words more of it", 1, used.id)
     await generate(allowed, words(200, 3), 1, wrong.id)
     await generate(allowed, "The", 1, "never opened")
     deleted = await allowed.open_stream(text="The plan")
     await allowed.delete_stream(deleted.id)
-    await settled(allowed)
+    await wait_until_idle(allowed)
     end = await figures(guarded)
     assert end("streams_open") == 0
     assert [end("finals_total", s) for s in ("hit", "mispredicted", "unknown")] == [1, 1, 1]
@@ -107,7 +107,7 @@ async def test_the_boards_metrics_are_there(
     """Those of docs/grafana, on any release of SGLang that these tests run on."""
     text = words(100, 20)
     opened = await allowed.open_stream(text=text)
-    await prefilled(allowed, opened.id, 99)
+    await wait_until_prefilled(allowed, opened.id, 99)
     await generate(allowed, text, 2, opened.id)
     # As it is shown to people, and as Prometheus asks for it.
     for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
@@ -185,7 +185,7 @@ async def test_a_prefill_that_sglang_refuses_keeps_its_status(
         await anyio.sleep_forever()
     assert refused
     # Once there is room the stream is prefilled after all.
-    await prefilled(allowed, opened.id, 99)
+    await wait_until_prefilled(allowed, opened.id, 99)
     _, usage = await generate(allowed, text, 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
-    await settled(allowed)
+    await wait_until_idle(allowed)

@@ -17,7 +17,12 @@ from safetensors.torch import save_file
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, kv_namespace
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -63,11 +68,11 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         ):
             await client.flush_cache()
             stream = await opened(http, text, **{name: of_stream})
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await asked(http, text + " of", prompt_stream_id=stream, **{name: of_request})
             assert became(answer) == status
             assert answer["output_ids"] == alone["output_ids"]
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ async def adapted(
         f"{name}={build_adapter(folder / name, model, seed)}" for seed, name in enumerate("ab")
     ]
     arguments = ["--lora-paths", *paths, "--lora-backend", "torch_native"]
-    async with special_engine(engines, model, *arguments) as engine:
+    async with start_special_engine(engines, model, *arguments) as engine:
         yield engine
 
 
@@ -139,11 +144,11 @@ async def test_a_stream_of_an_adapter_serves_its_requests(
         for given in ({"lora_path": "a"}, {"model": "base:a"}):
             await client.flush_cache()
             stream = await opened(http, text, **given)
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
             assert became(answer) == "hit"
             assert answer["output_ids"] == alone["output_ids"]
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_a_stream_without_the_adapter_is_declined_and_says_so(
@@ -159,11 +164,11 @@ async def test_a_stream_without_the_adapter_is_declined_and_says_so(
             alone = await asked(http, text + " of", lora_path=of_request)
             await client.flush_cache()
             stream = await opened(http, text, lora_path=of_stream)
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await asked(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
             assert became(answer) == "other_namespace"
             assert answer["output_ids"] == alone["output_ids"]
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_a_refused_request_of_another_namespace_leaves_the_stream_to_the_next(
@@ -175,12 +180,12 @@ async def test_a_refused_request_of_another_namespace_leaves_the_stream_to_the_n
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
         stream = await opened(http, text, lora_path="a")
-        await prefilled(client, stream, 299)
+        await wait_until_prefilled(client, stream, 299)
         body = {"text": text + " of", "lora_path": "nobodys", "prompt_stream_id": stream}
         assert (await http.post("/generate", json=body)).status_code == 400
         answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
         assert became(answer) == "hit"
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
@@ -196,7 +201,7 @@ async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
             failure = (await http.get(f"/prompt_streams/{stream}")).json()["failure"]
         assert "nobodys" in failure
         await client.delete_stream(stream)
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request(
@@ -224,4 +229,4 @@ async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request
             assert answer.usage.prompt_stream.status == "hit"
             assert answer.usage.streamed_tokens
             await client.flush_cache()
-        await settled(client)
+        await wait_until_idle(client)

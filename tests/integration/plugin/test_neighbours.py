@@ -14,7 +14,14 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +37,7 @@ async def busy_engine(
     level = ["--flashmoa-intra-turn", "level", "--disable-overlap-schedule"]
     extra = level if request.param == "level by level" else []
     share = ["--flashmoa-stream-share", SHARES[request.param]]
-    async with special_engine(engines, model, *share, *extra) as engine:
+    async with start_special_engine(engines, model, *share, *extra) as engine:
         yield engine
 
 
@@ -44,14 +51,14 @@ def rides(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> bool:
 async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
     async with EngineClient(busy_engine.url, timeout=60) as connected:
         yield connected
-        await settled(connected)
+        await wait_until_idle(connected)
 
 
 async def test_streams_fill_while_others_decode_and_change_nothing(
     client: EngineClient, rides: bool, words: Callable[[int, int], str]
 ) -> None:
     prompts = [words(40, number) for number in range(3)]
-    rode_before = (await kv(client)).rode_along
+    rode_before = (await fetch_kv_state(client)).rode_along
     answers: dict[str, tuple[str, int]] = {}
     decoding, filled = anyio.Event(), anyio.Event()
 
@@ -88,7 +95,7 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
                 if sum(states):
                     filled.set()
                 await anyio.sleep(0.02)
-    rode = (await kv(client)).rode_along - rode_before
+    rode = (await fetch_kv_state(client)).rode_along - rode_before
     assert rode > 0 if rides else rode == 0
     for prompt, (text, tokens) in answers.items():
         assert 100 <= tokens < 3000
@@ -97,7 +104,7 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
     texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
     linked: list[str] = []
     for text, stream in zip(texts, streams, strict=True):
-        await prefilled(client, stream.id, 729)
+        await wait_until_prefilled(client, stream.id, 729)
         answer, usage = await generate(client, text, 8, stream.id)
         linked.append(answer)
         assert usage.late_tokens is not None and usage.late_tokens < 16
@@ -147,16 +154,16 @@ async def test_a_structured_answer_does_not_wait_for_streams(
     long["sampling_params"] = {**GREEDY, "max_new_tokens": 3000}
     structured = {"temperature": 0, "max_new_tokens": 8, "json_schema": '{"type": "boolean"}'}
     async with (
-        special_engine(engines, model, *arguments) as engine,
+        start_special_engine(engines, model, *arguments) as engine,
         EngineClient(engine.url, timeout=120) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(http.post, "/generate", json=long))
-        while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it tells nobody
             await anyio.sleep(0.01)
         stream = await client.open_stream(text=words(800, 91))
-        before = await prefilled(client, stream.id, 790)
+        before = await wait_until_prefilled(client, stream.id, 790)
         await client.append(stream.id, 0, text=words(200, 92)[3:], end=True)
         await increment_sent(http, stream.id)
         async with client.generate(text=words(20, 93), sampling=structured) as answer:

@@ -9,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import prefilled, settled
+from tests.integration.support import wait_until_idle, wait_until_prefilled
 
 pytestmark = pytest.mark.anyio
 
@@ -23,10 +23,10 @@ async def test_a_refused_request_does_not_count_as_running(
         answer = await http.post("/generate", json={"input_ids": [5] * 40_000})
     assert answer.status_code == 400
     opened = await client.open_stream(text=words(600, 400))
-    state = await prefilled(client, opened.id, 590)
+    state = await wait_until_prefilled(client, opened.id, 590)
     assert state.increments == 1
     await client.delete_stream(opened.id)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_long_chats_are_rendered_too(client: EngineClient) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, special_engine
+from tests.integration.support import GREEDY, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ async def expected(
 ) -> list[tuple[str, list[float]]]:
     """What a model with all its experts on the device answers."""
     async with (
-        special_engine(engines, experts_model) as engine,
+        start_special_engine(engines, experts_model) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         assert (await client.info()).kv[0].experts is None
@@ -62,7 +62,7 @@ async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[
     """It waits for more than four prompts, and as long as a slow machine may take to send a
     fifth."""
     flags = ["--flashmoa-saturation", str(ENOUGH), "--flashmoa-saturation-wait", "3"]
-    async with special_engine(
+    async with start_special_engine(
         engines, experts_model, "--flashmoa-asyncep", "h2d", *flags
     ) as engine:
         yield engine

@@ -12,7 +12,14 @@ import pytest
 
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +28,7 @@ pytestmark = pytest.mark.anyio
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
     """Shortest job first, with priorities; requests run one at a time."""
     alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
-    async with special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
+    async with start_special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
         yield engine
 
 
@@ -109,18 +116,18 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
 
     prompts: dict[int, str] = {}
     async with (
-        special_engine(engines, model, pool=9600) as engine,
+        start_special_engine(engines, model, pool=9600) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
         with anyio.fail_after(120):
             async with anyio.create_task_group() as group:
                 for number in range(32):
                     group.start_soon(pipeline, client, number)
-        state = await settled(client)
+        state = await wait_until_idle(client)
         assert state.total == 9600
         for number, prompt in prompts.items():
             assert answers[number] == (await generate(client, prompt + " of", 8))[0]
-        await settled(client)
+        await wait_until_idle(client)
 
 
 # Short answers are expected, as after many of them; and no chunk is larger than what is free.
@@ -158,7 +165,7 @@ async def test_streams_fill_beside_answers_that_may_become_long(
         done.append(usage.completion_tokens)
 
     async with (
-        special_engine(engines, model, *args, pool=4000) as engine,
+        start_special_engine(engines, model, *args, pool=4000) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
         async with anyio.create_task_group() as group:
@@ -167,16 +174,16 @@ async def test_streams_fill_beside_answers_that_may_become_long(
                 group.start_soon(chat, number, begun)
                 await begun.wait()
             stream = await client.open_stream(text=words(800, 510), ttl_seconds=300)
-            await prefilled(client, stream.id, 790)
+            await wait_until_prefilled(client, stream.id, 790)
             await generate(client, words(20, 511), 8)
-            state = await kv(client)
+            state = await fetch_kv_state(client)
             assert not done
             assert (state.pinned_streams, state.gave_way) == (1, 0)
         assert done == [850] * 4
-        assert (await kv(client)).gave_way == 1
+        assert (await fetch_kv_state(client)).gave_way == 1
         assert not retractions(engine)
         await client.delete_stream(stream.id)
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
@@ -193,19 +200,19 @@ async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
         told.append((await http.post("/generate", json=asked)).json()["meta_info"])
 
     async with (
-        special_engine(engines, model, *args, pool=1000) as engine,
+        start_special_engine(engines, model, *args, pool=1000) as engine,
         EngineClient(engine.url, timeout=120) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
     ):
         async with anyio.create_task_group() as group:
             group.start_soon(chat)
-            while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
+            while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
             stream = await client.open_stream(text=words(400, 521))
-            await prefilled(client, stream.id, 390)
+            await wait_until_prefilled(client, stream.id, 390)
             assert not told
         assert told[0]["completion_tokens"] == 930
-        assert (await kv(client)).gave_way == 1
+        assert (await fetch_kv_state(client)).gave_way == 1
         assert not retractions(engine)
         await client.delete_stream(stream.id)
-        await settled(client)
+        await wait_until_idle(client)

@@ -20,7 +20,7 @@ import pytest
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.baseline import Baseline
-from tests.integration.raw import RawConnection, request
+from tests.integration.raw import RawConnection, make_request
 
 STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(60 + STREAMS // 10)]
@@ -112,7 +112,7 @@ class Soak:
         """Ask for an answer and do not wait for it."""
         connection = await RawConnection.open(str(self._http.base_url))
         body = {"text": text, "sampling_params": GREEDY_ONE, "prompt_stream_id": stream_id}
-        await connection.send(request("/generate", body))
+        await connection.send(make_request("/generate", body))
         await connection.reset()
 
 
@@ -138,7 +138,7 @@ async def test_nothing_grows(soaked: LocalEngine, words: Callable[[int, int], st
             for _ in range(ROUNDS):
                 await soak.run(STREAMS // ROUNDS)
                 looks.append(Memory.of(soaked))
-        await base.restored()
+        await base.wait_until_restored()
         looks.append(Memory.of(soaked))
         series = (await own.get("/metrics")).text.count("\nsglang:http_requests_total")
     seconds = time.monotonic() - started

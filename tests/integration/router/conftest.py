@@ -1,4 +1,4 @@
-"""A router in front of real engines, on a port of its own."""
+"""Serve routers in front of real engines, each on a separate port."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import pytest
 from flashmoa.engine.local import LocalEngine
 from flashmoa.router.application import RouterOptions, application
 from flashmoa.router.shell.application import ShellOptions, shell_application
-from tests.integration.router.serving import served
+from tests.integration.router.serving import serve
 
 
 @asynccontextmanager
-async def routed(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a router that is served on a real socket."""
+async def serve_router(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
+    """Serve a router on a real socket, and yield a client of it."""
     app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
-    async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
 
 
-def options(*engines: LocalEngine, **more: object) -> RouterOptions:
+def make_options(*engines: LocalEngine, **more: object) -> RouterOptions:
     return RouterOptions([engine.url for engine in engines], watch_seconds=0.2, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    """Over the session's two engines."""
-    async with routed(options(engine, downstream)) as client:
+    """A client of a router over the session's two engines."""
+    async with serve_router(make_options(engine, downstream)) as client:
         yield client

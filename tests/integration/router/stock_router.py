@@ -24,7 +24,7 @@ main()
 
 
 @asynccontextmanager
-async def stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
+async def start_stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a stock router that has found its engines."""
     port = free_port()
     process = await anyio.open_process(

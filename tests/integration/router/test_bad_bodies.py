@@ -11,9 +11,9 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, generation
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
@@ -25,7 +25,7 @@ async def test_appends_survive_bodies_that_break_other_connections(
     """Stock SGLang answers such a chat with 500 and closes the connection, saying nothing of it."""
     answers = Counter[int]()
     # One of the two has no prompt streams.
-    async with routed(options(engine, plain_engine)) as router:
+    async with serve_router(make_options(engine, plain_engine)) as router:
         async with EngineClient(engine.url) as direct:
             stream = await direct.open_stream(text="It begins:")
         over = anyio.Event()
@@ -50,7 +50,7 @@ async def test_appends_survive_bodies_that_break_other_connections(
         assert state["next_seq"] == 180
         assert (await router.delete(f"/prompt_streams/{stream.id}")).status_code == 200
     async with EngineClient(engine.url) as watching:
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
 @pytest.mark.parametrize("depth", [198, 199, 300, 961, 966, 972, 1020, 5000])

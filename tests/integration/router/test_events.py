@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import LocalEngines, free_port
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import flush, generated, metric
-from tests.integration.support import measured, special_engine
+from tests.integration.support import start_special_engine, wait_until_measured
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
@@ -44,11 +44,11 @@ async def test_kv_events_fill_and_empty_an_engine_s_table(
     events["replay_endpoint"] = f"tcp://*:{replay}"
     document = words(320, 1030)
     arguments = ("--kv-events-config", json.dumps(events))
-    async with special_engine(engines, model, *arguments, environment=compiling) as told:
+    async with start_special_engine(engines, model, *arguments, environment=compiling) as told:
         # What it measures fills its cache, too.
-        await measured(told)
+        await wait_until_measured(told)
         async with (
-            routed(options(told)) as router,
+            serve_router(make_options(told)) as router,
             httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
         ):
             # Others' requests, of which it hears once it is connected.
@@ -66,7 +66,7 @@ async def test_kv_events_fill_and_empty_an_engine_s_table(
             await generated(router, document, tokens=1)
             assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
         # What others asked before a router was there, it asks for.
-        async with routed(options(told)) as later:
+        async with serve_router(make_options(told)) as later:
             await hears(later, 20)
 
 
@@ -77,11 +77,13 @@ async def test_router_follows_events_of_every_rank(
     port = free_port()
     events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})
     arguments = ("--dp", "2", "--kv-events-config", events)
-    async with special_engine(engines, model, *arguments, pool=6000, environment=compiling) as told:
+    async with start_special_engine(
+        engines, model, *arguments, pool=6000, environment=compiling
+    ) as told:
         # What it measures fills its ranks' caches, too.
-        await measured(told)
+        await wait_until_measured(told)
         async with (
-            routed(options(told)) as router,
+            serve_router(make_options(told)) as router,
             httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
         ):
             with anyio.fail_after(60):

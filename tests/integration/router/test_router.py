@@ -13,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.policies import RoundRobin
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import (
     generated,
     generation,
@@ -21,7 +21,7 @@ from tests.integration.router.http_calls import (
     post_json,
     wait_for_metric,
 )
-from tests.integration.support import settled, special_engine
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -84,7 +84,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
     engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text, more = words(100, 970), " " + words(50, 971)
-    async with routed(options(engine, downstream, policy=RoundRobin())) as router:
+    async with serve_router(make_options(engine, downstream, policy=RoundRobin())) as router:
         async with EngineClient(str(router.base_url)) as client:
             # An engine's client does not notice that it is a router.
             assert "prompt_streams" in (await client.info()).capabilities
@@ -94,7 +94,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
             for stream in streams:
                 assert (await client.stream_state(stream.id)).next_seq == 1
         # Another router has never heard of them.
-        async with routed(options(engine, downstream)) as other:
+        async with serve_router(make_options(engine, downstream)) as other:
             answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
             assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
             # Its engine has the prompt already; other requests learn that it has.
@@ -111,7 +111,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
 async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: Words) -> None:
     """Nothing is heard of a long answer that is not streamed, and its prompt is computed."""
     full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
-    async with routed(options(engine, saturation_margin=0.01)) as router:
+    async with serve_router(make_options(engine, saturation_margin=0.01)) as router:
         over: list[str] = []
 
         async def ask(name: str, tokens: int) -> None:
@@ -125,7 +125,7 @@ async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: W
             assert over == ["short"]
             group.cancel_scope.cancel()
     async with EngineClient(engine.url) as watching:
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
 async def test_disconnect_aborts_the_engine_s_request(
@@ -141,18 +141,18 @@ async def test_disconnect_aborts_the_engine_s_request(
         await router.post("/generate", json=generation(text, 4000))
     for one in (engine, downstream):
         async with EngineClient(one.url) as watching:
-            await settled(watching)
+            await wait_until_idle(watching)
     assert await metric(router, "flashmoa_router_engine_load{") == 0
 
 
 async def test_too_large_body_is_refused(engine: LocalEngine) -> None:
-    async with routed(options(engine, max_body_bytes=1000)) as router:
+    async with serve_router(make_options(engine, max_body_bytes=1000)) as router:
         answer = await router.post("/generate", json=generation("x" * 1000))
         assert answer.status_code == 413 and "1000 bytes" in answer.text
 
 
 async def test_router_without_engines_answers_503(model: Path) -> None:
-    async with routed(options(LocalEngine(0, 9, model))) as router:
+    async with serve_router(make_options(LocalEngine(0, 9, model))) as router:
         for path in ("/generate", "/render", "/prompt_streams"):
             answer = await router.post(path, json=generation("hello"))
             assert answer.status_code == 503 and "no engine answers" in answer.text
@@ -161,8 +161,8 @@ async def test_router_without_engines_answers_503(model: Path) -> None:
 
 async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: Words) -> None:
     async with (
-        special_engine(engines, model, "--is-embedding", measures=False) as embedder,
-        routed(options(embedder)) as router,
+        start_special_engine(engines, model, "--is-embedding", measures=False) as embedder,
+        serve_router(make_options(embedder)) as router,
         httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
     ):
         ask = {"model": "default", "input": [words(30, 1060), words(20, 1061)]}
@@ -196,8 +196,8 @@ async def test_router_passes_on_the_client_s_api_key_and_never_its_own(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     async with (
-        special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
-        routed(options(locked, api_key="secret")) as router,
+        start_special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
+        serve_router(make_options(locked, api_key="secret")) as router,
     ):
         ask = generation(words(40, 1050))
         key = {"Authorization": "Bearer secret"}

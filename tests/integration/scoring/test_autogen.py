@@ -17,7 +17,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.scoring import Scorer
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -75,7 +75,7 @@ async def test_classifier_s_prompt_is_prefilled_in_a_linked_team(
         assert call.usage.late_tokens < call.usage.prompt_tokens / 4
     closed = [one for one in events if isinstance(one, LinkClosed) and one.agent == "judge"]
     assert [one.reason for one in closed] == ["used", "used"]
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_classify_tool_returns_each_label_s_probability(

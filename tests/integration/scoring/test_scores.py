@@ -19,7 +19,12 @@ from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
 from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import Logprobs
-from tests.integration.support import generate, kv, settled, special_engine
+from tests.integration.support import (
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -121,7 +126,7 @@ async def test_siblings_compute_their_prefix_once(
     assert found.usage.computed_tokens <= 1500 + own + found.usage.requests
     everything = await Scorer(client).select(context, options, threshold=0)
     assert everything.chosen == options
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_candidates_of_several_tokens_share_the_context(
@@ -166,13 +171,13 @@ async def test_engine_that_does_not_share_gets_one_request_first(
     """Siblings that are queued behind another request would all be computed in one forward."""
     context, options = words(600, 39), ["lakes", "hills", "temples", "food"]
     async with (
-        special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
+        start_special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
         EngineClient(engine.url, timeout=60) as client,
         anyio.create_task_group() as group,
     ):
         assert [rank.shares for rank in (await client.info()).kv] == [False]
         group.start_soon(partial(client.prefill_only, text=words(6000, 40)))
-        while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.01)
         with caplog.at_level(logging.WARNING):
             found = await Scorer(client).select(context, options)
@@ -217,7 +222,7 @@ async def test_context_still_being_written_is_prefilled_meanwhile(
     assert found.usage.prompt_stream.status == "hit"
     again = await scorer.score(messages, ["Y", "N"])
     assert again.logprobs == pytest.approx(found.logprobs, abs=EXACT)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +256,7 @@ async def test_engine_s_refusal_is_raised_as_it_is(
     async with EngineClient("http://127.0.0.1:9") as absent:
         with pytest.raises(EngineUnreachable):
             await Scorer(absent).score("The", [" the"])
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_cancelled_scoring_leaves_nothing_behind(
@@ -260,7 +265,7 @@ async def test_cancelled_scoring_leaves_nothing_behind(
     async with anyio.create_task_group() as group:
         group.start_soon(Scorer(client).select, words(9000, 36), ["lakes", "hills", "food"])
         with anyio.fail_after(30):
-            while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
+            while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
-    await settled(client)
+    await wait_until_idle(client)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from flashmoa.router.application import RouterOptions, application
 from flashmoa.router.client_requests import STREAMS, json_answer
 from flashmoa.router.shell.application import ShellOptions, shell_application
-from tests.integration.router.serving import served
+from tests.integration.router.serving import serve
 
 KEY = {"authorization": "Bearer right"}
 
@@ -112,7 +112,7 @@ async def running(app: Starlette) -> AsyncGenerator[RouterClient]:
 async def routing(*engines: FakeEngine, **more: Any) -> AsyncGenerator[RouterClient]:
     """Run a router over fake engines."""
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(served(one.app())) for one in engines]
+        urls = [await stack.enter_async_context(serve(one.app())) for one in engines]
         options = RouterOptions(urls, api_key="right", watch_seconds=60, **more)
         yield await stack.enter_async_context(running(application(options)))
 
@@ -121,7 +121,7 @@ async def routing(*engines: FakeEngine, **more: Any) -> AsyncGenerator[RouterCli
 async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
     """Run a shell router whose engine is its prefill engine and the router of its pair."""
     async with (
-        served(engine.app()) as url,
+        serve(engine.app()) as url,
         running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,
     ):
         yield client

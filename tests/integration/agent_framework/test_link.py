@@ -1,4 +1,4 @@
-"""link(workflow) on real SGLang: same answers, and B's prompt computed while A writes."""
+"""Test ``link(workflow)`` on real engines: same answers, and B's prompt computed while A writes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def agent(name: str, client: Any, guide: str, **more: Any) -> Agent[Any]:
 
 
 def chain(clients: Pair, guide: str) -> Workflow:
-    """Two on the first engine and one on the second; all that they say is told."""
+    """Build two agents on the first engine and one on the second; all their answers are outputs."""
     agents = [
         agent(name, clients[name == "summary"], guide) for name in ("planner", "local", "summary")
     ]
@@ -80,7 +80,7 @@ def chain(clients: Pair, guide: str) -> Workflow:
 
 
 async def run(workflow: Workflow, stream: bool = False) -> list[str]:
-    """Return what was said, in the order of the edges."""
+    """Run a workflow, and return its outputs in the order of the edges."""
     if not stream:
         result = await workflow.run(TASK)
         return [output.text for output in result.get_outputs()]
@@ -93,7 +93,7 @@ async def run(workflow: Workflow, stream: bool = False) -> list[str]:
 
 
 def statuses(events: list[Event]) -> dict[str, str | None]:
-    """How each call found its prompt, by its agent."""
+    """Return how each call found its prompt, by agent."""
     return {
         call.agent: call.usage.prompt_stream.status
         if call.usage is not None and call.usage.prompt_stream is not None
@@ -103,7 +103,9 @@ def statuses(events: list[Event]) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_sequential(clients: Pair, guide: str, stream: bool) -> None:
+async def test_a_linked_sequence_answers_as_unlinked(
+    clients: Pair, guide: str, stream: bool
+) -> None:
     plain = await run(chain(clients, guide), stream)
     events: list[Event] = []
     workflow = chain(clients, guide)
@@ -134,8 +136,8 @@ async def test_the_summary_was_prefilled_while_the_others_wrote(clients: Pair, g
     assert details["prompt/late_tokens"] == last.usage.late_tokens
 
 
-async def test_a_workflow_that_runs_again(clients: Pair, guide: str) -> None:
-    """Its agents remember the first run; each run is linked anew."""
+async def test_every_run_of_a_workflow_is_linked(clients: Pair, guide: str) -> None:
+    """Its agents remember the first run."""
     plain, linked = chain(clients, guide), chain(clients, guide)
     events: list[Event] = []
     link(linked, listener=events.append)
@@ -147,7 +149,7 @@ async def test_a_workflow_that_runs_again(clients: Pair, guide: str) -> None:
 
 
 def panel(clients: Pair, guide: str) -> Workflow:
-    """Three write at once; an aggregator of ours asks the second engine about all of it."""
+    """Build three agents at once, and an aggregator of ours that asks the second engine."""
     experts = [agent(name, clients[0], guide[:900]) for name in ("food", "walks", "visas")]
     editor = Agent(clients[1], guide[:2000], default_options=options())  # type: ignore[arg-type]
 
@@ -159,7 +161,9 @@ def panel(clients: Pair, guide: str) -> Workflow:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_concurrent_with_an_aggregator(clients: Pair, guide: str, stream: bool) -> None:
+async def test_linked_concurrent_agents_and_their_aggregator_answer_as_unlinked(
+    clients: Pair, guide: str, stream: bool
+) -> None:
     async def answer(workflow: Workflow) -> list[Any]:
         if not stream:
             return (await workflow.run(TASK)).get_outputs()
@@ -186,7 +190,9 @@ async def test_user_code_is_not_run_unless_included(clients: Pair, guide: str) -
     assert "merge" not in {event.agent for event in events if isinstance(event, LinkOpened)}
 
 
-async def test_an_aggregator_that_asks_a_client_itself(clients: Pair, guide: str) -> None:
+async def test_an_aggregator_that_calls_a_client_directly_is_linked(
+    clients: Pair, guide: str
+) -> None:
     ran: list[int] = []
 
     def build() -> Workflow:
@@ -211,8 +217,8 @@ async def test_an_aggregator_that_asks_a_client_itself(clients: Pair, guide: str
     assert ran == [2, 2, 2]  # Unlinked, on a copy, and for real.
 
 
-async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> None:
-    """Its text does not flow raw; the answers stay the same."""
+async def test_the_answer_of_an_agent_with_tools_is_not_streamed(clients: Pair, guide: str) -> None:
+    """Its answer may have tool calls, so it is not streamed; the answers stay the same."""
 
     def look(place: str) -> str:
         return f"a fine {place}"
@@ -237,10 +243,8 @@ async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> N
     assert statuses(events)["second"] == "hit"
 
 
-async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
-    clients: Pair, guide: str
-) -> None:
-    """What the next one gets is the call and its result, too; the one after is linked again."""
+async def test_a_tool_call_ends_the_links_to_its_agents_answer(clients: Pair, guide: str) -> None:
+    """The next agent gets the call and its result, too; the one after that is linked again."""
 
     def look(place: bool) -> str:
         return f"a fine {place}"
@@ -268,7 +272,7 @@ async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
     assert statuses(events)["third"] == "hit"
 
 
-async def test_a_failure_ends_the_links(clients: Pair, guide: str) -> None:
+async def test_a_failed_run_ends_its_links(clients: Pair, guide: str) -> None:
     bad = [agent("planner", clients[0], guide), agent("local", clients[0], guide, tokens=-5)]
     last = agent("summary", clients[1], guide)
     workflow = SequentialBuilder(participants=[*bad, last]).build()
@@ -307,8 +311,8 @@ async def test_cancelling_a_run_ends_its_links(clients: Pair, guide: str, stream
             await anyio.sleep(0.02)
 
 
-async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) -> None:
-    """Whoever reads it goes away after the first agent; the one after was never asked."""
+async def test_a_run_that_is_dropped_leaves_nothing_behind(clients: Pair, guide: str) -> None:
+    """Its reader stops after the first agent, and the next agent is never asked."""
     workflow = chain(clients, guide)
     link(workflow)
     events = workflow.run(TASK, stream=True)
@@ -320,7 +324,7 @@ async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) 
         await wait_until_idle(client.engine)
 
 
-async def test_a_plain_server_works_unlinked_and_says_so_once(
+async def test_a_plain_server_works_unlinked_with_one_warning(
     plain_engine: LocalEngine,
     guide: str,
     caplog: pytest.LogCaptureFixture,
@@ -339,7 +343,7 @@ async def test_a_plain_server_works_unlinked_and_says_so_once(
     assert len(said) == 1
 
 
-async def test_only_what_can_be_linked_is_taken(clients: Pair, guide: str) -> None:
+async def test_link_refuses_objects_that_it_cannot_link(clients: Pair, guide: str) -> None:
     with pytest.raises(TypeError, match="build it"):
         link(SequentialBuilder(participants=[agent("one", clients[0], guide)]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nobody"):
@@ -360,6 +364,6 @@ async def test_a_run_is_traced(clients: Pair, guide: str, tmp_path: Path) -> Non
     assert read(file) == events and len(calls(events)) == 3
 
 
-async def test_a_serialized_client(clients: Pair) -> None:
+async def test_a_serialized_client_has_only_its_settings(clients: Pair) -> None:
     saved = clients[0].to_dict()
     assert saved["base_url"].endswith("/v1") and "engine" not in saved and "watchers" not in saved

@@ -1,4 +1,4 @@
-"""Classes of a user's own that do something in methods which telling a prompt would call."""
+"""User-defined classes that override methods which a dry run of a prompt would call."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _tool() -> FunctionTool:
 
 
 def _three(client: Client, second: BaseChatAgent, turns: int = 6) -> BaseGroupChat:
-    """Make a team: the second is linked to the first, and the third to it, twice."""
+    """Make a team in which the second agent is linked to the first, and the third to it, twice."""
     members = [agent(client, "one"), second, agent(client, "three")]
     return RoundRobinGroupChat(members, max_turns=turns)
 
 
 def workbench(client: Client, counted: Counted) -> BaseGroupChat:
-    """Its tools' text depends on how often it was asked."""
+    """Make a team with a workbench whose tools' text depends on the number of its calls."""
 
     class Stateful(StaticWorkbench):
         async def list_tools(self) -> list[ToolSchema]:
@@ -56,7 +56,7 @@ def workbench(client: Client, counted: Counted) -> BaseGroupChat:
 
 
 def workbench_of_one(client: Client, counted: Counted) -> BaseGroupChat:
-    """Nothing but this object has another method."""
+    """Make a team with a stock workbench on which one method was replaced."""
     one: Any = StaticWorkbench([_tool()])
     stock = one.list_tools
 
@@ -168,7 +168,7 @@ def memory(client: Client, counted: Counted) -> BaseGroupChat:
 
 
 class Numbered(TextMessage):
-    """Says how often it was asked what it says."""
+    """A message whose text has the number of times that it was asked for."""
 
     type: Any = "Numbered"
     counted: Any = None
@@ -179,7 +179,7 @@ class Numbered(TextMessage):
 
 
 class Saying(BaseChatAgent):
-    """Calls no model."""
+    """An agent that calls no model."""
 
     def __init__(self, name: str, counted: Counted) -> None:
         super().__init__(name, "Says the same.")
@@ -197,7 +197,7 @@ class Saying(BaseChatAgent):
 
 
 def message(client: Client, counted: Counted) -> BaseGroupChat:
-    """Whoever has received it before a link is made to it would turn it into another text."""
+    """Make a team with a message that would differ if a link to its reader asked for its text."""
     speaking = [agent(client, name) for name in ("one", "three", "four")]
     members = [speaking[0], Saying("two", counted), *speaking[1:]]
     return RoundRobinGroupChat(members, max_turns=8, custom_message_types=[Numbered])
@@ -224,7 +224,7 @@ def manager(client: Client, counted: Counted) -> BaseGroupChat:
 
 
 class Converting(Client):
-    """A client whose requests depend on how many were made."""
+    """A client whose requests depend on how many have been made."""
 
     counted: Counted
 

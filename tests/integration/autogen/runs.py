@@ -1,4 +1,4 @@
-"""Running a team unlinked, warmed and linked, and what each run took."""
+"""Run a team unlinked, warmed or linked, and record its turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BuildTeam = Callable[[], BaseGroupChat]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One agent's call; times in Unix seconds."""
+    """One agent's call; times are Unix seconds."""
 
     agent: str
     started: float
@@ -53,7 +53,7 @@ class Run:
         return tuple(turn.text for turn in self.turns)
 
     def handoff(self, position: int) -> float:
-        """Seconds from the last token of the turn before ``position`` to its first token."""
+        """Return the seconds from the last token before turn ``position`` to its first token."""
         return self.turns[position].first_token - self.turns[position - 1].last_token
 
 
@@ -83,7 +83,7 @@ def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
 async def run_once(
     build: BuildTeam, clients: Sequence[FlashMoAChatCompletionClient], task: str, mode: Mode
 ) -> Run:
-    """Run a fresh team once on engines with empty caches."""
+    """Run a new team once, on engines with empty caches."""
     for client in clients:
         await client.engine.flush_cache()
     return await run_team(build(), task, mode)

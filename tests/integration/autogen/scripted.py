@@ -1,4 +1,4 @@
-"""A tiny random model says nothing of use: what it computes is real, what it says is scripted."""
+"""Replace the answers of a tiny random model by scripted ones; the computation stays real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Script = Callable[[dict[str, Any]], Said | None]
 
 
 def script_answers(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
-    """From here on, answers of engines to OpenAI's clients are replaced once they are computed."""
+    """Replace the answers of engines to OpenAI's clients, once they are computed."""
     real = httpx.AsyncClient.send
 
     async def send(
@@ -29,7 +29,7 @@ def script_answers(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
         if answer is None or response.is_error:
             return response
         if options.get("stream"):
-            response.stream = _Replaced(response, answer)
+            response.stream = _ScriptedStream(response, answer)
             return response
         whole = response.json()
         _replace(whole["choices"][0], "message", answer)
@@ -38,8 +38,8 @@ def script_answers(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
     monkeypatch.setattr(AsyncHttpxClientWrapper, "send", send)
 
 
-class _Replaced(httpx.AsyncByteStream):
-    """An answer's events, of which the first one with text says what is scripted, and all of it."""
+class _ScriptedStream(httpx.AsyncByteStream):
+    """Replaces a streamed answer: the first event with text gets the scripted one."""
 
     def __init__(self, response: httpx.Response, answer: Said) -> None:
         self._events, self._answer = response.stream, answer

@@ -1,4 +1,4 @@
-"""Teams that tests run: every stock kind, and agents of a class of its own."""
+"""Teams for tests: every stock kind, and agents of a user-defined class."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def filtered_fan(client: Client) -> BaseGroupChat:
 
 
 def conditional(client: Client) -> BaseGroupChat:
-    """Whatever the writer says, one of the two is chosen."""
+    """Make a team whose writer's answer decides which of two agents speaks."""
     writer, yes, no = (agent(client, n) for n in ("writer", "yes", "no"))
     builder = DiGraphBuilder()
     for one in (writer, yes, no):
@@ -124,7 +124,7 @@ def cycle(client: Client) -> BaseGroupChat:
 
 
 def selecting(client: Client) -> BaseGroupChat:
-    """By a tiny model, which names nobody: the selector asks again, and takes the last one."""
+    """Make a team with a tiny model as selector; it names nobody, and the last agent is taken."""
     agents = [agent(client, n) for n in ("one", "two", "three")]
     return SelectorGroupChat(
         agents,
@@ -147,7 +147,7 @@ def society(client: Client) -> BaseGroupChat:
 
 
 class Custom(BaseChatAgent):
-    """Keeps its messages itself, and says what its model says."""
+    """Keeps its messages itself, and answers with its model's answer."""
 
     def __init__(self, name: str, model_client: Client) -> None:
         super().__init__(name, "Of a class of its own.")

@@ -1,4 +1,4 @@
-"""Teams on engines with chat templates of the main families: predicted, and answered the same."""
+"""Test teams on the main families' chat templates: predicted, and answered the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 def said(result: TaskResult) -> list[tuple[str, str]]:
-    """Who said what; the reviewers finish in any order."""
+    """Return each message with its agent; reviewers may finish in any order."""
     return sorted((message.source, message.to_text()) for message in result.messages)
 
 
@@ -29,7 +29,7 @@ FAMILIES = [ONE, *(pytest.param(family, marks=pytest.mark.slow) for family in OT
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_teams_over_a_family(
+async def test_teams_on_a_familys_template_are_predicted_and_answer_the_same(
     engines: LocalEngines, model: Path, tmp_path: Path, guide: str, family: str
 ) -> None:
     template = tmp_path / f"{family}.jinja"

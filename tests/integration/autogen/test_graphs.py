@@ -1,4 +1,4 @@
-"""GraphFlow at random: speeds and graphs. Every prompt is predicted."""
+"""Test GraphFlow with random graphs and speeds: every prompt is predicted."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ async def run(team: GraphFlow, task: str) -> list[CallOutcome]:
     return call_outcomes(events)
 
 
-async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str) -> None:
-    """Whoever finishes first comes first, or in the filter's order: never a wrong prediction."""
+async def test_fan_out_and_in_is_predicted_at_random_speeds(
+    speeds: list[Client], guide: str
+) -> None:
+    """Messages come in the order of their ends, or in the filter's order."""
     dice = random.Random(3)
     for number in range(RUNS):
         chair, *reviewers, meta = agents(dice, speeds, ["chair", "rev0", "rev1", "rev2", "meta"])
@@ -102,7 +104,9 @@ def graphs(draw: st.DrawFn) -> Edges:
 
 @given(edges=graphs(), seed=st.integers(0, 1 << 16))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=list(HealthCheck))
-async def test_any_graph(speeds: list[Client], guide: str, edges: Edges, seed: int) -> None:
+async def test_any_graph_is_predicted(
+    speeds: list[Client], guide: str, edges: Edges, seed: int
+) -> None:
     names = [f"a{number}" for number in range(1 + max(end for _, end in edges))]
     team = flow(agents(random.Random(seed), speeds, names), edges)
     first, *calls = await run(team, guide[seed % 10 * 50 : 700])

@@ -1,4 +1,4 @@
-"""link(team) on real SGLang: same answers, and B's prompt computed while A writes."""
+"""Test ``link(team)`` on real engines: same answers, and B's prompt computed while A writes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def clients(
 
 
 def chain(clients: tuple[Client, Client], guide: str, turns: int = 4) -> RoundRobinGroupChat:
-    """Three agents on the first engine and one on the second, as in examples/chain.py."""
+    """Make a team as in examples/chain.py: three agents on the first engine, one on the second."""
     agents = [
         AssistantAgent(
             name,
@@ -101,7 +101,7 @@ async def test_warming_sends_no_upstream_text(clients: tuple[Client, Client], gu
         assert turn.usage.late_tokens > 24
 
 
-async def test_nothing_is_left_after_a_run(
+async def test_a_run_leaves_nothing_behind(
     clients: tuple[Client, Client],
     guide: str,
     client: EngineClient,
@@ -153,7 +153,7 @@ async def test_cancelling_a_team_ends_its_links(
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
-async def test_a_plain_server_works_unlinked_and_says_so_once(
+async def test_a_plain_server_works_unlinked_with_one_warning(
     plain_engine: LocalEngine,
     guide: str,
     caplog: pytest.LogCaptureFixture,
@@ -174,10 +174,10 @@ async def test_a_plain_server_works_unlinked_and_says_so_once(
     assert len(said) == 1
 
 
-async def test_an_agent_that_calls_tools_is_waited_for(
+async def test_the_answer_of_an_agent_with_tools_is_not_streamed(
     clients: tuple[Client, Client], guide: str
 ) -> None:
-    """Its text does not flow raw; the answers stay the same."""
+    """Its answer may have tool calls, so it is not streamed; the answers stay the same."""
 
     async def look(place: str) -> str:
         return f"a fine {place}"
@@ -195,7 +195,7 @@ async def test_an_agent_that_calls_tools_is_waited_for(
     assert linked.turns[-1].usage.prompt_stream.status == "hit"
 
 
-async def test_only_what_can_be_linked_is_taken(clients: tuple[Client, Client]) -> None:
+async def test_link_refuses_objects_that_it_cannot_link(clients: tuple[Client, Client]) -> None:
     with pytest.raises(TypeError, match="AssistantAgent"):
         link(AssistantAgent("one", model_client=clients[0]))  # type: ignore[arg-type]
     others = OpenAIChatCompletionClient(model="gpt-4o", api_key="none")

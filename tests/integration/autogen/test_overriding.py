@@ -1,4 +1,4 @@
-"""Linking runs nobody's code that the user has not vouched for, and so changes no answer."""
+"""Test that linking runs no user-defined code that is not included, and so changes no answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 @dataclass
 class Told:
-    """What was said, how each call's prompt was found, and how often the own method ran."""
+    """A run's texts, how each call found its prompt, and how often the overriding method ran."""
 
     said: list[tuple[str, str]]
     calls: list[CallOutcome]

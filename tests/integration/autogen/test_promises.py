@@ -1,4 +1,4 @@
-"""A mixture of agents written by hand on autogen-core: linked by one line, same answers."""
+"""Test a mixture of agents on autogen-core: one line links it, and its answers are the same."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ async def mixture(client: Client, task: str, promises: bool) -> Any:
     return last[0]
 
 
-async def test_a_program_is_linked_by_one_line(clients: Callable[..., Client], guide: str) -> None:
+async def test_a_program_with_promises_answers_as_without(
+    clients: Callable[..., Client], guide: str
+) -> None:
     client = clients()
     await client.engine.flush_cache()
     plain = await mixture(client, guide[:600], promises=False)
@@ -167,7 +169,7 @@ async def test_a_refused_reader_releases_its_stream(
     await wait_until_idle(client.engine)
 
 
-async def test_closing_a_client_ends_what_it_promised(
+async def test_closing_a_client_ends_its_promises(
     clients: Callable[..., Client], guide: str
 ) -> None:
     client, other = clients(max_tokens=20000), clients()
@@ -184,9 +186,7 @@ async def test_closing_a_client_ends_what_it_promised(
     await wait_until_idle(other.engine)
 
 
-async def test_a_cancelled_reader_waits_no_longer(
-    clients: Callable[..., Client], guide: str
-) -> None:
+async def test_a_cancelled_reader_stops_waiting(clients: Callable[..., Client], guide: str) -> None:
     client, other, token = clients(max_tokens=20000), clients(), CancellationToken()
     promised = await client.promise([UserMessage(content="Go.", source="user")])
     asked = [UserMessage(content=f"{guide[:500]} {promised.content}", source="user")]
@@ -233,7 +233,7 @@ async def test_promises_made_at_once_end_with_their_client(clients: Callable[...
         await wait_until_idle(engine)
 
 
-async def test_marks_are_found_wherever_text_is(
+async def test_marks_are_replaced_in_all_kinds_of_messages(
     clients: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = clients()

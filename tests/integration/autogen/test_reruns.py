@@ -1,4 +1,4 @@
-"""Teams that are run again, reset, or stopped: no link outlives what it was made for."""
+"""Test teams that run again, are reset, or stop: no link outlives the run that it was made for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def of(events: list[Event], kind: type[Event], name: str) -> list[Any]:
 
 
 def stopped(client: Client) -> BaseGroupChat:
-    """Make an inner team whose condition stops it, which cannot be known beforehand."""
+    """Make an inner team that is stopped by a condition, which cannot be known beforehand."""
     stop = MaxMessageTermination(3)
     inner = RoundRobinGroupChat(
         [agent(client, n) for n in ("in1", "in2", "in3")], termination_condition=stop
@@ -109,7 +109,7 @@ async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_
 async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
     model_client: Client, guide: str, resets: bool
 ) -> None:
-    """Which follows at once, before anybody has found that the one before has ended."""
+    """The next run follows at once, before the end of the one before is noticed."""
     members = [agent(model_client, name) for name in ("one", "two", "three")]
     team = RoundRobinGroupChat(members, termination_condition=MaxMessageTermination(3))
     events: list[Event] = []
@@ -153,7 +153,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
     assert {call.status for call in call_outcomes(events)} <= {None, "hit", "late"}
 
 
-async def test_links_for_a_next_run_that_does_not_come_end(
+async def test_links_for_a_next_run_end_if_it_does_not_come(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa.autogen._link_planner._NEXT_RUN_SECONDS", 0.5)
@@ -187,10 +187,10 @@ async def test_all_first_agents_of_the_next_run_are_linked(
     assert {call.status for call in calls} <= {None, "hit", "late"}
 
 
-async def test_a_declined_agent_is_linked_once_the_reason_is_gone(
+async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
     model_client: Client, guide: str
 ) -> None:
-    """A message of a class of its own is not turned into text; the next one is a stock one."""
+    """A user-defined message is not turned into text; the next message is a stock one."""
     said: list[str] = []
 
     def counted() -> int:

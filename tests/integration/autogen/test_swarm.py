@@ -1,4 +1,4 @@
-"""Swarms: whoever may be handed off to is linked, and no handoff's message is guessed."""
+"""Test swarms: possible handoff targets are linked, and no handoff's message is guessed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
 
 
 async def run(build: Callable[[], Swarm], task: str) -> tuple[list[CallOutcome], list[Event]]:
-    """Run it linked and unlinked, and compare what was said."""
+    """Run a swarm linked and unlinked, and compare the messages."""
     events: list[Event] = []
     team = build()
     linked = link(team, listener=events.append)
@@ -125,7 +125,7 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
 
 
 @pytest.mark.parametrize("beside", ["I hand this over.", ("look", {"place": "lake"})])
-async def test_messages_beside_a_handoff_are_not_mispredicted(
+async def test_messages_that_come_with_a_handoff_are_not_mispredicted(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, beside: Any
 ) -> None:
     def said(request: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Every stock team linked on real SGLang: each prompt predicted, each answer the same."""
+"""Test every stock team linked on a real engine: prompts are predicted, answers are the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass
 class Told:
-    """What was said, by whom, in order, and how each call's prompt was found."""
+    """A run's messages in order, and how each call found its prompt."""
 
     said: list[tuple[str, str]]
     calls: list[CallOutcome]
@@ -66,7 +66,7 @@ async def told(
 
 
 async def answered(client: Client, said: list[tuple[str, str]], name: str) -> tuple[str, str]:
-    """Return what an agent says to these messages, outside of any team."""
+    """Return an agent's answer to messages outside of any team."""
     messages = [TextMessage(content=text, source=source) for source, text in said]
     response = await agent(client, name).on_messages(messages, CancellationToken())
     return name, response.chat_message.to_text()
@@ -125,10 +125,10 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     [(selecting, ["(manager)"]), (nested, ["one", "in1"]), (society, ["one", "in1"])],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-async def test_teams_whose_messages_are_partly_unknown(
+async def test_teams_with_partly_unknown_messages_are_never_mispredicted(
     model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: list[str]
 ) -> None:
-    """What nobody can tell: the first call, and the first one of a team within the team."""
+    """Unknown are the first call, and the first one of a team within the team."""
     task = guide[:800]
     plain = await told(model_client, build, task, linked=False)
     linked = await told(model_client, build, task, linked=True)

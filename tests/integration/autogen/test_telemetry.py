@@ -1,4 +1,4 @@
-"""What users' tools are told of real runs: OpenTelemetry, AutoGen's own events, our listeners."""
+"""Test the telemetry of real runs: OpenTelemetry, AutoGen's own events, our listeners."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pair(client: Client, guide: str, *, stream: bool = False) -> RoundRobinGroup
 
 
 def of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
-    """Return the one span of an agent whose name starts like that."""
+    """Return the one span of an agent whose name begins with ``start``."""
     (found,) = [
         span
         for span in spans
@@ -72,13 +72,13 @@ def of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
     return found
 
 
-async def test_a_linked_team_as_spans(
+async def test_a_linked_team_has_spans_within_autogens(
     clients: Callable[..., Client],
     guide: str,
     telemetry: Telemetry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """AutoGen's spans of agents are there already; ours are within them."""
+    """AutoGen already has spans of agents; ours are within them."""
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", telemetry.tracers)
     client = clients(max_tokens=64)
     await client.engine.flush_cache()
@@ -112,7 +112,9 @@ async def test_a_linked_team_as_spans(
     assert sources["streamed"] >= tokens
 
 
-async def test_a_workflow_as_spans(client: EngineClient, guide: str, telemetry: Telemetry) -> None:
+async def test_a_workflow_has_spans_of_its_calls(
+    client: EngineClient, guide: str, telemetry: Telemetry
+) -> None:
     with telemetry.tracers.get_tracer("test").start_as_current_span("trip") as trip:
         async with Workflow(client, listener=telemetry.listener()) as flow:
             ask = {"role": "user", "content": f"{guide[:2000]} Plan."}
@@ -132,8 +134,10 @@ async def test_a_workflow_as_spans(client: EngineClient, guide: str, telemetry: 
     assert (linked.attributes or {})["flashmoa.link.upstream"] == ("draft",)
 
 
-async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telemetry) -> None:
-    """Also the turn whose request never went out."""
+async def test_a_failed_workflow_has_spans_of_all_calls(
+    client: EngineClient, telemetry: Telemetry
+) -> None:
+    """This includes the call whose request was never sent."""
     async with Workflow(client, listener=telemetry.listener()) as flow:
         ask = {"role": "user", "content": "Go."}
         broken = flow.ask([ask], name="broken", model="tiny", max_tokens=-1)
@@ -148,10 +152,10 @@ async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telem
         assert (span.attributes or {})["error.type"] == "MalformedRequest"
 
 
-async def test_a_run_that_is_dropped_ends_its_spans(
+async def test_an_answer_that_is_dropped_ends_its_spans(
     clients: Callable[..., Client], guide: str, telemetry: Telemetry
 ) -> None:
-    """Whoever reads an answer's stream may stop before its end."""
+    """A stream's reader may stop before the end of the answer."""
     client = clients(max_tokens=2000, listener=telemetry.listener())
     stream = client.create_stream(ASK)
     await anext(stream)
@@ -164,7 +168,7 @@ async def test_a_run_that_is_dropped_ends_its_spans(
 
 @pytest.fixture
 def logged() -> Iterator[list[Any]]:
-    """Return what AutoGen's clients log."""
+    """The events that AutoGen's clients log."""
     found: list[Any] = []
 
     class Handler(logging.Handler):
@@ -204,10 +208,10 @@ async def test_autogens_log_events_have_streamed_tokens(
     assert writer["prompt_tokens"] == writer["cached_tokens"] + writer["late_tokens"]
 
 
-async def test_autogens_events_of_unlinked_calls(
+async def test_autogens_events_of_unlinked_calls_have_their_own_figures(
     clients: Callable[..., Client], logged: list[Any]
 ) -> None:
-    """Calls that overlap keep their own figures, and the stock client's events are its own."""
+    """Calls may overlap, and the stock client logs its own events."""
     client = clients()
     await client.create(ASK)  # So that some of every prompt is in the cache.
     logged.clear()
@@ -270,7 +274,7 @@ async def test_a_clients_listener_receives_failures(clients: Callable[..., Clien
 async def test_a_teams_calls_are_reported_once(
     clients: Callable[..., Client], guide: str, auto_link: bool
 ) -> None:
-    """By whichever listener is the team's, and also where nobody links it."""
+    """The team's listener reports them, also if the team is not linked."""
     events: list[Event] = []
     client = clients(listener=events.append, auto_link=auto_link)
     await pair(client, guide).run(task="Go.")

@@ -1,4 +1,4 @@
-"""Teams in which what is said decides who speaks: an orchestrator, a selector, tools."""
+"""Test teams in which answers decide who speaks: an orchestrator, a selector, tools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
 
 
 def predicted(kind: str, calls: list[CallOutcome]) -> bool:
-    """Whether all these calls were, of those that were not too early."""
+    """Count the calls; return whether all were predicted, except those that came too early."""
     count_outcomes(kind, calls)
     return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
 
@@ -81,7 +81,7 @@ def sayings(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
 
 
-async def test_an_orchestrator_reads_along(
+async def test_an_orchestrators_prompts_are_predicted(
     engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without structured output the ledger is an ordinary completion.
@@ -129,7 +129,7 @@ async def test_an_orchestrator_reads_along(
     await client.close()
 
 
-async def test_a_selector_and_its_candidates(
+async def test_prompts_of_a_selector_and_its_candidates_are_predicted(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = iter(["two", "three", "one", "three", "two"] * 2)
@@ -155,7 +155,7 @@ async def test_a_selector_and_its_candidates(
 
 
 @pytest.mark.parametrize("reflect", [False, True])
-async def test_tools_are_waited_for_and_reflections_streamed(
+async def test_tool_calls_are_not_streamed_and_reflections_are(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, reflect: bool
 ) -> None:
     async def look(place: str) -> str:
@@ -176,7 +176,9 @@ async def test_tools_are_waited_for_and_reflections_streamed(
     assert ("one", "a fine lake") in sayings(result) or reflect
 
 
-async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
+async def test_auto_link_links_a_team_without_a_call_of_link(
+    engine: LocalEngine, guide: str
+) -> None:
     events: list[Event] = []
     client = make(engine, auto_link=True, listener=events.append)
     await client.engine.flush_cache()
@@ -202,7 +204,7 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     assert [call.status for call in call_outcomes(events)][1:] == ["hit"]
 
 
-async def test_an_agent_used_as_a_tool_is_not_taken_for_its_caller(
+async def test_an_agent_used_as_a_tool_is_not_confused_with_its_caller(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(request: dict[str, Any]) -> Any:
@@ -220,7 +222,7 @@ async def test_an_agent_used_as_a_tool_is_not_taken_for_its_caller(
 
 async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEngine) -> None:
     class Own(Custom):
-        """Keeps its client where links do not look for it."""
+        """Keeps its client in a place where links do not look for it."""
 
         def __init__(self, name: str, client: Client) -> None:
             super().__init__(name, client)

@@ -1,4 +1,4 @@
-"""``flashmoa bench asyncep`` on real engines."""
+"""Test ``flashmoa bench asyncep`` on real engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.support import EXPERTS, start_special_engine
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-async def test_the_benchmark_tells_what_copying_takes(
+async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
     engines: LocalEngines, experts_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "asyncep.json"

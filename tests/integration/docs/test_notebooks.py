@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, on engines of this session."""
+"""Run the notebooks from top to bottom, on engines of this session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_notebook_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", ON_TWO_ENGINES)
-async def test_notebook(
+async def test_notebook_runs_and_prints_its_results(
     name: str, engine: LocalEngine, downstream: LocalEngine, tmp_path: Path
 ) -> None:
     said = await printed(name, tmp_path, FLASHMOA_ENGINE=f"{engine.url} {downstream.url}")
@@ -39,7 +39,9 @@ async def test_notebook(
 
 
 @pytest.mark.parametrize("name", ON_THE_FAMILY)
-async def test_notebook_on_the_family(name: str, engines: LocalEngines, tmp_path: Path) -> None:
+async def test_notebook_runs_on_the_family(
+    name: str, engines: LocalEngines, tmp_path: Path
+) -> None:
     async with AsyncExitStack() as stack:
         urls: list[str] = []
         for size in SIZES:
@@ -53,7 +55,7 @@ async def test_notebook_on_the_family(name: str, engines: LocalEngines, tmp_path
 
 
 async def printed(name: str, scratch: Path, **environment: str) -> str:
-    """What a notebook prints when it is run from top to bottom."""
+    """Run a notebook from top to bottom, and return what it prints."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code), "clear it"

@@ -1,4 +1,4 @@
-"""The doctor on running engines."""
+"""Test the doctor on running engines."""
 
 from __future__ import annotations
 

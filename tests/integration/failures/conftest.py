@@ -1,4 +1,4 @@
-"""Two engines with a relay before each, and the matrix printed at the end."""
+"""Provide two engines with a relay before each, and print the failure matrix at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
 async def baselines(
     engine: LocalEngine, downstream: LocalEngine
 ) -> AsyncGenerator[tuple[Baseline, Baseline]]:
-    """Of the upstream's engine and of the downstream's."""
+    """The baselines of the upstream's and of the downstream's engine."""
     async with (
         httpx.AsyncClient(base_url=engine.url, timeout=60) as one,
         httpx.AsyncClient(base_url=downstream.url, timeout=60) as other,

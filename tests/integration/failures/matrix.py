@@ -1,4 +1,4 @@
-"""The failure matrix: what its cells are, what each ended in, and that nothing is left of it."""
+"""Define the failure matrix, record its outcomes, and check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE = 1.5
 
 
 def policy(failure: Failure, action: Action) -> FailurePolicy:
-    """Return a policy with that action for that failure alone, to tell it from the others."""
+    """Return a policy with ``action`` for that failure, and the other action for all others."""
     other: Action = "finalize" if action == "abort" else "abort"
     actions: dict[str, Action] = dict.fromkeys(FAILURES, other) | {failure: action}
     # Where a stall is not the matter, it must not come first.
@@ -38,7 +38,7 @@ def policy(failure: Failure, action: Action) -> FailurePolicy:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cell ended in."""
+    """The outcome of one cell of the matrix."""
 
     where: str
     failure: str
@@ -53,7 +53,7 @@ cells: list[Cell] = []
 def record_cell(
     where: str, failure: str, action: str, reader: str, events: Iterable[Event]
 ) -> Cell:
-    """Note a cell."""
+    """Record the outcome of a cell."""
     closed = [event.reason for event in events if isinstance(event, LinkClosed)]
     cell = Cell(where, failure, action, reader, ", ".join(closed))
     cells.append(cell)
@@ -61,7 +61,7 @@ def record_cell(
 
 
 def reported_failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
-    """Return what readers were told of their upstream."""
+    """Return the failures of upstream agents that were reported to their readers."""
     return [(e.upstream, e.failure, e.action) for e in events if isinstance(e, UpstreamFailed)]
 
 
@@ -77,7 +77,7 @@ def is_linked(events: Sequence[Event]) -> bool:
 
 @asynccontextmanager
 async def check_nothing_is_left(*baselines: Baseline) -> AsyncGenerator[None]:
-    """Engines, and this process, are afterwards as they were: KV, requests, sockets, tasks."""
+    """Check that KV, requests, sockets and tasks are the same afterwards as before."""
     await anyio.wait_all_tasks_blocked()
     before = count_sockets(os.getpid())
     tasks = asyncio.all_tasks()

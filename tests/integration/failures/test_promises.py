@@ -1,4 +1,4 @@
-"""A promised answer fails that another call reads: every failure and policy."""
+"""Test every failure of a promised answer that another call reads, with every policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asks(text: str) -> list[UserMessage]:
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
+async def test_a_failed_promise_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],

@@ -1,4 +1,4 @@
-"""An agent of a linked team fails, or its team, its client or an engine goes: what is left."""
+"""Test linked teams in which an agent, the team, its client or an engine fails."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Client = FlashMoAChatCompletionClient
 
 
 class Pair:
-    """A writer and a reviewer, linked; the task runs."""
+    """Runs a task with a writer and a reviewer, linked."""
 
     def __init__(self, writing: Client, reading: Client, task: str, **linking: Any) -> None:
         self.events: list[Event] = []
@@ -62,7 +62,7 @@ class Pair:
             await client.close()
 
     async def outcome(self) -> str:
-        """Return what the run ended in, and how its reviewer was answered."""
+        """Return the outcome of the run, and how its reviewer was answered."""
         try:
             result = await self.run
         except asyncio.CancelledError:
@@ -77,7 +77,7 @@ class Pair:
 
 
 async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: str) -> list[str]:
-    """Return what the two say unlinked."""
+    """Return the texts of both agents, unlinked."""
     writing, reading = make(engine.url, 150), make(downstream.url)
     agents = [
         AssistantAgent("writer", model_client=writing, system_message="Write."),
@@ -91,7 +91,7 @@ async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: 
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
+async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     engine: LocalEngine,
     downstream: LocalEngine,
@@ -141,7 +141,7 @@ async def test_a_retried_writer_keeps_its_links(
     make: Make,
     guide: str,
 ) -> None:
-    """By OpenAI's client, as unlinked; and what it wrote is read on from where it broke off."""
+    """OpenAI's client retries as in an unlinked team; its text is continued where it broke off."""
     task = guide[:600]
     plain = await texts(make, engine, downstream, task)
     async with check_nothing_is_left(*baselines):
@@ -157,7 +157,7 @@ async def test_a_retried_writer_keeps_its_links(
 
 
 @pytest.mark.parametrize("which", ["writer's", "reviewer's"])
-async def test_a_client_is_closed(
+async def test_closing_a_client_ends_its_links(
     upstream_relay: Relay,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -180,7 +180,7 @@ async def test_a_client_is_closed(
 
 @pytest.fixture
 async def mortal(engines: LocalEngines, model: Any) -> AsyncGenerator[LocalEngine]:
-    """Start an engine to be killed."""
+    """An engine that a test may kill."""
     one = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     yield one
     await one.stop()
@@ -190,7 +190,7 @@ def kill(engine: LocalEngine) -> None:
     os.killpg(engine.pid, signal.SIGKILL)
 
 
-async def test_the_upstream_engine_is_killed(
+async def test_a_killed_upstream_engine_fails_the_run_and_aborts_the_link(
     mortal: LocalEngine,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -209,7 +209,7 @@ async def test_the_upstream_engine_is_killed(
     assert outcome.startswith("the team raises")
 
 
-async def test_the_downstream_engine_is_restarted(  # noqa: PLR0913 - fixtures
+async def test_a_restarted_downstream_engine_answers_unlinked(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     engine: LocalEngine,
     downstream: LocalEngine,

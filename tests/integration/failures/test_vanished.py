@@ -1,4 +1,4 @@
-"""A client that is killed holds nothing for longer than it said."""
+"""Test that a killed client's streams live no longer than it had announced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ anyio.run(main, *sys.argv[1:])
 """
 
 
-async def test_the_links_of_a_killed_client_end_when_its_time_is_over(
+async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     await client.flush_cache()

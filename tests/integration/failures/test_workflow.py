@@ -1,4 +1,4 @@
-"""A text fails that another request reads: every failure and policy, without a framework."""
+"""Test every failure of a text that another request reads, with every policy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def said(engine: EngineClient, text: str) -> str:
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_an_answer_fails(
+async def test_a_failed_answer_follows_the_readers_policy(
     upstream_relay: Relay,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],

@@ -1,4 +1,4 @@
-"""Links between real engines: exact, and closed on every path."""
+"""Test links between real engines: exact, and closed on every path."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
-async def test_sixteen_links_at_once(
+async def test_sixteen_links_at_once_are_exact(
     client: EngineClient, downstream_client: EngineClient, words: Words
 ) -> None:
-    """Sixteen agents write at once, each into the prompt of another."""
+    """Sixteen agents write at once, each into the prompt of another one."""
     heads = [words(120, 100 + i) for i in range(16)]
     statuses: list[str] = []
 
@@ -54,7 +54,7 @@ async def test_sixteen_links_at_once(
 
 
 @pytest.mark.parametrize("policy", ["abort", "finalize"])
-async def test_a_failing_upstream_ends_or_finishes_its_link(
+async def test_a_failing_upstream_aborts_or_finalizes_its_link(
     client: EngineClient, words: Words, policy: Action
 ) -> None:
     head = words(100, 81)
@@ -101,7 +101,7 @@ async def test_a_link_to_a_plain_or_dead_engine_ends_without_an_error(
 
 
 async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words) -> None:
-    """Longer than the engine keeps one of a client that has vanished, before and after its text."""
+    """It pauses longer than the engine would keep a vanished client's stream."""
     head, events = words(100, 84), list[Event]()
     async with EngineClient(engine.url, timeout=60, stream_ttl_seconds=2.0) as client:
         prompt = Prompt([head, Slot("A"), " go"])

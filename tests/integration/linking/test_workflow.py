@@ -1,4 +1,4 @@
-"""Calls linked without an agent framework."""
+"""Test calls that are linked without an agent framework."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def status(usage: PromptUsage | None) -> str | None:
     return usage.prompt_stream.status if usage is not None and usage.prompt_stream else None
 
 
-async def test_answers_flow_into_prompts(
+async def test_linked_answers_equal_unlinked_ones(
     client: EngineClient, reader: EngineClient, guide: str
 ) -> None:
-    """Three write at once, one reads them all, another one that."""
+    """Three calls write at once, one reads them all, and another one reads that."""
     questions = [f"{guide[:300]} Part {number}?" for number in range(3)]
     events: list[Event] = []
     async with Workflow(client, listener=events.append) as flow:
@@ -80,7 +80,7 @@ async def test_answers_flow_into_prompts(
     await wait_until_idle(client)
 
 
-async def test_two_calls_of_an_openai_client(
+async def test_two_calls_of_an_openai_client_can_be_linked(
     engine: LocalEngine, reader: EngineClient, guide: str
 ) -> None:
     writing = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none")
@@ -177,7 +177,7 @@ async def test_a_plain_server_answers_with_what_had_arrived(plain_engine: LocalE
     assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]
 
 
-async def test_a_text_in_a_content_part(client: EngineClient) -> None:
+async def test_a_text_may_be_in_a_content_part(client: EngineClient) -> None:
     async with Workflow(client) as flow:
         draft = flow.text("draft")
         parts = [{"type": "text", "text": f"Review: {draft}"}]
@@ -188,8 +188,10 @@ async def test_a_text_in_a_content_part(client: EngineClient) -> None:
             assert await review == "".join([delta.text async for delta in deltas])
 
 
-async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) -> None:
-    """Taken over, and then the workflow runs out of time."""
+async def test_a_claimed_request_that_is_never_sent_releases_its_stream(
+    reader: EngineClient, guide: str
+) -> None:
+    """The workflow is cancelled after the request was claimed."""
     with anyio.CancelScope() as scope:
         async with Workflow(reader) as flow:
             draft = flow.text("draft")
@@ -205,8 +207,10 @@ async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) ->
     assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
-async def test_a_link_that_cannot_be_made_costs_nothing(client: EngineClient, guide: str) -> None:
-    """Its engine's client is closed; what is asked elsewhere goes on."""
+async def test_a_link_that_cannot_be_made_does_not_fail_its_request(
+    client: EngineClient, guide: str
+) -> None:
+    """The client of its engine is closed; requests to other engines continue."""
     other = EngineClient(client.url)
     await other.close()
     async with Workflow(client) as flow:

@@ -1,4 +1,4 @@
-"""A mixture as an agent of an AutoGen team."""
+"""Test a mixture as an agent of an AutoGen team."""
 
 from __future__ import annotations
 

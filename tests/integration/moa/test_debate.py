@@ -1,4 +1,4 @@
-"""Debates on real engines: equal answers with and without links, and every way to end."""
+"""Test debates on real engines: equal answers with and without links, and every way to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Debates on a staircase, on real engines."""
+"""Test debates on a staircase, on real engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family that comes with FlashMoA, on a real engine."""
+"""Test the family that comes with FlashMoA, on a real engine."""
 
 from __future__ import annotations
 

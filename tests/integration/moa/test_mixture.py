@@ -1,4 +1,4 @@
-"""Mixtures on real engines: equal answers with and without links, and every way to end."""
+"""Test mixtures on real engines: equal answers with and without links, and every way to end."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_early_exit_cancels_the_remaining_agents(
 
 
 class Asking(EngineClient):
-    """A client that notes which requests ask for log-probabilities, and its other requests."""
+    """A client that records which requests ask for log-probabilities, and its other requests."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -175,7 +175,7 @@ async def test_mixture_fails_when_all_proposers_or_the_aggregator_fail(
     await wait_until_idle(large)
 
 
-async def test_mixture_that_is_left_frees_its_engines(
+async def test_cancelled_mixture_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
@@ -205,7 +205,7 @@ async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     assert [one.cut_tokens for one in result.layers[0]] == [40 - 18, 0]
 
 
-async def test_free_tokens_are_the_context_less_prompt_and_answer(
+async def test_free_tokens_are_the_context_without_prompt_and_answer(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, _ = pair

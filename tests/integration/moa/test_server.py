@@ -1,4 +1,4 @@
-"""A mixture as a model of the OpenAI API: its file, its answers and its errors."""
+"""Test a mixture as a model of the OpenAI API: its file, its answers and its errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def client(engine: LocalEngine, tmp_path: Path) -> AsyncGenerator[AsyncOpe
         yield asking
 
 
-async def test_streamed_answer_equals_the_whole_one(client: AsyncOpenAI) -> None:
+async def test_streamed_answer_equals_the_unstreamed_one(client: AsyncOpenAI) -> None:
     assert [model.id for model in (await client.models.list()).data] == ["three"]
     whole = await client.chat.completions.create(model="three", messages=ASK)  # type: ignore[arg-type]
     assert whole.usage is not None and whole.usage.completion_tokens == 8
@@ -88,7 +88,7 @@ async def test_unreachable_engine_is_reported(tmp_path: Path) -> None:
         assert "cannot be reached" in streamed.text and streamed.text.endswith("[DONE]\n\n")
 
 
-async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_path: Path) -> None:
+async def test_closing_a_stream_ends_its_agents(engine: LocalEngine, tmp_path: Path) -> None:
     mixture = config(tmp_path, engine.url, tokens=2000)
     from contextlib import AsyncExitStack
 
@@ -111,7 +111,9 @@ async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_pa
         ("nmae = 'x'", "nmae: Extra inputs"),
     ],
 )
-def test_wrong_file_says_where_it_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_refused_with_the_place_of_the_error(
+    tmp_path: Path, text: str, said: str
+) -> None:
     path = tmp_path / "moa.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,4 @@
-"""Staircases on real engines."""
+"""Test staircases on real engines."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_chunks_that_do_not_fit_are_not_read(
     await wait_until_idle(pair[1])
 
 
-async def test_staircase_that_is_left_frees_its_engines(
+async def test_cancelled_staircase_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair

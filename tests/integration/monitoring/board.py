@@ -1,4 +1,4 @@
-"""The queries of the Grafana board, and the metrics they use."""
+"""Read the queries of the Grafana board, and the metrics that they use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOARD = Path(__file__).parents[3] / "docs" / "grafana" / "flashmoa.json"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One line of a panel; ``promql`` is the board's, with Grafana's variables."""
+    """A line of a panel; ``promql`` is the board's query, with Grafana's variables."""
 
     panel: str
     legend: str

@@ -86,7 +86,7 @@ async def _chains(client: EngineClient, number: int, until: float) -> None:
 
 @asynccontextmanager
 async def _prometheus(engine: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """Start one that scrapes the engine; yield a client of its HTTP API."""
+    """Start a Prometheus that scrapes the engine; yield a client of its HTTP API."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

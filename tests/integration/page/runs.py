@@ -1,4 +1,4 @@
-"""Made-up runs: a long one, and a hostile one."""
+"""Made-up runs: a long one, and one with hostile texts."""
 
 from __future__ import annotations
 

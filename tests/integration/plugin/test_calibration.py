@@ -1,4 +1,4 @@
-"""The engine measures itself while others use it already."""
+"""Test that the engine can measure itself while others use it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHUNK = 64
 
 
 @pytest.mark.parametrize("page", [1, 16])
-async def test_measuring_beside_requests_loses_no_kv(
+async def test_measuring_during_requests_loses_no_kv(
     engines: LocalEngines, model: Path, page: int
 ) -> None:
-    """Whoever is measured may be cut into chunks by whoever comes along."""
+    """A measured prompt may be cut into chunks because of the requests."""
     arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (

@@ -1,4 +1,4 @@
-"""Prompt streams on an engine of two data-parallel ranks, each with KV of its own."""
+"""Test prompt streams on an engine of two data-parallel ranks, which have separate KV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
     releases.installed() == "0.5.23",
     reason="its data-parallel ranks do not start in a forked server",
 )
-async def test_siblings_are_computed_once_and_strangers_are_spread(
+async def test_siblings_share_a_rank_and_other_streams_are_spread(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
     shared = words(600, 700)

@@ -1,6 +1,6 @@
-"""Clients that fail, at every moment and in every manner (``fault_cells.py`` has the axes).
+"""Test clients that fail, at every moment and in every manner (``fault_cells.py`` has the axes).
 
-After every group of cells: the streams have ended as documented, and the engine is as it was.
+After every group of cells, the streams must have ended as documented, and the engine be idle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def test_an_upstream_that_fails_early(moment: Moment, make: Callable[..., 
 
 
 async def upstream(make: Callable[..., Cell], moment: Moment, manner: Manner) -> None:
-    """What arrived in part is not taken; the stream waits for the rest as long as it lives."""
+    """An append that arrives in part is not applied; the stream waits for it until its TTL."""
     lost = manner in LOST
     cell = make(ttl=BRIEF if lost else 60)
     await cell.open()
@@ -79,7 +79,7 @@ async def test_an_upstream_that_fails_late(moment: Late, make: Callable[..., Cel
 
 
 async def prefilling_upstream(make: Callable[..., Cell], manner: Manner) -> None:
-    """While an increment of the stream is computed."""
+    """The upstream client fails while an increment of the stream is computed."""
     cell = make(tokens=LONG_PROMPT)
     await cell.open()
     await cell.wait_for_state(lambda state: state["prefilling"])
@@ -102,7 +102,7 @@ async def prefilling_upstream(make: Callable[..., Cell], manner: Manner) -> None
 
 
 async def decoding_upstream(make: Callable[..., Cell], manner: Manner) -> None:
-    """While the stream's request decodes: whatever comes now comes too late, and harms nothing."""
+    """The upstream client fails while the stream's request decodes, which does no harm."""
     cell = make()
     await cell.open()
     await cell.append()
@@ -130,7 +130,7 @@ async def test_a_downstream_that_fails_early(moment: Moment, make: Callable[...,
 
 
 async def downstream(make: Callable[..., Cell], moment: Moment, manner: Manner) -> None:
-    """A request that never arrived used nothing; one that did used the stream, once."""
+    """A request that never arrives completely does not use the stream; others use it once."""
     cell = make(ttl=BRIEF if manner == "stall" else 60)
     await cell.open()
     appending = await RawConnection.open(cell.url)
@@ -171,7 +171,7 @@ async def test_a_downstream_that_fails_late(moment: Late, make: Callable[..., Ce
 
 
 async def late_downstream(make: Callable[..., Cell], moment: Late, manner: Manner) -> None:
-    """Whoever is gone is not decoded for; whoever is there is answered."""
+    """The engine stops decoding for a client that has gone, and answers the others."""
     gone = manner in ("reset", "half-close")
     cell = make(tokens=LONG_PROMPT if moment == "during prefill" else 60)
     await cell.open()

@@ -1,4 +1,4 @@
-"""The engine's own doing, at every moment of a stream: aborts, the end of its time, a drain."""
+"""Test the engine's own faults at every moment of a stream: aborts, the end of its TTL, a drain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def reach(cell: Cell, moment: Moment) -> None:
 
 
 async def abort(cell: Cell, times: int) -> None:
-    """SGLang's own abort of everything, as for a weight update."""
+    """Abort all requests, as SGLang does for a weight update."""
     for _ in range(times):
         answer = await cell.http.post("/abort_request", json={"abort_all": True})
         assert answer.status_code == 200
@@ -41,7 +41,9 @@ async def abort(cell: Cell, times: int) -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("moment", EARLY)
-async def test_an_abort_ends_no_stream_that_waits(moment: Moment, times: int, make: Make) -> None:
+async def test_an_abort_does_not_end_waiting_streams(
+    moment: Moment, times: int, make: Make
+) -> None:
     cell = make()
     await reach(cell, moment)
     await abort(cell, times)
@@ -51,7 +53,7 @@ async def test_an_abort_ends_no_stream_that_waits(moment: Moment, times: int, ma
 
 
 @pytest.mark.parametrize("times", [1, 3])
-async def test_an_aborted_increment_is_made_again(times: int, make: Make) -> None:
+async def test_an_aborted_increment_is_repeated(times: int, make: Make) -> None:
     cell = make(tokens=LONG_PROMPT)
     await cell.open()
     await cell.wait_for_state(lambda state: state["prefilling"])
@@ -81,7 +83,7 @@ async def test_an_aborted_request_frees_its_stream(moment: str, times: int, make
 
 @pytest.mark.parametrize("moment", EARLY)
 async def test_a_silent_stream_expires(moment: Moment, make: Make) -> None:
-    """And what comes after is told so."""
+    """Later requests are answered that the stream has expired."""
     cell = make(ttl=BRIEF)
     await cell.open()
     connection = await RawConnection.open(cell.url)
@@ -99,7 +101,7 @@ async def test_a_silent_stream_expires(moment: Moment, make: Make) -> None:
 
 
 async def test_a_stream_that_expires_stops_its_prefill(make: Make) -> None:
-    """Many at once, so that their time is over before their increments are."""
+    """Many streams at once, so that they expire before their increments are computed."""
     cells = [make(tokens=LONG_PROMPT, ttl=0.02) for _ in range(6)]
 
     async def expires(cell: Cell) -> None:
@@ -128,7 +130,7 @@ async def doomed(engines: LocalEngines, model: Path) -> LocalEngine:
 async def test_a_drain_ends_every_stream_and_finishes_every_request(
     doomed: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
-    """One SIGTERM, with a stream at every moment of its life; then the process ends by itself."""
+    """There is a stream at every moment of its life. After one SIGTERM, the process ends."""
     async with (
         EngineClient(doomed.url, timeout=60) as client,
         httpx.AsyncClient(base_url=doomed.url, timeout=60) as http,

@@ -1,4 +1,4 @@
-"""Whatever is sent, in whatever order: never a 500, never a dead engine, nothing left behind."""
+"""Send arbitrary requests in arbitrary order: no 500, no dead engine, nothing left behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ tool = st.fixed_dictionaries({"type": st.just("function") | junk}, optional={"fu
 
 
 def body(required: dict[str, Any], **optional: Any) -> st.SearchStrategy[Any]:
-    """An object with some fields right and some not, or no object at all."""
+    """Draw an object with some valid and some invalid fields, or a value that is not an object."""
     odd = {name: value | junk for name, value in optional.items() if name not in required}
     shaped = st.fixed_dictionaries(required, optional={**odd, "surprise": junk})
     return shaped | st.fixed_dictionaries({}, optional={**odd, **required}) | junk
@@ -94,7 +94,7 @@ COMMON = settings(
 
 @pytest.fixture
 async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRecorder]:
-    """The streams of one test; at its end each is deleted and the engine is as it was."""
+    """Records the streams of a test; at its end they are deleted, and the engine must be idle."""
     streams = StreamRecorder()
     yield streams
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
@@ -109,7 +109,7 @@ def connected(engine: LocalEngine, opened: StreamRecorder) -> httpx.Client:
 
 
 def sent(fields: Any) -> bytes:
-    """JSON as Python writes it: surrogates and numbers no other parser would take included."""
+    """Return JSON as Python writes it, with surrogates and numbers that other parsers refuse."""
     return json.dumps(fields).encode(errors="surrogatepass")
 
 
@@ -117,7 +117,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def send(http: httpx.Client, route: str, fields: Any) -> httpx.Response:
-    """Send a body to a route; ``OPEN`` in either is the id of a stream that is open."""
+    """Send a body to a route; ``OPEN`` in either stands for the id of an open stream."""
     if "OPEN" in route or (isinstance(fields, dict) and fields.get("prompt_stream_id") == "OPEN"):
         body = {"text": "a b", "ttl_seconds": 5}
         opened = http.post("/prompt_streams", json=body).json()["id"]
@@ -150,7 +150,7 @@ async def test_no_body_breaks_a_route(
 
 @dataclass
 class Stream:
-    """What a stream must be, as the client sees it."""
+    """The state of a stream, as its client knows it."""
 
     id: str
     text: str
@@ -160,7 +160,7 @@ class Stream:
 
 
 class Sequences(RuleBasedStateMachine):
-    """Any order of opening, appending, using and deleting; the answers are the documented ones."""
+    """Opens, extends, uses and deletes streams in any order; all answers must be documented."""
 
     http: httpx.Client
     opened: StreamRecorder

@@ -1,4 +1,4 @@
-"""What clients add to ordinary requests: checked, harmless, and never more than a hint."""
+"""Test the hints that clients add to ordinary requests: checked, harmless, and only hints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORGED = {"flashmoa": {"stream": "forged", "final": False}}
 async def test_the_plugins_own_mark_cannot_be_forged(
     engine: LocalEngine, client: EngineClient, path: str, body: Body
 ) -> None:
-    """An increment of a stream that nobody opened would pin KV that nobody releases."""
+    """An increment of a stream that does not exist would pin KV that nobody releases."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
@@ -58,7 +58,7 @@ async def test_the_plugins_own_mark_cannot_be_forged(
 
 @pytest.mark.parametrize("custom", ["x", 7, [1], True])
 @pytest.mark.parametrize("linked", [False, True])
-async def test_custom_params_that_are_no_object_are_refused(
+async def test_custom_params_that_are_not_an_object_are_refused(
     engine: LocalEngine, client: EngineClient, custom: object, linked: bool
 ) -> None:
     opened = await client.open_stream(text="x y z and more")
@@ -74,7 +74,7 @@ async def test_custom_params_that_are_no_object_are_refused(
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
-async def test_a_clients_own_custom_params_are_left_alone(engine: LocalEngine) -> None:
+async def test_a_clients_custom_params_are_kept(engine: LocalEngine) -> None:
     sampling = {"max_new_tokens": 1, "custom_params": {"mine": [1, "two"]}}
     _, body = generation(sampling_params=sampling, expected_output_tokens=3)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
@@ -83,7 +83,7 @@ async def test_a_clients_own_custom_params_are_left_alone(engine: LocalEngine) -
 
 @pytest.mark.parametrize("expected", [-1, 1.5, "3", True, [], {}])
 @pytest.mark.parametrize("make", [generation, chat])
-async def test_an_expected_output_that_is_no_count_is_refused(
+async def test_an_expected_output_that_is_not_a_count_is_refused(
     engine: LocalEngine, make: Callable[..., tuple[str, Body]], expected: object
 ) -> None:
     path, body = make(expected_output_tokens=expected)
@@ -94,7 +94,7 @@ async def test_an_expected_output_that_is_no_count_is_refused(
 
 
 @pytest.mark.parametrize("make", [generation, chat])
-async def test_an_expected_output_changes_no_answer(
+async def test_an_expected_output_does_not_change_the_answer(
     engine: LocalEngine, client: EngineClient, make: Callable[..., tuple[str, Body]]
 ) -> None:
     answers: list[Any] = []

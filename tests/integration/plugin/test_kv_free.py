@@ -1,4 +1,4 @@
-"""Without a KV cache, on a real engine: the same logits, in the KV of one layer."""
+"""Test a real engine without a KV cache: same logits, with the KV of one layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY = ["--mem-fraction-static", "0.2"]
 
 
 async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> list[float]:
-    """Of every token of the prompt, and of the likeliest ones behind each."""
+    """Return those of every token of the prompt, and of the likeliest tokens after each."""
     body: dict[str, Any] = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
     body |= {"sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
     reply = await client._http.post("/generate", json=body | {"top_logprobs_num": 5})
@@ -35,7 +35,7 @@ async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> 
     return [token[0] for tokens in every for token in tokens]
 
 
-async def test_logits_are_the_same_and_nothing_is_kept(
+async def test_logits_are_the_same_and_no_kv_is_kept(
     client: EngineClient, engines: LocalEngines, model: Path
 ) -> None:
     await client.flush_cache()
@@ -83,7 +83,7 @@ async def refuses_what_needs_kv(client: EngineClient) -> None:
 async def test_an_engine_that_would_cut_prompts_does_not_start(
     engines: LocalEngines, model: Path
 ) -> None:
-    """Where no size of chunks is given, SGLang chooses one."""
+    """Without a chunk size on the command line, SGLang chooses one."""
     flags = ["--flashmoa-kv-cache", "off", "--disable-radix-cache", *MEMORY]
     engine = await engines.start(model, core=1, arguments=flags, wait=False)
     with pytest.raises(EngineError, match="ended at start"):

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of prompt streams, and what the server's API key guards."""
+"""Test the metrics of prompt streams, and the routes that the server's API key guards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = {**GREEDY, "max_new_tokens": 1500}
 
 @pytest.fixture(scope="module")
 async def guarded(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """With metrics, an API key, and room for one request and one more that waits."""
+    """An engine with metrics and an API key, and room for one running and one waiting request."""
     running = await engines.start(
         model,
         core=0,
@@ -43,7 +43,7 @@ async def allowed(guarded: LocalEngine) -> AsyncGenerator[EngineClient]:
 
 
 class Figures:
-    """``/metrics``, read whole; by name and, if there is one, label value."""
+    """The metrics of ``/metrics``, by name and, if there is one, label value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -70,7 +70,7 @@ async def state(engine: LocalEngine, stream_id: str) -> dict[str, object]:
         return (await http.get(f"/prompt_streams/{stream_id}")).json()
 
 
-async def test_metrics_say_what_streams_did(
+async def test_metrics_count_what_streams_did(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
     start = await figures(guarded)
@@ -101,10 +101,10 @@ async def test_metrics_say_what_streams_did(
     assert 'endpoint="/prompt_streams/{stream_id}/append"' in end.text
 
 
-async def test_the_boards_metrics_are_there(
+async def test_the_boards_metrics_exist(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
-    """Those of docs/grafana, on any release of SGLang that these tests run on."""
+    """Those of docs/grafana, on every SGLang release on which these tests run."""
     text = words(100, 20)
     opened = await allowed.open_stream(text=text)
     await wait_until_prefilled(allowed, opened.id, 99)
@@ -155,11 +155,11 @@ async def test_health_and_metrics_need_no_key(guarded: LocalEngine) -> None:
 async def test_a_prefill_that_sglang_refuses_keeps_its_status(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
-    """A full queue is a 503; and it leaves a stream valid for its request."""
+    """A full queue is answered with 503, and leaves the stream valid for its request."""
     refused: list[RequestRefused] = []
 
     async def occupy() -> None:
-        """One such request runs, one waits, and whatever comes after them is refused."""
+        """Send a request that runs and one that waits, so that all others are refused."""
         try:
             async with allowed.generate(text="The", sampling=LONG) as deltas:
                 async for _ in deltas:

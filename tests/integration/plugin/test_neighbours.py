@@ -1,4 +1,4 @@
-"""Streams and the requests of others on one engine."""
+"""Test streams and other clients' requests on one engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def busy_engine(
 
 @pytest.fixture
 def rides(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> bool:
-    """Whether this engine lets tokens of streams ride along."""
+    """Whether tokens of streams ride along with decode steps on this engine."""
     return float(SHARES[request.node.callspec.params["busy_engine"]]) > 0.5
 
 
@@ -54,7 +54,7 @@ async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         await wait_until_idle(connected)
 
 
-async def test_streams_fill_while_others_decode_and_change_nothing(
+async def test_streams_fill_while_others_decode_without_changing_answers(
     client: EngineClient, rides: bool, words: Callable[[int, int], str]
 ) -> None:
     prompts = [words(40, number) for number in range(3)]
@@ -112,10 +112,10 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
     assert linked == [(await generate(client, text, 8))[0] for text in texts]
 
 
-async def test_a_request_passes_a_stream_that_is_being_cut(
+async def test_a_request_overtakes_an_increment_that_is_computed_in_chunks(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A long increment in chunks, then a request, then the stream's own request."""
+    """First a long increment, then a short request, then the stream's own request."""
     text = words(6000, 9)
     stream = await client.open_stream(text=text)
     other, _ = await generate(client, words(50, 10), 20)
@@ -126,10 +126,10 @@ async def test_a_request_passes_a_stream_that_is_being_cut(
     assert linked == (await generate(client, text + " of", 8))[0]
 
 
-async def test_streams_pause_for_what_they_took(
+async def test_streams_pause_in_proportion_to_the_tokens_they_took(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A short stream holds up the next one by its own share, not by a whole chunk's."""
+    """A short stream delays the next one by its own share, and not by that of a whole chunk."""
     filled = 0
     sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 900, "stream_interval": 1}
     async with client.generate(text=words(40, 1), sampling=sampling) as deltas:
@@ -147,7 +147,7 @@ async def test_streams_pause_for_what_they_took(
 async def test_a_structured_answer_does_not_wait_for_streams(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Its grammar is compiled while a stream pauses beside others' decode steps."""
+    """Its grammar is compiled while a stream pauses for the decode steps of others."""
     arguments = ["--flashmoa-stream-share", "0.005", "--constrained-json-disable-any-whitespace"]
     # Nothing rides along with who asks for these.
     long: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
@@ -165,7 +165,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         stream = await client.open_stream(text=words(800, 91))
         before = await wait_until_prefilled(client, stream.id, 790)
         await client.append(stream.id, 0, text=words(200, 92)[3:], end=True)
-        await increment_sent(http, stream.id)
+        await wait_for_increment(http, stream.id)
         async with client.generate(text=words(20, 93), sampling=structured) as answer:
             said = "".join([delta.text async for delta in answer])
         after = await client.stream_state(stream.id)
@@ -175,7 +175,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         group.cancel_scope.cancel()
 
 
-async def increment_sent(http: httpx.AsyncClient, stream_id: str) -> None:
+async def wait_for_increment(http: httpx.AsyncClient, stream_id: str) -> None:
     """Wait until an increment of a stream is on its way to the scheduler."""
     with anyio.fail_after(30):
         while True:

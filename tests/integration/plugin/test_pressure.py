@@ -1,4 +1,4 @@
-"""A KV pool that prompt streams fill: requests come first, and streams wait without asking."""
+"""Test a KV pool full of prompt streams: requests come first, and streams wait without polling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def client(small_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         await wait_until_idle(connected)
 
 
-async def test_requests_that_arrive_together_start_at_once_where_streams_hold_the_pool(
+async def test_requests_that_arrive_together_start_although_streams_hold_the_pool(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     streams = [await client.open_stream(text=words(448, number)) for number in range(8)]
@@ -71,7 +71,7 @@ async def test_requests_that_arrive_together_start_at_once_where_streams_hold_th
         await client.delete_stream(stream.id)
 
 
-async def test_streams_without_room_ask_nothing_until_there_is_some(
+async def test_streams_without_room_send_nothing_until_there_is_room(
     client: EngineClient, small_engine: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1))

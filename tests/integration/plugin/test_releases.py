@@ -1,4 +1,4 @@
-"""What SGLang releases differ in and the plugin evens out."""
+"""Test behaviour that differs between SGLang releases and that the plugin makes the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_refused_request_does_not_count_as_running(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """Beside a running request a stream would be prefilled in small steps."""
+    """A stream would be prefilled in small steps as long as a request seems to run."""
     await client.flush_cache()
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post("/generate", json={"input_ids": [5] * 40_000})
@@ -29,7 +29,7 @@ async def test_a_refused_request_does_not_count_as_running(
     await wait_until_idle(client)
 
 
-async def test_long_chats_are_rendered_too(client: EngineClient) -> None:
+async def test_long_chats_are_rendered(client: EngineClient) -> None:
     content = " ".join(["Nepal"] * 4_000)
     text = await client.render([{"role": "user", "content": content}] * 3)
     turn = f"<|im_start|>user\n{content}<|im_end|>\n"

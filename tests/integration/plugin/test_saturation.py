@@ -1,4 +1,4 @@
-"""Prefills that wait for enough work to hide copies of experts behind, on a real engine."""
+"""Test prefills that wait for enough work to hide the copying of experts, on a real engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompts() -> list[Prompt]:
 async def expected(
     engines: LocalEngines, experts_model: Path, prompts: list[Prompt]
 ) -> list[tuple[str, list[float]]]:
-    """What a model with all its experts on the device answers."""
+    """The answers of a model with all its experts on the device."""
     async with (
         start_special_engine(engines, experts_model) as engine,
         EngineClient(engine.url, timeout=60) as client,
@@ -46,7 +46,7 @@ async def expected(
 
 
 async def answer(client: EngineClient, prompt: Prompt) -> tuple[str, list[float]]:
-    """Text and log-probabilities."""
+    """Return text and log-probabilities."""
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
     body |= {"return_logprob": True, "logprob_start_len": 0}
     reply = await client._http.post("/generate", json=body)
@@ -59,8 +59,7 @@ async def answer(client: EngineClient, prompt: Prompt) -> tuple[str, list[float]
 
 @pytest.fixture(scope="module")
 async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[LocalEngine]:
-    """It waits for more than four prompts, and as long as a slow machine may take to send a
-    fifth."""
+    """An engine that waits for more than four prompts, long enough for a slow machine."""
     flags = ["--flashmoa-saturation", str(ENOUGH), "--flashmoa-saturation-wait", "3"]
     async with start_special_engine(
         engines, experts_model, "--flashmoa-asyncep", "h2d", *flags
@@ -68,7 +67,7 @@ async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[
         yield engine
 
 
-async def test_a_burst_is_one_forward_and_a_lone_request_is_answered(
+async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
     patient: LocalEngine, prompts: list[Prompt], expected: list[tuple[str, list[float]]]
 ) -> None:
     burst = list(zip(prompts, expected, strict=True))[-5:]
@@ -90,7 +89,7 @@ async def test_a_burst_is_one_forward_and_a_lone_request_is_answered(
         assert await answer(client, prompts[0]) == expected[0]
 
 
-async def test_what_several_share_does_not_count_several_times(patient: LocalEngine) -> None:
+async def test_a_prefix_that_requests_share_counts_once(patient: LocalEngine) -> None:
     shared = Random(99).choices(range(4096), k=BURST)
     siblings = [[*shared, *Random(number).choices(range(4096), k=9)] for number in range(6)]
     before = len(forwards(patient))
@@ -108,7 +107,7 @@ async def test_what_several_share_does_not_count_several_times(patient: LocalEng
 
 
 def forwards(engine: LocalEngine) -> list[tuple[int, int]]:
-    """Requests and new tokens of each prefill so far."""
+    """Return the number of requests and of new tokens of each prefill so far."""
     lines = re.findall(
         r"Prefill batch.*#new-seq: (\d+), #new-token: (\d+),", engine.log.read_text()
     )

@@ -1,4 +1,4 @@
-"""Shortest job first, and KV pools that are too small for everybody."""
+"""Test shortest-job-first, and KV pools that are too small for all requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """Shortest job first, with priorities; requests run one at a time."""
+    """An engine with shortest-job-first and priorities that runs one request at a time."""
     alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
     async with start_special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
         yield engine
 
 
 async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
-    """The order in which requests end that have waited together behind another one."""
+    """Return the order in which requests end that have waited together for another one."""
     done: list[str] = []
 
     async def ask(name: str, body: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any
     return done[1:]
 
 
-async def test_the_shortest_job_goes_first(
+async def test_the_shortest_job_runs_first(
     one_at_a_time: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     order = await finished_in_order(
@@ -82,7 +82,7 @@ async def test_the_shortest_job_goes_first(
     assert order[2:] == ["middling", "long"]
 
 
-async def test_priorities_go_before_sizes(
+async def test_priorities_come_before_sizes(
     one_at_a_time: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     order = await finished_in_order(
@@ -98,7 +98,7 @@ async def test_priorities_go_before_sizes(
 async def test_a_pool_for_half_of_the_streams_serves_them_all(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """32 streams of 600 tokens in a pool for 16: nothing is lost, and nothing stands still."""
+    """32 streams of 600 tokens in a pool for 16 of them: all requests are answered."""
     answers: dict[int, str] = {}
     # Few of the requests come at once, as they would from agents that end one by one.
     turnstile = anyio.Semaphore(4)
@@ -135,7 +135,7 @@ EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
 
 
 async def written(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
-    """An answer of just so many tokens, which SGLang does not know to be so long."""
+    """Generate exactly ``tokens`` tokens, without SGLang's knowing the length beforehand."""
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     sampling: dict[str, Any] = {"temperature": 0, "stream_interval": 1, **lengths}
     usage: PromptUsage | None = None
@@ -152,11 +152,12 @@ def retractions(engine: LocalEngine) -> list[str]:
     return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
 
 
-async def test_streams_fill_beside_answers_that_may_become_long(
+async def test_streams_fill_next_to_answers_that_may_become_long(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Were all that answers may become kept free, there would be no room; what is there gives way
-    once they do become long, and none of them is retracted for it."""
+    """If all that answers may become were kept free, there would be no room. The stream gives way
+    when the answers do become long, and no answer is retracted.
+    """
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "1024"]
     done: list[int] = []
 
@@ -186,10 +187,10 @@ async def test_streams_fill_beside_answers_that_may_become_long(
         await wait_until_idle(client)
 
 
-async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
+async def test_an_increment_in_chunks_leaves_the_room_that_decodes_need(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Its KV cannot give way before all of it is computed, which is sooner where room is short."""
+    """Its KV is released once all of it is computed, which happens sooner if room is short."""
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
     # Nothing rides along with who asks for these: a chunk now and then, and 13 of them.
     asked: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}

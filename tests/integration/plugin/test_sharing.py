@@ -1,4 +1,4 @@
-"""The intra-turn prefix cache: what requests share is computed once."""
+"""Test the intra-turn prefix cache: what requests share is computed once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def texts(words: Callable[[int, int], str]) -> list[str]:
 
 
 async def answers(client: EngineClient, texts: list[str]) -> tuple[list[str], int]:
-    """Greedy answers to all at once, and how many prompt tokens were computed for them."""
+    """Return greedy answers to all prompts at once, and the number of prompt tokens computed."""
     done: dict[str, str] = {}
     computed = 0
 
@@ -88,7 +88,7 @@ async def one_by_one(client: EngineClient, texts: list[str]) -> list[str]:
     return found
 
 
-async def test_sixteen_requests_compute_what_they_share_once(
+async def test_sixteen_requests_compute_their_shared_prefix_once(
     client: EngineClient, texts: list[str], words: Callable[[int, int], str]
 ) -> None:
     expected = await one_by_one(client, texts)
@@ -109,10 +109,10 @@ async def test_sixteen_requests_compute_what_they_share_once(
     assert computed_cached <= DUPLICATES * (unique - before.cached_tokens)
 
 
-async def test_what_a_batch_shares_is_computed_once_and_counted(
+async def test_a_batch_computes_its_shared_prefix_once_and_counts_it(
     client: EngineClient, texts: list[str], words: Callable[[int, int], str]
 ) -> None:
-    """They come while the engine is busy, and so are all there when it looks for more."""
+    """Its requests come while the engine is busy, so that all of them are queued together."""
     await client.flush_cache()
     before = (await fetch_kv_state(client)).duplicates_avoided
     sampling = {**GREEDY, "max_new_tokens": 1}
@@ -130,7 +130,9 @@ async def test_what_a_batch_shares_is_computed_once_and_counted(
     assert avoided >= SHARED
 
 
-async def test_streams_compute_what_they_share_once(client: EngineClient, texts: list[str]) -> None:
+async def test_streams_compute_their_shared_prefix_once(
+    client: EngineClient, texts: list[str]
+) -> None:
     await client.flush_cache()
     streams = [await client.open_stream(text=text) for text in texts]
     for stream in streams:

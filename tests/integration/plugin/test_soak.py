@@ -1,6 +1,6 @@
-"""Thousands of streams, opened and ended in every way: nothing grows.
+"""Open thousands of streams and end them in every way: memory and files do not grow.
 
-``FLASHMOA_SOAK_STREAMS`` says how many (``make soak``: 10,000).
+``FLASHMOA_SOAK_STREAMS`` is their number (``make soak``: 10,000).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GREEDY_ONE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the engine's processes, in MB, and the files they have open."""
+    """The memory of the engine's processes in MB, and the number of their open files."""
 
     http: float
     scheduler: float
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Soak:
-    """Streams of all kinds, ``AT_ONCE`` at a time."""
+    """Opens streams of all kinds, ``AT_ONCE`` at a time."""
 
     def __init__(self, http: httpx.AsyncClient, words: Callable[[int, int], str]) -> None:
         self._http = http
@@ -109,7 +109,7 @@ class Soak:
         return answer.json()["meta_info"]["prompt_stream"]["status"]
 
     async def _vanish(self, text: str, stream_id: str) -> None:
-        """Ask for an answer and do not wait for it."""
+        """Ask for an answer, and disconnect without waiting for it."""
         connection = await RawConnection.open(str(self._http.base_url))
         body = {"text": text, "sampling_params": GREEDY_ONE, "prompt_stream_id": stream_id}
         await connection.send(make_request("/generate", body))
@@ -127,7 +127,9 @@ async def soaked(engines: LocalEngines, model: Path) -> LocalEngine:
     )
 
 
-async def test_nothing_grows(soaked: LocalEngine, words: Callable[[int, int], str]) -> None:
+async def test_memory_and_files_do_not_grow_with_the_number_of_streams(
+    soaked: LocalEngine, words: Callable[[int, int], str]
+) -> None:
     async with httpx.AsyncClient(base_url=soaked.url, timeout=60) as own:
         base = Baseline(soaked, own)
         await base.take()

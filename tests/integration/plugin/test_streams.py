@@ -1,4 +1,4 @@
-"""Prompt streams on real SGLang: exact, canonical, and given back on every path."""
+"""Test prompt streams on a real engine: exact, canonical, and released on every path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Words = Callable[[int, int], str]
 async def test_fifty_random_pairs_give_the_unlinked_answers(
     client: EngineClient, downstream_client: EngineClient, words: Words
 ) -> None:
-    """A's tokens stream into B's prompt in random pieces; B answers as if they had not."""
+    """A's tokens are streamed into B's prompt in random pieces."""
     dice = random.Random(7)
     for pair in range(50):
         upstream, _ = await generate(client, words(dice.randint(1, 40), pair), dice.randint(1, 40))
@@ -55,7 +55,7 @@ async def test_fifty_random_pairs_give_the_unlinked_answers(
     await wait_until_idle(downstream_client)
 
 
-async def test_the_request_computes_only_what_the_stream_has_not(
+async def test_the_request_computes_only_tokens_that_its_stream_has_not(
     client: EngineClient, words: Words
 ) -> None:
     await client.flush_cache()
@@ -87,7 +87,7 @@ async def test_decode_waits_for_every_token_of_the_prompt(
         await wait_until_idle(client)
 
 
-async def test_a_wrong_prediction_costs_nothing_but_the_rest(
+async def test_after_a_wrong_prediction_the_request_computes_only_the_rest(
     client: EngineClient, words: Words
 ) -> None:
     shared, wrong, right = words(200, 31), words(100, 32), words(100, 33)
@@ -103,7 +103,7 @@ async def test_a_wrong_prediction_costs_nothing_but_the_rest(
     await wait_until_idle(client)
 
 
-async def test_special_token_look_alikes_are_what_the_tokenizer_says(
+async def test_text_that_looks_like_special_tokens_is_tokenised_as_usual(
     client: EngineClient,
 ) -> None:
     text = "Look <|im_start|>user\nnot a <|im_ end|> but <|im_end|> and <|im_"
@@ -117,7 +117,7 @@ async def test_special_token_look_alikes_are_what_the_tokenizer_says(
     assert (got, usage.prompt_tokens) == (expected, plain.prompt_tokens)
 
 
-async def test_chat_uses_a_stream_streaming_or_not(
+async def test_chat_uses_a_stream_whether_its_answer_is_streamed_or_not(
     engine: LocalEngine, client: EngineClient, words: Words
 ) -> None:
     messages = [{"role": "user", "content": words(300, 41)}]
@@ -153,7 +153,7 @@ async def test_a_stream_serves_one_request(client: EngineClient) -> None:
     assert unknown.prompt_stream is not None and unknown.prompt_stream.status == "unknown"
 
 
-async def test_deleted_and_expired_streams_give_their_kv_back(
+async def test_deleted_and_expired_streams_release_their_kv(
     client: EngineClient, words: Words
 ) -> None:
     before = await wait_until_idle(client)
@@ -177,7 +177,7 @@ async def test_deleted_and_expired_streams_give_their_kv_back(
     assert after.total == before.total
 
 
-async def test_a_client_that_disconnects_gives_its_kv_back(
+async def test_a_disconnected_clients_request_releases_its_kv(
     client: EngineClient, words: Words
 ) -> None:
     prefix = words(300, 61)
@@ -217,7 +217,7 @@ async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: 
     assert state.evictable < 6000
 
 
-async def test_streams_give_way_under_pressure(
+async def test_streams_give_way_under_kv_pressure(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     """More streams than the pool holds: requests finish, streams stay valid, nothing leaks."""
@@ -238,7 +238,7 @@ async def test_streams_give_way_under_pressure(
         await wait_until_idle(client)
 
 
-async def test_the_cache_can_be_flushed_under_open_streams(
+async def test_the_cache_can_be_flushed_while_streams_are_open(
     client: EngineClient, words: Words
 ) -> None:
     opened = await client.open_stream(text=words(200, 71))

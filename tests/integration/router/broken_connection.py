@@ -1,4 +1,4 @@
-"""A connection to an engine that breaks."""
+"""Relay connections to an engine that break after a number of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyio.abc import SocketAttribute, SocketStream
 
 @asynccontextmanager
 async def broken_connection(engine: str, after: int) -> AsyncGenerator[str]:
-    """A URL behind which the engine is; connections end after so many bytes of answers."""
+    """Yield a URL of the engine whose connections end after ``after`` bytes of answers."""
     port = urlsplit(engine).port
     assert port is not None
 

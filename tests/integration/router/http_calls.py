@@ -1,4 +1,4 @@
-"""Requests that the tests send to engines and routers, and how they read the answers."""
+"""Make the requests that the router's tests send, and read the answers."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ async def wait_for_metric(client: httpx.AsyncClient, line: str) -> None:
 
 
 async def metric(client: httpx.AsyncClient, line: str) -> float:
-    """Return the sum of the lines on /metrics that begin so; 0 if there are none."""
+    """Return the sum of the lines on /metrics that begin with ``line``; 0 without such lines."""
     page = (await client.get("/metrics")).text
     return sum(float(one.rsplit(" ", 1)[1]) for one in page.splitlines() if one.startswith(line))

@@ -1,4 +1,4 @@
-"""The stock sglang-router, as those have it who had it before."""
+"""Start the stock sglang-router."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ main()
 
 @asynccontextmanager
 async def start_stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a stock router that has found its engines."""
+    """Start a stock router; yield a client of it once it has found its engines."""
     port = free_port()
     process = await anyio.open_process(
         [

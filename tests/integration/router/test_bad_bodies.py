@@ -1,4 +1,4 @@
-"""Bodies that no engine accepts: their senders get an error, and other clients notice nothing."""
+"""Test bodies that no engine accepts: their senders get an error, and other clients none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON = {"content-type": "application/json"}
 async def test_appends_survive_bodies_that_break_other_connections(
     engine: LocalEngine, plain_engine: LocalEngine
 ) -> None:
-    """Stock SGLang answers such a chat with 500 and closes the connection, saying nothing of it."""
+    """Stock SGLang answers such a chat with 500, and closes the connection without notice."""
     answers = Counter[int]()
     # One of the two has no prompt streams.
     async with serve_router(make_options(engine, plain_engine)) as router:

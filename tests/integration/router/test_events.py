@@ -1,4 +1,4 @@
-"""Engines' KV events in a router's tables."""
+"""Test how engines' KV events fill a router's tables."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}
 
 
-async def hears(router: httpx.AsyncClient, blocks: int) -> None:
-    """Once it knows of so many."""
+async def wait_for_blocks(router: httpx.AsyncClient, blocks: int) -> None:
+    """Wait until the router knows at least ``blocks`` blocks."""
     with anyio.fail_after(30):
         while await metric(router, BLOCKS) < blocks:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.02)
 
 
-async def test_kv_events_fill_and_empty_an_engine_s_table(
+async def test_kv_events_fill_and_empty_an_engines_table(
     engines: LocalEngines, model: Path, words: Words, compiling: dict[str, str]
 ) -> None:
     port, replay = free_port(), free_port()
@@ -51,7 +51,7 @@ async def test_kv_events_fill_and_empty_an_engine_s_table(
             serve_router(make_options(told)) as router,
             httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
         ):
-            # Others' requests, of which it hears once it is connected.
+            # Others' requests, of which it wait_for_blocks once it is connected.
             with anyio.fail_after(60):
                 while not await metric(router, BLOCKS):
                     await flush(direct)
@@ -67,7 +67,7 @@ async def test_kv_events_fill_and_empty_an_engine_s_table(
             assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
         # What others asked before a router was there, it asks for.
         async with serve_router(make_options(told)) as later:
-            await hears(later, 20)
+            await wait_for_blocks(later, 20)
 
 
 async def test_router_follows_events_of_every_rank(
@@ -94,5 +94,5 @@ async def test_router_follows_events_of_every_rank(
                     for number in range(2):
                         await generated(direct, words(320, 1040 + number), tokens=1)
                     with anyio.move_on_after(1):
-                        await hears(router, 40)
+                        await wait_for_blocks(router, 40)
             assert await metric(router, BLOCKS) == 40

@@ -1,4 +1,4 @@
-"""Engines that die, come back and hang."""
+"""Test engines that die, come back, or hang."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_other_engine_serves_when_one_dies(
         await mortal.stop()
 
 
-class Ending:
+class EndingServer:
     """Ends at the first request as a process does: its connections first, then its port."""
 
     def __init__(self, dropped: int) -> None:
@@ -101,10 +101,10 @@ class Ending:
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 4])
-async def test_ending_engine_gets_no_requests(
+async def test_engine_that_is_ending_gets_no_further_requests(
     engine: LocalEngine, words: Words, dropped: int
 ) -> None:
-    async with Ending(dropped).listening() as url:
+    async with EndingServer(dropped).listening() as url:
         several = RouterOptions([url, engine.url], policy=RoundRobin(), watch_seconds=60)
         async with serve_router(several) as router:
             for number in range(2):

@@ -1,4 +1,4 @@
-"""The shell router over a real PD pair: a prefill engine, a decode engine and the stock router."""
+"""Test the shell router over a PD pair: a prefill engine, a decode engine and the stock router."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pair:
     prefill_metrics: httpx.AsyncClient
 
     async def transferred(self) -> float:
-        """MB of KV sent to the decode engine so far."""
+        """Return the MB of KV sent to the decode engine so far."""
         return await metric(self.prefill_metrics, "sglang:kv_transfer_total_mb_sum")
 
 

@@ -1,4 +1,4 @@
-"""The router over two real engines: what it answers, where it sends, and what it survives."""
+"""Test the router over two real engines: its answers, its choice of engine, and its errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_router_passes_on_engines_answers(
     assert (await router.get("/health")).status_code == 200
 
 
-async def test_siblings_go_where_their_prefix_is_cached(
+async def test_siblings_are_routed_to_the_engine_that_cached_their_prefix(
     router: httpx.AsyncClient, words: Words
 ) -> None:
     documents = [words(320, 910 + number) for number in range(4)]
@@ -108,8 +108,10 @@ async def test_stream_and_its_request_stay_on_one_engine(
             assert unknown.json()["error"]["code"] == "unknown_stream"
 
 
-async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: Words) -> None:
-    """Nothing is heard of a long answer that is not streamed, and its prompt is computed."""
+async def test_engine_that_only_decodes_gets_more_requests(
+    engine: LocalEngine, words: Words
+) -> None:
+    """An answer that is not streamed sends nothing before its end; its prompt is computed."""
     full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
     async with serve_router(make_options(engine, saturation_margin=0.01)) as router:
         over: list[str] = []
@@ -128,7 +130,7 @@ async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: W
         await wait_until_idle(watching)
 
 
-async def test_disconnect_aborts_the_engine_s_request(
+async def test_disconnect_aborts_the_request_at_the_engine(
     router: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text = words(40, 980)
@@ -192,7 +194,7 @@ async def test_scores_are_routed(
         assert (await router.post(path, json={"model": "default"})).status_code == 400
 
 
-async def test_router_passes_on_the_client_s_api_key_and_never_its_own(
+async def test_router_forwards_the_clients_api_key_and_never_its_own(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     async with (

@@ -1,4 +1,4 @@
-"""Requests that read each other's answers; one engine is prefill engine and router at once."""
+"""Test requests that read each other's answers; one engine is prefill engine and router at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_prompt_is_prefilled_while_its_agents_write(
     async with anyio.create_task_group() as group:
         path, body = await request_reading(client, form, rest, "planner")
         group.start_soon(ask, "reader", path, body | {"workflow": form})
-        await prefills(client)
+        await wait_for_prefill(client)
         group.start_soon(ask, "planner", "/generate", plan)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
         alone = await post_json(direct, "/generate", generation(first, tokens=120))
@@ -77,8 +77,8 @@ async def test_prompt_is_prefilled_while_its_agents_write(
     await wait_until_idle(client)
 
 
-async def prefills(client: EngineClient) -> None:
-    """Once a prompt stream's first text is computed."""
+async def wait_for_prefill(client: EngineClient) -> None:
+    """Wait until the first text of a prompt stream is computed."""
     with anyio.fail_after(30):
         while (await client.info()).kv[0].protected < 140:  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -141,7 +141,7 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
         await wait_until_idle(watching)
 
 
-async def test_logs_never_contain_a_stream_s_id(
+async def test_logs_never_contain_a_streams_id(
     engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -151,7 +151,7 @@ async def test_logs_never_contain_a_stream_s_id(
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(shell.post, "/generate", json=read))
-        await prefills(client)
+        await wait_for_prefill(client)
         # It is given back when its client leaves.
         group.cancel_scope.cancel()
     await wait_until_idle(client)

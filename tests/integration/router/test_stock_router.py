@@ -1,4 +1,4 @@
-"""Our router beside the stock one, over the same engines."""
+"""Test our router and the stock one over the same engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def stock(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[
 
 
 async def chain(client: EngineClient, words: Words) -> tuple[str, int]:
-    """Two linked agents: the second one's answer, and what its stream had computed."""
+    """Run two linked agents; return the second answer, and the tokens that its stream computed."""
     greedy = {"temperature": 0, "ignore_eos": True}
     async with Workflow(client) as workflow:
         plan = [{"role": "user", "content": words(60, 2201)}]
@@ -40,7 +40,7 @@ async def chain(client: EngineClient, words: Words) -> tuple[str, int]:
     return text, critic.usage.streamed_tokens or 0
 
 
-async def test_links_work_beside_traffic_through_the_stock_router(
+async def test_links_work_during_traffic_through_the_stock_router(
     stock: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     texts = [words(40, 2210 + number) for number in range(8)]

@@ -1,4 +1,4 @@
-"""What answers are compared with: the same model in transformers, in float32."""
+"""Provide the reference scores: the same model in transformers, in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer(model: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def reference(model: Path, tokenizer: Any) -> Logprobs:
-    """``reference(context, candidates)``: their log-probabilities, from whole forwards."""
+    """``reference(context, candidates)`` returns their log-probabilities, from whole forwards."""
     import torch
     from transformers import AutoModelForCausalLM
 

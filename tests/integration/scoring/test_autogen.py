@@ -1,4 +1,4 @@
-"""A classifier in a team, and as a tool."""
+"""Test a classifier in a team, and as a tool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     await client.close()
 
 
-async def test_classifier_s_prompt_is_prefilled_in_a_linked_team(
+async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
     model_client: Client, client: EngineClient, guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     said: dict[bool, list[TextMessage]] = {}
@@ -78,7 +78,7 @@ async def test_classifier_s_prompt_is_prefilled_in_a_linked_team(
     await wait_until_idle(client)
 
 
-async def test_classify_tool_returns_each_label_s_probability(
+async def test_classify_tool_returns_the_probability_of_each_label(
     model_client: Client, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     text = words(30, 41)

@@ -1,4 +1,4 @@
-"""Files of lines: what is written, what is skipped, and how it goes on after a kill."""
+"""Test scoring files of lines: what is written, what is skipped, and how a killed run continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_alike(found: Path, expected: Path) -> None:
-    """The same but for the last digits, which depend on what shares a batch."""
+    """Assert that the files are the same but for the last digits, which depend on the batches."""
     for one, other in zip(read(found), read(expected), strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
@@ -101,7 +101,7 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
     assert parts.read_bytes() == before
 
 
-async def test_file_that_is_no_file_of_scores_is_left_alone(
+async def test_file_that_has_no_scores_is_not_overwritten(
     engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -119,7 +119,7 @@ async def test_file_that_is_no_file_of_scores_is_left_alone(
     assert len(read(out)) == SCORED
 
 
-async def test_lost_engine_is_reported_and_written_scores_stay(
+async def test_lost_engine_is_reported_and_written_scores_are_kept(
     lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"

@@ -1,4 +1,4 @@
-"""Scores on a real engine: exact, from prefills alone, shared prefixes computed once."""
+"""Test scores on a real engine: exact, from prefills alone, shared prefixes computed once."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_messages_are_scored_as_the_chat_template_renders_them(
         await scorer.classify(CHAT, ["Melbourne", "N"])
 
 
-async def test_choose_takes_one_prefill(
+async def test_choose_needs_one_prefill(
     scorer: Scorer, tokenizer: Any, reference: Logprobs
 ) -> None:
     options = ["Walk to the lake", "Fly home", "Stay"]
@@ -168,7 +168,7 @@ async def test_engine_that_does_not_share_gets_one_request_first(
     words: Callable[[int, int], str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Siblings that are queued behind another request would all be computed in one forward."""
+    """Siblings that wait together for another request would be computed in one forward."""
     context, options = words(600, 39), ["lakes", "hills", "temples", "food"]
     async with (
         start_special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
@@ -186,7 +186,7 @@ async def test_engine_that_does_not_share_gets_one_request_first(
     assert any("does not share prefixes" in one for one in caplog.messages)
 
 
-async def test_scores_beside_a_decoding_request_are_the_same(
+async def test_scores_during_a_decoding_request_are_the_same(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
     context = words(50, 34)
@@ -198,7 +198,7 @@ async def test_scores_beside_a_decoding_request_are_the_same(
             assert beside.logprobs == pytest.approx(alone.logprobs, abs=EXACT)
 
 
-async def test_context_still_being_written_is_prefilled_meanwhile(
+async def test_context_is_prefilled_while_it_is_being_written(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
     written, opened = words(400, 38), anyio.Event()
@@ -246,7 +246,7 @@ async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(
         await scorer.score(context, candidates)
 
 
-async def test_engine_s_refusal_is_raised_as_it_is(
+async def test_engines_refusal_is_raised_unchanged(
     scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):

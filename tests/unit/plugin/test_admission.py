@@ -81,18 +81,18 @@ def test_requests_that_arrive_together_get_the_room_that_streams_hold(adder: Add
     assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
 
 
-def test_no_more_streams_yield_than_requests_need(adder: Adder) -> None:
+def test_no_more_streams_give_way_than_requests_need(adder: Adder) -> None:
     assert admission.admit(Adder.add, adder, request(500, 499)) == "continue"
     assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
 
 
-def test_sglangs_adder_is_called_only_once_more_if_many_streams_yield(adder: Adder) -> None:
+def test_sglangs_adder_is_called_only_once_more_if_many_streams_give_way(adder: Adder) -> None:
     """SGLang may count how often a request found no room."""
     assert admission.admit(Adder.add, adder, request(4000, 4000)) == "continue"
     assert adder.asked == 2
 
 
-def test_an_increment_without_room_is_dropped_and_makes_no_stream_yield(
+def test_an_increment_without_room_is_dropped_and_makes_no_stream_give_way(
     adder: Adder, dropped: list[str]
 ) -> None:
     increment = request(1500, 0, stream="z")
@@ -168,7 +168,7 @@ def test_an_increment_of_an_ended_stream_is_dropped_for_good(dropped: list[str])
     assert scheduler.flashmoa.refused == {}
 
 
-def test_streams_yield_before_requests_are_preempted() -> None:
+def test_streams_give_way_before_requests_are_preempted() -> None:
     scheduler = FakeScheduler(500, 0.1, [])
     for stream in "abc":
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))

@@ -21,7 +21,7 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
     engines: LocalEngines, experts_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "asyncep.json"
-    # So that each batch is one forward, as where the benchmark starts its engines.
+    # With these flags each batch is one forward; the benchmark starts its own engines with them.
     flags = ["--chunked-prefill-size", "512", "--max-prefill-tokens", "512"]
     async with (
         start_special_engine(engines, experts_model, *flags) as resident,
@@ -49,6 +49,6 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
         copied["host_experts"] == whole["device_experts"] * (EXPERTS.layers - 1) // EXPERTS.layers
     )
     assert copied["misses"] == 0
-    # An engine that was not started by the benchmark may be anywhere.
+    # An engine that the benchmark has not started may be on another machine.
     assert copied["peak"] is None
     assert peak is not None and peak > whole["device_experts"]

@@ -63,7 +63,7 @@ async def test_ablation_measures_every_variant(benches: Bench) -> None:
     found = await benches.run("ablation", ["stock", "streaming", "flashmoa"], *small)
     (row,) = found["rows"]
     assert set(row["seconds"]) == {"baseline", "batched", "streaming", "full"}
-    # Never less than all tokens once; a whole cached prompt's last token may be once more.
+    # All tokens are computed once; the last token of a completely cached prompt may be repeated.
     assert all(1 <= value <= 2 for value in row["duplicates"].values())
 
 
@@ -76,7 +76,7 @@ async def test_chunk_measures_every_size_and_a_single_pass(benches: Bench) -> No
 async def test_first_token_measures_every_prompt_length(benches: Bench) -> None:
     found = await benches.run("first_token", ["flashmoa"], "--prompts", "60", "300")
     assert [length["tokens"] for length in found["lengths"]] == [60, 300]
-    # Exactly what came with the request was left.
+    # Exactly the tokens that came with the request were left.
     assert [length["late_tokens"] for length in found["lengths"]] == [10, 10]
     assert found["lengths"][0]["growth"] == 1
 
@@ -98,7 +98,7 @@ async def test_schedule_measures_every_way(benches: Bench) -> None:
 
 async def test_interference_measures_throughput_and_latency(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
-    # Streams that may not ride along get a forward in 256 decode steps.
+    # Streams that may not ride along get one forward in 256 decode steps.
     small += ["--tokens", "300"]
     streams = ["--streams", "2", "--prefix", "200"]
     found = await benches.run("interference", ["stock", "flashmoa"], *small, *streams)
@@ -120,7 +120,7 @@ async def test_workflows_without_stock_engines_measure_the_other_ways(benches: B
     small = ["--workflows", "mapreduce", "--copies", "2", "--tokens", "6"]
     found = await benches.run("workflows", ["small", "large"], *small)
     (row,) = found["rows"]
-    # No stock engines were given, so that nothing is said of them.
+    # No stock engines are given, so that their ways are missing.
     assert set(row["seconds"]) == {"shared", "warmed", "linked"}
     assert row["texts"] == 3 * 2 * 4 and row["paper"] is None
 
@@ -135,7 +135,7 @@ async def test_prefill_only_measures_one_engine_and_two(benches: Bench) -> None:
         same = row["agreement"]
         assert same["same"] == same["answers"] == mix["requests"]
         assert same["logprob"] is None or same["logprob"] < 1e-3
-        # A prompt that was cached computes its last token again.
+        # A cached prompt computes its last token again.
         assert mix["unique"] <= row["computed"] <= mix["tokens"]
 
 
@@ -162,11 +162,11 @@ async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) ->
     for way in ("undecided", "full", "as published"):
         assert rows[way]["deciding_on_path"] > 0
     assert rows["tree + overlap"]["deciding_on_path"] is None
-    # 9 + 3 + 1 agents; the stock engine of these tests does not say what is cached.
-    for way, is_told in (("tree", False), ("tree + overlap", True)):
+    # There are 9 + 3 + 1 agents. The stock engine of these tests does not report cached tokens.
+    for way, is_reported in (("tree", False), ("tree + overlap", True)):
         prompts = rows[way]["prompts"]
         assert len(prompts) == 13 and "3.1" in prompts
-        assert [one["late"] is not None for one in prompts.values()] == [is_told] * 13
+        assert [one["late"] is not None for one in prompts.values()] == [is_reported] * 13
     computed = {
         way: rows[way]["prompts"]["2.1"]["late"] + rows[way]["prompts"]["2.1"]["streamed"]
         for way in ("appended", "staircase")

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FOLDER = ROOT / "examples" / "notebooks"
-# What a notebook prints, whatever the times are.
+# Texts that each notebook prints in every run.
 ON_TWO_ENGINES = {
     "mapreduce": ["the same texts: True", "of its"],
     "quickstart": ["the same texts: True", "linked   writer"],
@@ -34,8 +34,8 @@ def test_every_notebook_is_run() -> None:
 async def test_notebook_runs_and_prints_its_results(
     name: str, engine: LocalEngine, downstream: LocalEngine, tmp_path: Path
 ) -> None:
-    said = await printed(name, tmp_path, FLASHMOA_ENGINE=f"{engine.url} {downstream.url}")
-    assert all(part in said for part in ON_TWO_ENGINES[name]), said
+    printed = await run_notebook(name, tmp_path, FLASHMOA_ENGINE=f"{engine.url} {downstream.url}")
+    assert all(part in printed for part in ON_TWO_ENGINES[name]), printed
 
 
 @pytest.mark.parametrize("name", ON_THE_FAMILY)
@@ -50,11 +50,11 @@ async def test_notebook_runs_on_the_family(
             )
             stack.push_async_callback(engine.stop)
             urls.append(engine.url)
-        said = await printed(name, tmp_path, FLASHMOA_FAMILY=" ".join(urls))
-    assert all(part in said for part in ON_THE_FAMILY[name]), said
+        printed = await run_notebook(name, tmp_path, FLASHMOA_FAMILY=" ".join(urls))
+    assert all(part in printed for part in ON_THE_FAMILY[name]), printed
 
 
-async def printed(name: str, scratch: Path, **environment: str) -> str:
+async def run_notebook(name: str, scratch: Path, **environment: str) -> str:
     """Run a notebook from top to bottom, and return what it prints."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -63,6 +63,6 @@ async def printed(name: str, scratch: Path, **environment: str) -> str:
     await client.async_execute(env={**os.environ, "IPYTHONDIR": str(scratch), **environment})
     outputs = [output for cell in code for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "display_data"}
-    said = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert "Traceback" not in said and "Warning" not in said, said
-    return said
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "Traceback" not in printed and "Warning" not in printed, printed
+    return printed

@@ -23,7 +23,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {page.relative_to(tmp_path).with_suffix(".md") for page in tmp_path.rglob("*.html")}
     written = {page.relative_to(DOCS) for page in DOCS.rglob("*.md")}
     assert written <= pages
-    # Nothing is fetched from elsewhere.
+    # The pages load nothing from other sites.
     for page in tmp_path.rglob("*.html"):
         assert not re.search(r'(src|<link[^>]*href)="(https?:)?//', page.read_text()), page
 

@@ -38,8 +38,8 @@ async def idle(client: EngineClient) -> AsyncGenerator[EngineClient]:
 async def test_the_openai_client_example_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("openai_client")
     async with AsyncOpenAI(base_url=f"{idle.url}/v1", api_key="none") as openai:
-        linked = await example.linked(openai, idle, "tiny")
-        unlinked = await example.unlinked(openai, "tiny")
+        linked = await example.review_linked(openai, idle, "tiny")
+        unlinked = await example.review_unlinked(openai, "tiny")
     assert linked.choices[0].message.content == unlinked.choices[0].message.content
     usage = PromptUsage.from_openai(linked.usage.model_dump())
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"

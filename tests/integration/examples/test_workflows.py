@@ -38,9 +38,9 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def clients(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[Clients]:
-    made = Clients(greedy_client(engine.url, "small", 8), greedy_client(downstream.url, "large", 8))
-    yield made
-    await made.close()
+    pair = Clients(greedy_client(engine.url, "small", 8), greedy_client(downstream.url, "large", 8))
+    yield pair
+    await pair.close()
 
 
 async def test_the_chain_example_is_the_same_in_every_mode(
@@ -97,8 +97,8 @@ async def test_measured_slides_are_the_same_in_every_way(clients: Clients) -> No
     ways: list[tuple[Ahead, bool]] = [("nothing", False), ("text", False), ("text", True)] * 3
     talks: list[tuple[str, list[str]]] = []
     for ahead, eager in ways:
-        # The analyst, who is not linked, may find two characters equally good for a line's end;
-        # which one it takes depends on what else is in its batch. Then the next round counts.
+        # Two characters may be equally likely at the end of a line of the analyst, who is not
+        # linked; the batch then decides between them. In that case the next round counts.
         if len([talk for talk in talks if talk[0] == talks[0][0]]) == 3:
             break
         await clients.flush()

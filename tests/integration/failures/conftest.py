@@ -60,7 +60,7 @@ def make() -> Make:
             temperature=0,
             max_tokens=tokens,
             extra_body={"ignore_eos": True},
-            # Not asked of the engine: a relay in this event loop could not answer meanwhile.
+            # Given, because asking the engine would block this event loop, in which the relay runs.
             model_info=MODEL,
             **{"max_retries": 0, **more},
         )

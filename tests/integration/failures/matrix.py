@@ -19,11 +19,11 @@ from tests.integration.baseline import Baseline, count_sockets
 FAILURES: tuple[Failure, ...] = ("error", "cancel", "timeout", "stall")
 ACTIONS: tuple[Action, ...] = ("abort", "finalize")
 Make = Callable[..., FlashMoAChatCompletionClient]
-# What a reader that answers has read.
+# The text that a reader has read, if it answers.
 HAD_ARRIVED, WHOLE = "what had arrived, prefilled", "the whole text, unlinked"
-# A stall that is waited for need not take long here.
+# Seconds until a text counts as stalled, so that the tests need not wait long.
 BRIEF = 0.4
-# Within this long an answer must have begun that OpenAI's client is to give up waiting for.
+# Seconds after which OpenAI's client times out. An answer must have begun before.
 PATIENCE = 1.5
 
 
@@ -31,7 +31,7 @@ def policy(failure: Failure, action: Action) -> FailurePolicy:
     """Return a policy with ``action`` for that failure, and the other action for all others."""
     other: Action = "finalize" if action == "abort" else "abort"
     actions: dict[str, Action] = dict.fromkeys(FAILURES, other) | {failure: action}
-    # Where a stall is not the matter, it must not come first.
+    # In tests of other failures, a stall must not come first.
     seconds = BRIEF if failure == "stall" else 60.0
     return FailurePolicy(**actions, stall_seconds=seconds)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ from tests.integration.failures.relay import Relay
 pytestmark = pytest.mark.anyio
 
 
-def asks(text: str) -> list[UserMessage]:
+def make_messages(text: str) -> list[UserMessage]:
     return [UserMessage(content=text, source="user")]
 
 
@@ -51,8 +51,10 @@ async def test_a_failed_promise_follows_the_readers_policy(  # noqa: PLR0913 - f
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         reading = make(downstream.url, on_failure=policy(failure, action), listener=events.append)
-        draft = (await writing.promise(asks(guide[:300]), cancellation_token=token)).content
-        review = await reading.promise(asks(f"{guide[:900]}\n{draft}\nBetter?"))
+        draft = (
+            await writing.promise(make_messages(guide[:300]), cancellation_token=token)
+        ).content
+        review = await reading.promise(make_messages(f"{guide[:900]}\n{draft}\nBetter?"))
         await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             token.cancel()
@@ -69,7 +71,7 @@ async def test_a_failed_promise_follows_the_readers_policy(  # noqa: PLR0913 - f
             reader = f"raises {type(error).__name__}"
         else:
             assert failure == "stall" or action == "finalize"
-            whole = asks(f"{guide[:900]}\n{arrived}\nBetter?")
+            whole = make_messages(f"{guide[:900]}\n{arrived}\nBetter?")
             assert arrived and answer == (await reading.create(whole)).content
             reader = f"answers {HAD_ARRIVED if action == 'finalize' else WHOLE}"
         upstream_relay.release()

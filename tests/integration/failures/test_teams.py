@@ -105,7 +105,7 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
     async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
-        # The one client-wide, the other for this link.
+        # One policy is set for the client, the other one for this link.
         client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
         linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
         pair = Pair(writing, make(downstream.url, **client_wide), task, **linking)
@@ -119,12 +119,12 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
         if failure == "stall":
             plain = await texts(make, engine, downstream, task)
             assert [message.to_text() for message in pair.run.result().messages] == plain
-        # Of its own accord: nobody has closed it yet.
+        # The link closes by itself, before the team is closed.
         await wait_until(pair.is_closed)
         await pair.close()
         upstream_relay.release()
     assert reported_failures(pair.events) == [("writer", failure, action)]
-    # The writer may have one already for a next run of the team.
+    # The writer may already have a link for a next run of the team.
     reading = [event for event in pair.events if event.agent == "reviewer"]
     cell = record_cell("team", failure, action, outcome, reading)
     if action == "abort":
@@ -238,5 +238,5 @@ async def test_a_restarted_downstream_engine_answers_unlinked(  # noqa: PLR0913 
         await pair.close()
     cell = record_cell("team", "downstream engine restarted", "", outcome, pair.events)
     assert outcome.endswith("unlinked")
-    # It is gone, or there again and without the stream.
+    # The engine is either down, or up again without the stream.
     assert cell.link.startswith(("EngineUnreachable", "StreamUnknown"))

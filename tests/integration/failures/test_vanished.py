@@ -40,7 +40,7 @@ async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
         with anyio.fail_after(60):
             while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
                 await anyio.sleep(0.02)
-        # Its signs of life keep the stream for longer than it would last without.
+        # The client keeps the stream alive for longer than its TTL.
         until = anyio.current_time() + 4
         while anyio.current_time() < until:
             assert (await client.info()).prompt_streams == 1

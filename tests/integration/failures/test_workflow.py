@@ -33,12 +33,12 @@ SHORT = {**LONG, "max_tokens": 12}
 RAISED = {"error": EngineUnreachable, "cancel": UpstreamCancelled, "timeout": EngineTimeout}
 
 
-def asks(text: str) -> list[dict[str, Any]]:
+def make_messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-async def said(engine: EngineClient, text: str) -> str:
-    async with engine.chat(asks(text), **SHORT) as deltas:
+async def ask(engine: EngineClient, text: str) -> str:
+    async with engine.chat(make_messages(text), **SHORT) as deltas:
         return "".join([delta.text async for delta in deltas])
 
 
@@ -61,8 +61,8 @@ async def test_a_failed_answer_follows_the_readers_policy(
         Workflow(reading, on_failure=policy(failure, action), listener=events.append) as flow,
     ):
         upstream_relay.arm("reset" if failure == "error" else "stall")
-        draft = flow.ask(asks(guide[:300]), engine=writing, name="draft", **LONG)
-        review = flow.ask(asks(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
+        draft = flow.ask(make_messages(guide[:300]), engine=writing, name="draft", **LONG)
+        review = flow.ask(make_messages(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
         await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             draft.cancel()
@@ -77,7 +77,7 @@ async def test_a_failed_answer_follows_the_readers_policy(
                 await review
             reader = f"raises {caught.typename}"
         else:
-            assert await review == await said(reading, f"{guide[:900]}\n{arrived}\nBetter?")
+            assert await review == await ask(reading, f"{guide[:900]}\n{arrived}\nBetter?")
             assert review.usage is not None
             is_hit = review.usage.prompt_stream is not None
             assert is_hit == (action == "finalize")

@@ -18,7 +18,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A model with experts in all of its five layers.
 EXPERTS = replace(SHAPES["moe"], layers=5)
-# SGLang's own check of an idle engine's memory, turned into a crash.
+# Makes a leak that SGLang finds in an idle engine's memory a crash.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 

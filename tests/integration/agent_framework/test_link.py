@@ -214,7 +214,7 @@ async def test_an_aggregator_that_calls_a_client_directly_is_linked(
     link(workflow, include=["merge"], listener=events.append)
     assert (await workflow.run(TASK)).get_outputs() == plain
     assert statuses(events)["merge"] == "hit"
-    assert ran == [2, 2, 2]  # Unlinked, on a copy, and for real.
+    assert ran == [2, 2, 2]  # The aggregator ran unlinked, on a copy, and in the linked run.
 
 
 async def test_the_answer_of_an_agent_with_tools_is_not_streamed(clients: Pair, guide: str) -> None:
@@ -249,7 +249,7 @@ async def test_a_tool_call_ends_the_links_to_its_agents_answer(clients: Pair, gu
     def look(place: bool) -> str:
         return f"a fine {place}"
 
-    # It ends where the call does.
+    # The link ends when the call ends.
     called = options(400, tool_choice="required", allow_multiple_tool_calls=False, extra_body={})
 
     def build() -> Workflow:

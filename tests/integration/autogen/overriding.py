@@ -24,7 +24,7 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
 
 from tests.integration.autogen.teams import Client, agent
 
-# Told of each run of a method; what it returns is the number of that run.
+# Is called in each run of a method, and returns the number of that run.
 Counted = Callable[[], int]
 Build = Callable[[Client, Counted], BaseGroupChat]
 

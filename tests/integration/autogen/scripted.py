@@ -12,8 +12,8 @@ from openai._base_client import AsyncHttpxClientWrapper
 
 FunctionCall = tuple[str, dict[str, Any]]
 Said = str | FunctionCall | list[str | FunctionCall]
-# From a request's body: ``None`` for the engine's own answer, text, a function's name and
-# arguments, or several of these, with text before them where there is any.
+# Maps a request's body to its answer: ``None`` for the engine's own, a text, a function's name and
+# arguments, or several calls, with or without a text before them.
 Script = Callable[[dict[str, Any]], Said | None]
 
 

@@ -23,7 +23,7 @@ def said(result: TaskResult) -> list[tuple[str, str]]:
     return sorted((message.source, message.to_text()) for message in result.messages)
 
 
-# One family shows that templates are served at all; each needs an engine.
+# One family is tested by default, because each needs an engine of its own.
 ONE, *OTHERS = TEMPLATES
 FAMILIES = [ONE, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 

@@ -97,7 +97,7 @@ async def test_warming_sends_no_upstream_text(clients: tuple[Client, Client], gu
     run = await run_once(lambda: chain(clients, guide), clients, "Go.", "warmed")
     for turn in run.turns[2:]:
         assert turn.usage is not None and turn.usage.late_tokens is not None
-        # At least the two upstream texts that warming does not know.
+        # At least the two upstream texts are missing, which warming does not send.
         assert turn.usage.late_tokens > 24
 
 
@@ -114,7 +114,7 @@ async def test_a_run_leaves_nothing_behind(
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:500])
-    # The team was stopped by its condition: whoever was to speak next never did.
+    # The team's condition stopped it, so that the next agent never spoke.
     await linked.close()
     await wait_until_idle(client)
     await wait_until_idle(downstream_client)

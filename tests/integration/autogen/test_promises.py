@@ -69,7 +69,7 @@ class Worker(RoutedAgent):
 
     @message_handler
     async def work(self, message: Task, ctx: MessageContext) -> Done:
-        # The one line.
+        # This one line links the program.
         ask = self._client.promise if self._promises else self._client.create
         result = await ask(prompt(message.task, message.earlier))
         assert isinstance(result.content, str)
@@ -134,7 +134,7 @@ async def test_a_program_with_promises_answers_as_without(
     assert linked.content == plain.content
     assert isinstance(linked.usage, EngineUsage)
     assert linked.usage.prompt_tokens == plain.usage.prompt_tokens
-    # Of its three upstream texts most were there before the call.
+    # Most of its three upstream texts had been prefilled before the call.
     assert linked.usage.streamed_tokens
     await wait_until_idle(client.engine)
 

@@ -148,7 +148,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
         assert of(events, LinkClosed, "one")[0].reason in {"mispredicted", "unused"}
     else:
         assert first[1].status == "hit"
-        # What the others said was there: the task and the template's ends are left.
+        # The others' texts were prefilled; the task and the template's ends are left.
         assert first[1].late_tokens is not None and first[1].late_tokens < 60
     assert {call.status for call in call_outcomes(events)} <= {None, "hit", "late"}
 

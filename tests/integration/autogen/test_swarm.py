@@ -86,8 +86,8 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
     message = UserMessage(
         content="Transferred to alice, adopting the role of alice immediately.", source="bob"
     )
-    # All before the handoff's message was there, but for the template's tokens around it and up to
-    # 8 that are too few for an increment.
+    # All tokens before the handoff's message were prefilled, except for the template's and up to
+    # 8 tokens that are too few for an increment.
     left = 24 + await anyio.to_thread.run_sync(model_client.count_tokens, [message])
     late = [call.late_tokens for call in calls if call.status == "hit"]
     assert all(tokens is not None and tokens <= left for tokens in late)
@@ -119,7 +119,7 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
     count_outcomes("swarm of three", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
     assert not [event for event in events if isinstance(event, LinkDeclined)]
-    # Nobody is linked while one speaks who cannot hand off to it.
+    # An agent is not linked while one speaks that cannot hand off to it.
     opened = [event.agent for event in events if isinstance(event, LinkOpened)]
     assert opened[:2] == ["analyst", "writer"]
 

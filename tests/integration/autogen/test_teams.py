@@ -85,7 +85,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     await client.close()
 
 
-# Calls that nothing can be known of before: the first ones, and an agent's second in a row.
+# Calls that cannot be known before: the first ones, and the second of an agent in a row.
 @pytest.mark.parametrize(
     ("build", "unlinked"),
     [
@@ -109,7 +109,7 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     plain = await told(model_client, build, task, linked=False)
     assert sorted(linked.said[:-1]) == sorted(plain.said[:-1])
     last = plain.said[-1]
-    if build is fan:  # It reads the reviewers as they finish, which is a race.
+    if build is fan:  # It reads the reviewers in the order of their ends, which is random.
         last = await answered(model_client, linked.said[:-1], "meta")
     assert linked.said[-1] == last
     first, *calls = linked.calls

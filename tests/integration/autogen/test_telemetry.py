@@ -87,7 +87,7 @@ async def test_a_linked_team_has_spans_within_autogens(
     await team.run(task="Go.")
     await wait_until_idle(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
-    # Our own, and with the writer's those of its link and what was prefilled for it.
+    # Our spans; the writer also has those of its link and of its prefills.
     for agent in ("planner", "writer"):
         turn, chat = of(spans, agent, "invoke_agent "), of(spans, agent, "chat tiny")
         assert turn.instrumentation_scope is not None
@@ -213,7 +213,7 @@ async def test_autogens_events_of_unlinked_calls_have_their_own_figures(
 ) -> None:
     """Calls may overlap, and the stock client logs its own events."""
     client = clients()
-    await client.create(ASK)  # So that some of every prompt is in the cache.
+    await client.create(ASK)  # After this, a part of every prompt is in the cache.
     logged.clear()
     one, other = client.create_stream(ASK), client.create_stream(ASK * 2)
     await anext(one)

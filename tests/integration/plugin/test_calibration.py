@@ -29,7 +29,7 @@ async def test_measuring_during_requests_loses_no_kv(
     ):
         with anyio.fail_after(60):
             while (await client.info()).costs is None:
-                # In bursts: it is measured whenever nobody else is there.
+                # Requests come in bursts; the engine measures itself between them.
                 async with anyio.create_task_group() as group:
                     for _ in range(3):
                         sent += 1

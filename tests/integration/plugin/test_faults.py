@@ -46,7 +46,7 @@ async def upstream(make: Callable[..., Cell], moment: Moment, manner: Manner) ->
     following = 1 if moment == "after the last append" else 0
     taken = following
     if manner == "repeated":
-        # Twice the same, together; after the end, the last one again.
+        # The same append twice, sent together; after the end, the last append again.
         await connection.send(cell.make_append(0, end=True) * 2)
         for _ in range(2):
             assert (await connection.read_answer())[0] == 200
@@ -147,7 +147,7 @@ async def downstream(make: Callable[..., Cell], moment: Moment, manner: Manner) 
         await cell.check_answer(again, "used")
         await again.close()
     elif manner == "reordered":
-        # Before what is to be appended: the request has its whole prompt anyway.
+        # The request comes before the append, and has its whole prompt anyway.
         await cell.check_request("hit")
     else:
         rest = await misbehave(connection, manner, cell.make_generate())
@@ -177,7 +177,7 @@ async def late_downstream(make: Callable[..., Cell], moment: Late, manner: Manne
     await cell.open()
     await cell.append()
     connection = await RawConnection.open(cell.url)
-    # More than could be decoded before the test gives up, unless it is aborted.
+    # More tokens than can be decoded within the test's timeout, unless it is aborted.
     await connection.send(cell.make_generate(9000 if gone else 30, stream=True))
     if moment == "during decode":
         await connection.read_until(b"data: ")
@@ -197,7 +197,7 @@ async def late_downstream(make: Callable[..., Cell], moment: Late, manner: Manne
         await other.send(cell.make_append(1))
         assert (await other.read_answer())[1]["error"]["reason"] == "used"
         await other.close()
-    # One that stalls reads nothing until the stream is long over.
+    # A stalled client reads nothing until long after the stream's end.
     assert await cell.wait_for_end() == "used"
     if not gone:
         assert b'"status":"hit"' in await connection.read_until(b"data: [DONE]")

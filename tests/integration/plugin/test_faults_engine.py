@@ -163,7 +163,7 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
             await client.append(early[0].id, 0, text="one more")
         await half.send(left)
         assert (await half.read_answer())[1]["error"]["reason"] == "drained"
-        # What ran is finished, exactly.
+        # Running requests are finished, with exact answers.
         await prefilling.check_answer(prefill, "hit")
         assert b'"status":"hit"' in await decode.read_until(b"data: [DONE]")
         for connection in (half, decode, prefill):
@@ -171,6 +171,6 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
     with anyio.fail_after(30):
         while doomed.is_running():  # noqa: ASYNC110 - a process tells nobody
             await anyio.sleep(0.05)
-    # SGLang's own start is not over yet where the machine is slow, and it says so at length.
+    # On a slow machine, SGLang may still be starting, and would log a long error.
     start = r"post-warmup freeze_gc failed\n(?:(?!\[\d).*\n)*"
     assert "Traceback" not in re.sub(start, "", doomed.log.read_text()[before:])

@@ -73,7 +73,7 @@ ROUTES: dict[str, st.SearchStrategy[Any]] = {
     "/render": body({"messages": messages}, **prompt),
     "/prompt_streams": body({"text": text}, **prompt, ttl_seconds=st.floats(0.01, 100)),
     "/prompt_streams/OPEN/append": body({"seq": few}, text=text, input_ids=ids, end=st.booleans()),
-    # What SGLang reads itself is always right: what it makes of the rest is its own affair.
+    # Fields that SGLang itself reads are always valid; how it handles others is not tested.
     "/generate": st.fixed_dictionaries(
         {"text": st.text(min_size=1, max_size=60), "sampling_params": sampling},
         optional={name: value | junk for name, value in hints.items()},
@@ -139,12 +139,12 @@ async def test_no_body_breaks_a_route(
         if answer.status_code >= 400:
             refusal = answer.json()
             error = refusal.get("error")
-            # SGLang's own are a string in one release, an object in another.
+            # SGLang's own errors are a string in one release, an object in another.
             said = error if isinstance(error, str) else (error or refusal)["message"]
             assert len(said) > 10
 
     with connected(engine, opened) as client:
-        # Hypothesis drives its tests itself, so not in the event loop.
+        # Hypothesis runs its tests itself, outside the event loop.
         await anyio.to_thread.run_sync(one)
 
 

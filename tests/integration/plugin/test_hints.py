@@ -69,7 +69,7 @@ async def test_custom_params_that_are_not_an_object_are_refused(
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post("/generate", json=body)
     assert answer.status_code == 400, answer.text
-    # A refused request takes nothing: the stream is there for the next.
+    # A refused request does not use the stream, so that the next one can.
     _, usage = await generate(client, "x y z and more", 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
@@ -180,7 +180,7 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
             assert prompt == expected["usage"]["prompt_tokens"]
     assert got["choices"][0]["message"] == expected["choices"][0]["message"]
     assert got["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
-    # Tokens of the joined text are another matter where no cut lies between the two.
+    # The joined text has different tokens if there is no cut between the two.
     if opened_by == "messages" or start == "The plan so far is":
         assert got["usage"]["prompt_stream"]["status"] == "hit"
     await wait_until_idle(client)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LAYERS = 2
 PROMPTS = [Random(seed).choices(range(1000), k=k) for seed, k in enumerate((1, 30, 200, 700))]
 NEEDED = ["--disable-radix-cache", "--chunked-prefill-size", "-1"]
-# SGLang sets memory aside for forwards of whole prompts: more than a small machine has.
+# SGLang would reserve memory for forwards of whole prompts, more than a small machine has.
 MEMORY = ["--mem-fraction-static", "0.2"]
 
 
@@ -48,7 +48,7 @@ async def test_logits_are_the_same_and_no_kv_is_kept(
     ):
         for prompt, told in zip(PROMPTS, expected, strict=True):
             assert await logprobs(lean, prompt) == pytest.approx(told, abs=1e-4)
-        # The same again: nothing of it was left. And all at once, the same prompts twice.
+        # The same prompts again, since nothing was kept; then all at once, each prompt twice.
         found: list[list[float]] = [[] for _ in range(2 * len(PROMPTS))]
 
         async def ask(number: int) -> None:

@@ -52,7 +52,7 @@ class Figures:
         rows = re.findall(rf"^flashmoa:{name}{{(.*)}} (\S+)$", self.text, re.MULTILINE)
         values = [float(value) for labels, value in rows if label in labels]
         assert len(values) <= 1, rows
-        # Its path, as it was given no name.
+        # The name is the model's path, since none was given.
         assert 'model_name="/' in rows[0][0]
         return values[0] if values else 0.0
 
@@ -96,7 +96,7 @@ async def test_metrics_count_what_streams_did(
     assert 390 <= end("stream_tokens_prefilled_total") <= end("stream_tokens_buffered_total")
     assert end("stream_increments_total") >= 2
     assert 190 <= end("final_late_tokens_total") <= 230
-    # One row per route, not one per stream.
+    # There is one row for each route, and not for each stream.
     assert used.id not in end.text
     assert 'endpoint="/prompt_streams/{stream_id}/append"' in end.text
 
@@ -109,7 +109,7 @@ async def test_the_boards_metrics_exist(
     opened = await allowed.open_stream(text=text)
     await wait_until_prefilled(allowed, opened.id, 99)
     await generate(allowed, text, 2, opened.id)
-    # As it is shown to people, and as Prometheus asks for it.
+    # The format for people, and the one that Prometheus asks for.
     for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
         shown = (await figures(guarded, accepted)).text
         missing = [
@@ -179,12 +179,12 @@ async def test_a_prefill_that_sglang_refuses_keeps_its_status(
                 group.start_soon(occupy)
                 await allowed.prefill_only(text=words(30, 100 + seed))
         assert busy.value.code == "engine_busy"
-        # Its increments were refused too, and that is no failure.
+        # Its increments were refused, too, which is not a failure.
         assert (await state(guarded, opened.id))["failure"] is None
         group.start_soon(occupy)
         await anyio.sleep_forever()
     assert refused
-    # Once there is room the stream is prefilled after all.
+    # When there is room, the stream is prefilled.
     await wait_until_prefilled(allowed, opened.id, 99)
     _, usage = await generate(allowed, text, 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"

@@ -94,7 +94,7 @@ def build_adapter(folder: Path, model: Path, seed: int) -> Path:
     """Build a LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's form."""
     config = json.loads((model / "config.json").read_text())
     hidden, head = config["hidden_size"], config["head_dim"]
-    # SGLang computes these three together, and wants an adapter of all or none.
+    # SGLang computes these three matrices together, and needs adapters for all or none.
     heads = {"q": config["num_attention_heads"]} | dict.fromkeys(
         "kv", config["num_key_value_heads"]
     )

@@ -33,7 +33,7 @@ SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.9
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    # One of them without the overlap schedule, which is the default.
+    # One of the engines runs without the overlap schedule, which is the default.
     level = ["--flashmoa-intra-turn", "level", "--disable-overlap-schedule"]
     extra = level if request.param == "level by level" else []
     share = ["--flashmoa-stream-share", SHARES[request.param]]
@@ -65,7 +65,7 @@ async def test_streams_fill_while_others_decode_without_changing_answers(
     async def ask(prompt: str) -> None:
         sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 3000, "stream_interval": 1}
         body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        # Nothing rides along with who asks for these, whatever the engine measured.
+        # No tokens ride along with requests for log-probabilities, whatever the measured costs.
         body["return_logprob"] = not rides
         async with http.stream("POST", "/generate", json=body) as response:
             async for line in response.aiter_lines():
@@ -149,7 +149,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
 ) -> None:
     """Its grammar is compiled while a stream pauses for the decode steps of others."""
     arguments = ["--flashmoa-stream-share", "0.005", "--constrained-json-disable-any-whitespace"]
-    # Nothing rides along with who asks for these.
+    # No tokens ride along with requests for log-probabilities.
     long: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
     long["sampling_params"] = {**GREEDY, "max_new_tokens": 3000}
     structured = {"temperature": 0, "max_new_tokens": 8, "json_schema": '{"type": "boolean"}'}

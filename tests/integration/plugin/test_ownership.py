@@ -35,7 +35,7 @@ async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> No
 async def test_stream_ids_are_random(http: httpx.AsyncClient) -> None:
     ids = {(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(8)}
     assert len(ids) == 8
-    # 122 random bits and six that say which kind of UUID it is, in hexadecimal.
+    # A UUID in hexadecimal: 122 random bits, and six for its kind.
     assert all(len(stream_id) == 32 and int(stream_id, 16) for stream_id in ids)
     for stream_id in ids:
         await http.delete(f"/prompt_streams/{stream_id}")

@@ -63,7 +63,7 @@ async def test_requests_that_arrive_together_start_although_streams_hold_the_poo
         for number in range(requests):
             group.start_soon(ask, number)
     assert steps == [300] * 6
-    # Each joined the others before any of them was ten steps ahead.
+    # Each request started before any other one was ten steps ahead.
     assert min(begun_at_tenth) == requests
     after = await fetch_kv_state(client)
     assert after.gave_way > 0
@@ -82,10 +82,10 @@ async def test_streams_without_room_send_nothing_until_there_is_room(
             with anyio.fail_after(30):
                 while not (await state(http, stream.id))["waits_for_room"]:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
-        # None of them is asking again.
+        # No stream asks again.
         states = [await state(http, stream.id) for stream in waiting]
         assert not any(one["prefilling"] or one["prefilled_tokens"] for one in states)
-    # What the first one held is free: the others are told, and filled as far as there is room.
+    # The room of the first stream is free: the others are notified, and filled as far as possible.
     await client.delete_stream(holder.id)
     for stream in waiting[:3]:
         await wait_until_prefilled(client, stream.id, 899)

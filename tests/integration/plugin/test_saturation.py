@@ -84,7 +84,7 @@ async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
         assert (5, 5 * BURST) in forwards(patient)
         for prompt, (text, logprobs) in burst:
             assert found[prompt][0] == text
-            # In a larger batch sums are made in another order.
+            # In a larger batch, sums are computed in a different order.
             assert found[prompt][1] == pytest.approx(logprobs, abs=1e-4)
         assert await answer(client, prompts[0]) == expected[0]
 
@@ -99,8 +99,8 @@ async def test_a_prefix_that_requests_share_counts_once(patient: LocalEngine) ->
     ):
         for prompt in siblings:
             group.start_soon(partial(client.prefill_only, input_ids=prompt))
-    # None went before the sixth was there, though four prompts would have been enough. Where
-    # requests share between forwards only, one goes ahead of the others.
+    # No request ran before the sixth came, although four prompts would have been enough. If
+    # requests share between forwards only, one of them runs first.
     assert 4 * (BURST + 9) > ENOUGH
     together, one_ahead = [(6, BURST + 6 * 9)], [(1, BURST + 9), (5, 5 * 9)]
     assert forwards(patient)[before:] in (together, one_ahead)

@@ -77,7 +77,7 @@ async def test_the_shortest_job_runs_first(
             "short": {"text": words(20, 4), "tokens": 1},
         },
     )
-    # Among the short ones, the one that has waited longer may well go first.
+    # Of the short jobs, the one that has waited longer may run first.
     assert set(order[:2]) == {"short", "short after all"}
     assert order[2:] == ["middling", "long"]
 
@@ -100,7 +100,7 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
 ) -> None:
     """32 streams of 600 tokens in a pool for 16 of them: all requests are answered."""
     answers: dict[int, str] = {}
-    # Few of the requests come at once, as they would from agents that end one by one.
+    # Few of the requests come at once, as from agents that end one by one.
     turnstile = anyio.Semaphore(4)
 
     async def pipeline(client: EngineClient, number: int) -> None:
@@ -130,7 +130,7 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
         await wait_until_idle(client)
 
 
-# Short answers are expected, as after many of them; and no chunk is larger than what is free.
+# SGLang expects short answers, as after many of them, and no chunk is larger than the free room.
 EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
 
 
@@ -192,7 +192,7 @@ async def test_an_increment_in_chunks_leaves_the_room_that_decodes_need(
 ) -> None:
     """Its KV is released once all of it is computed, which happens sooner if room is short."""
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
-    # Nothing rides along with who asks for these: a chunk now and then, and 13 of them.
+    # No tokens ride along with requests for log-probabilities; 13 chunks come between steps.
     asked: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
     asked["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
     told: list[dict[str, Any]] = []

@@ -60,7 +60,7 @@ def test_serve_prints_its_url_and_leaves_no_process_behind(
             time.sleep(0.2)
         info = httpx.get(f"http://127.0.0.1:{port}/flashmoa/info", timeout=30).json()
         assert info["plugin"]["name"] == "flashmoa-sglang"
-        # Answered by the scheduler, a spawned process with the plugin of its own.
+        # The scheduler answers this, a spawned process that loads the plugin itself.
         assert info["kv"][0]["total"] == 2000
         (leader,) = children(process.pid)
         assert len(group_members(leader)) >= 3

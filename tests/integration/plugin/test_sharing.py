@@ -126,7 +126,7 @@ async def test_a_batch_computes_its_shared_prefix_once_and_counts_it(
     computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)
     avoided = (await fetch_kv_state(client)).duplicates_avoided - before
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
-    # Where they wait for each other's chunks, most of it is in the cache before it is counted.
+    # If they wait for each other's chunks, most of the prefix is cached before it is counted.
     assert avoided >= SHARED
 
 

@@ -26,7 +26,7 @@ STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(60 + STREAMS // 10)]
 AT_ONCE = 48
 ROUNDS = 5
-# What allocators keep and give back between two looks.
+# Memory that allocators may keep or release between two measurements.
 SLACK_MB = 12.0
 ENDINGS = ("use", "mispredict", "use twice", "delete", "expire", "vanish")
 BRIEF = ("expire", "vanish")
@@ -75,7 +75,7 @@ class Soak:
 
     async def _one(self, number: int) -> None:
         ending = ENDINGS[number % len(ENDINGS)]
-        # Some share a beginning, as agents' prompts do.
+        # Some prompts share a beginning, like those of agents.
         text = self._words(self._dice.randint(10, 50), number % 200)
         ttl = 0.2 if ending in BRIEF else 60
         opened = await self._post("/prompt_streams", {"text": text, "ttl_seconds": ttl})
@@ -121,7 +121,7 @@ async def soaked(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(
         model,
         core=0,
-        # A small pool is full soon, and evicts from then on.
+        # A small pool is soon full, and evicts from then on.
         arguments=["--max-total-tokens", "6000", "--log-level", "warning", "--enable-metrics"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )

@@ -227,7 +227,7 @@ async def test_streams_give_way_under_kv_pressure(
     ):
         texts = [words(400, 200 + i) for i in range(8)]
         streams = [await client.open_stream(text=text) for text in texts]
-        # Needs nearly the whole pool, most of which the streams hold.
+        # The request needs nearly the whole pool, most of which the streams hold.
         answer, _ = await generate(client, words(1500, 300), 100)
         assert answer
         assert (await fetch_kv_state(client)).gave_way > 0

@@ -14,7 +14,7 @@ import httpx
 
 from flashmoa.engine.local import free_port
 
-# It imports SGLang for traces, if it can; on a CPU that takes the plugin's preparations.
+# The router would import SGLang, for traces; on a CPU, that needs the plugin's preparations.
 _LAUNCH = """
 import sys
 sys.modules["sglang"] = None

@@ -45,19 +45,19 @@ async def test_kv_events_fill_and_empty_an_engines_table(
     document = words(320, 1030)
     arguments = ("--kv-events-config", json.dumps(events))
     async with start_special_engine(engines, model, *arguments, environment=compiling) as told:
-        # What it measures fills its cache, too.
+        # The measurements also fill the engine's cache.
         await wait_until_measured(told)
         async with (
             serve_router(make_options(told)) as router,
             httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
         ):
-            # Others' requests, of which it wait_for_blocks once it is connected.
+            # The router receives events of requests that others send, once it is connected.
             with anyio.fail_after(60):
                 while not await metric(router, BLOCKS):
                     await flush(direct)
                     await generated(direct, document)
                 await flush(direct)
-                # Nor need it be told of a flush.
+                # A flush sends no event; the next request does.
                 while await metric(router, BLOCKS):
                     await generated(direct, "hi", tokens=1)
                 await generated(direct, document)
@@ -65,7 +65,7 @@ async def test_kv_events_fill_and_empty_an_engines_table(
                     await anyio.sleep(0.02)
             await generated(router, document, tokens=1)
             assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
-        # What others asked before a router was there, it asks for.
+        # A new router asks for the events before its start.
         async with serve_router(make_options(told)) as later:
             await wait_for_blocks(later, 20)
 
@@ -80,14 +80,14 @@ async def test_router_follows_events_of_every_rank(
     async with start_special_engine(
         engines, model, *arguments, pool=6000, environment=compiling
     ) as told:
-        # What it measures fills its ranks' caches, too.
+        # The measurements also fill the ranks' caches.
         await wait_until_measured(told)
         async with (
             serve_router(make_options(told)) as router,
             httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
         ):
             with anyio.fail_after(60):
-                # A subscription takes a moment, and does not hear what was before it.
+                # A subscription takes a moment, and misses the events before it.
                 while await metric(router, BLOCKS) < 40:
                     await flush(direct)
                     # Documents go to the ranks in turn, 20 blocks to each.

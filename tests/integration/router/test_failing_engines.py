@@ -30,7 +30,7 @@ async def test_other_engine_serves_when_one_dies(
     async with serve_router(
         make_options(engine, LocalEngine(0, 9, model), policy=RoundRobin())
     ) as router:
-        # One was never there.
+        # One of the engines never existed.
         await generated(router, words(20, 990))
     mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     try:
@@ -47,7 +47,7 @@ async def test_other_engine_serves_when_one_dies(
                     router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"'
                 )
                 await mortal.stop()
-            # Those that it had were asked again.
+            # Its requests were sent again to the other engine.
             assert len(answers) == 4
             await generated(router, words(30, 1010))
             up = f'flashmoa_router_engine_up{{engine="{mortal.url}"}}'
@@ -121,7 +121,7 @@ async def test_other_engine_serves_when_one_hangs(
     try:
         async with serve_router(several) as router:
             await wait_for_metric(router, up)
-            # Until it is its turn.
+            # Send requests until it is this engine's turn.
             sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'
             while not await metric(router, sent):
                 await generated(router, words(10, 1072))
@@ -133,7 +133,7 @@ async def test_other_engine_serves_when_one_hangs(
                     async for line in answer.aiter_lines():
                         events.append(line)
                         if len(events) == 1:
-                            # It accepts connections, and answers none.
+                            # It then accepts connections, and answers no request.
                             os.killpg(hanging.pid, signal.SIGSTOP)
                             group.start_soon(waiting)
                             group.start_soon(waiting)
@@ -143,7 +143,7 @@ async def test_other_engine_serves_when_one_hangs(
 
             async with anyio.create_task_group() as group:
                 group.start_soon(begun)
-            # What had not begun was asked again; what had, ends with an error.
+            # Requests without a first token were sent again; the other one ends with an error.
             assert len(answers) == 2 and answers[0]["text"] == answers[1]["text"]
             assert "The engine is gone" in "".join(events[-2:])
             assert await metric(router, up) == 0

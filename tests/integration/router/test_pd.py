@@ -78,7 +78,7 @@ async def pair(
     decode = await engines.start(
         model,
         core=1,
-        # The default needs a GPU.
+        # The default backend needs a GPU.
         arguments=[
             *common, "--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup",
             "cpu_tensor",
@@ -139,7 +139,7 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
         told = answers["reader"]["meta_info"]
     length = told["prompt_tokens"]
     assert told["cached_tokens"] >= 0.99 * length
-    # The two requests' prompts, each once.
+    # Each of the two prompts is transferred once.
     assert transferred * (1 << 20) == pytest.approx((own + length) * bytes_per_token(pair.model))
 
 

@@ -93,11 +93,11 @@ async def test_stream_and_its_request_stay_on_one_engine(
                 await client.append(stream.id, 0, text=more)
             for stream in streams:
                 assert (await client.stream_state(stream.id)).next_seq == 1
-        # Another router has never heard of them.
+        # A different router does not know these streams.
         async with serve_router(make_options(engine, downstream)) as other:
             answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
             assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
-            # Its engine has the prompt already; other requests learn that it has.
+            # Its engine already has the prompt, and later requests benefit from that.
             assert await metric(other, "flashmoa_router_prompt_tokens_total") > 0
             assert await metric(other, "flashmoa_router_engine_blocks") > 0
             assert await metric(other, "flashmoa_router_engine_load{") == 0
@@ -171,7 +171,7 @@ async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: 
         told = [(await one.post("/v1/embeddings", json=ask)).json() for one in (direct, router)]
         assert len(told[0]["data"]) == len(told[1]["data"]) == 2
         for one, other in zip(told[0]["data"], told[1]["data"], strict=True):
-            # What is in its cache by then is not computed again.
+            # Prompt tokens that are already cached are not computed again.
             assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-3)
         assert await metric(router, "flashmoa_router_prompt_tokens_total") > 0
 
@@ -186,10 +186,10 @@ async def test_scores_are_routed(
         told = [await post_json(one, "/v1/score", ask) for one in (direct, router)]
     assert len(told[0]["scores"]) == 2
     for one, other in zip(told[0]["scores"], told[1]["scores"], strict=True):
-        # What is in its cache by then is not computed again.
+        # Prompt tokens that are already cached are not computed again.
         assert one == pytest.approx(other, abs=1e-3)
     assert await metric(router, "flashmoa_router_prompt_tokens_total") >= before + 100
-    # Not what it is for, and the engine says so itself.
+    # The engine itself refuses these, because its model cannot do them.
     for path in ("/v1/rerank", "/v1/classify"):
         assert (await router.post(path, json={"model": "default"})).status_code == 400
 
@@ -204,7 +204,7 @@ async def test_router_forwards_the_clients_api_key_and_never_its_own(
         ask = generation(words(40, 1050))
         key = {"Authorization": "Bearer secret"}
         async with EngineClient(str(router.base_url), headers=key) as client:
-            # The router knows where it is, and asks its engine all the same.
+            # The router knows the stream's engine, and still asks it, because the key may be wrong.
             stream = await client.open_stream(text=words(40, 1051))
         for held in (stream.id, "unknown"):
             one = f"/prompt_streams/{held}"
@@ -224,5 +224,5 @@ async def test_router_forwards_the_clients_api_key_and_never_its_own(
         answer = await router.post("/generate", json=ask, headers=key)
         assert answer.status_code == 200
         info = (await router.get("/flashmoa/info", headers=key)).json()
-        # It could ask for the engine's settings.
+        # The router itself has been able to read the engine's settings.
         assert info["router"]["engines"][0]["saturation"] > 0

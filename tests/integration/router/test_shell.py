@@ -70,7 +70,7 @@ async def test_prompt_is_prefilled_while_its_agents_write(
         assert answers["reader"]["output_ids"] == expected["output_ids"]
         told = answers["reader"]["meta_info"]
         assert told["cached_tokens"] >= 0.99 * told["prompt_tokens"]
-        # What was computed before the planner was done, and what was not, is all of it.
+        # The tokens computed before and after the planner's end are all tokens of the prompt.
         late = await metric(shell, "flashmoa_shell_late_tokens_total")
         assert told["prompt_tokens"] - late == await metric(shell, AHEAD)
     assert await metric(shell, AHEAD) >= 140
@@ -119,7 +119,7 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
         loop = read | {"agent": "a"}
         answer = await shell.post("/generate", json=loop)
         assert answer.status_code == 400 and "would wait" in answer.text
-        # Its client leaves in the middle.
+        # Its client disconnects in the middle of the answer.
         told: list[httpx.Response] = []
 
         async def wait() -> None:
@@ -152,7 +152,7 @@ async def test_logs_never_contain_a_streams_id(
     ):
         group.start_soon(partial(shell.post, "/generate", json=read))
         await wait_for_prefill(client)
-        # It is given back when its client leaves.
+        # The stream is released when its client disconnects.
         group.cancel_scope.cancel()
     await wait_until_idle(client)
     assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text

@@ -59,9 +59,9 @@ async def test_links_work_during_traffic_through_the_stock_router(
                 group.start_soon(ordinary, text)
             linked, streamed = await chain(ours, words)
         assert streamed > 200
-        # What ours does not know of is no load of its own.
+        # Requests that our router has not sent do not count as its load.
         assert await metric(router, "flashmoa_router_engine_load") == 0
-        # Through the stock router alone the same agents run unlinked, and say the same.
+        # Through the stock router alone, the same agents run unlinked and answer the same.
         assert await chain(theirs, words) == (linked, 0)
         with pytest.raises(PluginMissing):
             await theirs.open_stream(text="hi")

@@ -70,7 +70,7 @@ async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
         assert call.usage is not None and call.usage.prompt_stream is not None
         assert call.usage.prompt_stream.status == "hit"
         assert call.usage.completion_tokens == 0
-        # The guide, the task and what the writer has written were there before.
+        # The guide, the task and the writer's text had been prefilled.
         assert call.usage.late_tokens is not None
         assert call.usage.late_tokens < call.usage.prompt_tokens / 4
     closed = [one for one in events if isinstance(one, LinkClosed) and one.agent == "judge"]

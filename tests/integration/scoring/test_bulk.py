@@ -85,7 +85,7 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
             while not parts.exists() or parts.read_bytes().count(b"\n") < 25:  # noqa: ASYNC110
                 await anyio.sleep(0.005)
         process.kill()
-    # As if the kill had come within a write, to either file.
+    # Both files end as if the process had been killed during a write.
     written = parts.read_bytes()
     assert 25 <= written.count(b"\n") < SCORED
     parts.write_bytes(written[:-20])
@@ -95,7 +95,7 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
     assert "lines already" in capfd.readouterr().out
     assert_alike(parts, whole)
     assert_alike(tmp_path / "parts.errors.jsonl", tmp_path / "whole.errors.jsonl")
-    # Complete, there is nothing left to do.
+    # A complete file is not changed by another run.
     before = parts.read_bytes()
     assert await score(engine, lines, parts) == 3
     assert parts.read_bytes() == before
@@ -153,7 +153,7 @@ NOT_THERE: list[dict[str, Any]] = [
 async def test_line_with_an_unknown_token_is_skipped(
     engine: LocalEngine, plain_engine: LocalEngine, tmp_path: Path, has_plugin: bool
 ) -> None:
-    # Stock SGLang ends itself over tokens above its vocabulary; the plugin refuses them.
+    # Stock SGLang would end because of tokens above its vocabulary; the plugin refuses them.
     asked = engine if has_plugin else plain_engine
     wrong = [*BELOW_NONE, *(NOT_THERE if has_plugin else ())]
     source, out = tmp_path / "input.jsonl", tmp_path / "out.jsonl"

@@ -136,7 +136,7 @@ async def test_candidates_of_several_tokens_share_the_context(
     await client.flush_cache()
     found = await scorer.score(context, candidates)
     assert found.usage.requests == 6
-    # Each computes the context's last token again, for the first of its own.
+    # Each candidate computes the context's last token again, to get its own first token.
     assert found.usage.computed_tokens is not None
     assert found.usage.computed_tokens <= 1200 + found.usage.requests * (1 + 4)
 
@@ -157,7 +157,7 @@ async def test_plain_engine_scores_alike_and_warns_once(
     assert len(caplog.messages) == 1
     assert found.probabilities == pytest.approx(ours.probabilities, abs=EXACT)
     assert found.usage.decoded_tokens == 0
-    # Siblings find in the cache what the first has computed.
+    # The siblings find the tokens of the first request in the cache.
     assert found.usage.computed_tokens is not None
     assert found.usage.computed_tokens < 2 * 600
 

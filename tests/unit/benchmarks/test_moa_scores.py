@@ -59,7 +59,7 @@ def test_early_exit_reports_unused_proposers_and_decision_time() -> None:
     full = summarise(TIMED, TIMED, "all-to-all", "one layer")[1]
     assert full.used["small"] == {"easy": 1, "hard": 1, "all": 1}
     assert full.used["large"]["all"] == pytest.approx(1 / 3)
-    # Half a second of one second, and of five.
+    # The delay is half a second of one second, and of five seconds.
     assert full.deciding_on_path == pytest.approx((0.5 + 0.1) / 2)
     assert full.decision == pytest.approx(0.2)
 

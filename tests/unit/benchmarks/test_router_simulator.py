@@ -17,7 +17,7 @@ from flashmoa.router.flops import TokenCount
 from flashmoa.router.policies import RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 
-# Ten tokens a second, a hundred at a time.
+# It computes ten tokens a second, and at most 100 in a forward.
 MACHINE = Machine(TokenCount(), rate=10.0, batch_tokens=100, cache_blocks=1000)
 
 
@@ -53,7 +53,7 @@ def test_a_long_prompt_is_chunked_and_a_short_forward_takes_its_floor() -> None:
     outcome = replay(
         [make_request("a", (1, 40))], RoundRobin(), make_engines(1, machine), concurrency=1
     )
-    # 1.6 + 1.6 s, and 1 s for the last 8 tokens.
+    # The forwards take 1.6 s, 1.6 s, and 1 s for the last 8 tokens.
     assert (outcome.steps, outcome.seconds) == (3, pytest.approx(4.2))
 
 

@@ -19,11 +19,11 @@ import pytest
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]
-# MiB of memory as nvidia-smi shows it, which is what SGLang reckons with.
+# MiB of memory as nvidia-smi shows it, and as SGLang uses it.
 GPUS = {"H100": 81559, "H200": 143771}
-# Of which the driver, CUDA's context and libraries take about half as much.
+# The driver, CUDA's context and libraries take about half of this.
 TAKEN = 2 << 30
-# Fragments of torch's allocator, workspaces, logits.
+# Reserve for fragments of torch's allocator, workspaces and logits.
 MARGIN = 1.5
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -44,7 +44,7 @@ MODELS = {
     "Qwen/Qwen3-30B-A3B": QWEN3_30B,
     "examples/models/qwen3-30b-a3b": QWEN3_30B,
 }
-# A name to be filled in, or a model for CPUs: there is nothing to reckon.
+# Placeholders, and models for CPUs, for which there is nothing to compute.
 NO_MODEL = {"MODEL", "M", "$(ls"}
 OLD = "--disable-cuda-graph --chunked-prefill-size 131072 --max-prefill-tokens 131072"
 
@@ -136,11 +136,11 @@ def activations(model: dict[str, Any], tokens: int) -> int:
     heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
     rows = model.get("num_experts_per_tok", 1)
     inner = model.get("moe_intermediate_size", model["intermediate_size"])
-    # Gate and up, their product, what comes down again.
+    # The outputs of gate and up, their product, and the output of down.
     feed_forward = rows * (2 * inner + inner + hidden)
-    # Queries, keys and values, once as they come and once by themselves; the result.
+    # Queries, keys and values, together and as separate copies, and the result.
     attention = 2 * (heads + 2 * kv_heads) * head + heads * head
-    # What goes in, what comes out, the residual and its sum.
+    # The input, the output, the residual and its sum.
     return 2 * tokens * (4 * hidden + max(feed_forward, attention))
 
 
@@ -152,7 +152,7 @@ def test_the_servers_of_a_documented_block_fit_on_the_gpu(
     for command in DOCUMENTED:
         if command.where != where:
             continue
-        # One after the other: SGLang reckons with what is free when a server starts.
+        # Servers start one after the other: SGLang uses the memory that is free at each start.
         budget = sglang.budget(command, gpu, used)
         assert budget["problem"] is None
         assert 0 < budget["fraction"] < 1
@@ -180,7 +180,7 @@ def test_sglangs_own_memory_fraction_leaves_no_kv_with_long_forwards(
     budget = sglang.budget(resident, gpu)
     assert budget["fraction"] == fraction
     assert "no GPU memory for the KV cache" in budget["problem"]
-    # With h2d the plugin says so before the weights are loaded.
+    # With h2d, the plugin reports this before the weights are loaded.
     copied = replace(resident, arguments=(*resident.arguments, "--flashmoa-asyncep", "h2d"))
     assert "give --mem-fraction-static" in sglang.budget(copied, gpu)["problem"]
 

@@ -43,7 +43,7 @@ def test_known_causes_become_a_sentence(output: str) -> None:
 
 
 def test_an_output_without_a_known_cause_has_no_sentence() -> None:
-    # Written by starts that go well.
+    # Successful starts write these lines.
     warned = (
         "Ignore import error: No module named 'triton'\nModuleNotFoundError: No module named 'x'"
     )

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# What stands for a value in a quoted message.
+# Placeholders for values in a quoted message.
 _VALUE = re.compile(
     r"\.\.\.|/flashmoa/info|\b(?:AGENT|CLASS|ERROR|HOST|METHOD|M|N|NAME|PORT|URL|X|on_failure)\b"
 )
-# SGLang's own messages.
+# These messages are SGLang's own.
 OTHERS = ("Requested token count exceeds", "The input (N tokens) is longer than")
-# Their first column quotes messages.
+# The first column of these tables quotes messages.
 SECTIONS = (
     "### `LinkWaits.reason`",
     "### `LinkDeclined.reason`",

@@ -51,7 +51,7 @@ def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
 async def test_missing_and_unreadable_files_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Not in this thread, where the session's event loop may be.
+    # This runs in another thread, because the session's event loop may run in this one.
     command = ["handoff", "--upstream-decodes", "--text", str(tmp_path / "no.md")]
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     assert "No such file" in capsys.readouterr().err

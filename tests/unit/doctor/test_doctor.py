@@ -79,7 +79,7 @@ def test_missing_internal_of_an_optional_feature_is_a_note(monkeypatch: pytest.M
     monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
     (found,) = installation.check_internals()
     assert found.level == "note" and "--flashmoa-asyncep needs that" in found.text
-    # Without a GPU every engine is on a CPU.
+    # Without a GPU, every engine runs on a CPU.
     monkeypatch.setattr(internals, "installed", lambda: Renamed("PlatformEnum"))
     for gpus, level in ((["nvidia0"], "note"), ([], "fix")):
         monkeypatch.setattr(installation, "accelerators", lambda gpus=gpus: gpus)
@@ -95,7 +95,7 @@ def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> N
     assert "SGLANG_PLATFORM" in to_fix["environment"]
     monkeypatch.setattr(installation, "installed", lambda _name: None)
     assert "flashmoa[autogen]" in installation.check_autogen().remedy
-    # A machine for clients only: nothing is wrong with it.
+    # This machine is for clients only, which is not a problem.
     assert [one.level for one in installation.check_plugin()] == ["note"]
     monkeypatch.setattr(installation, "installed", {"sglang": "0.5.18"}.get)
     assert installation.check_plugin()[1].remedy == "pip install ./server_patches"
@@ -127,7 +127,7 @@ async def test_a_server_that_is_not_an_engine_is_a_problem(other_server: str) ->
 
 @pytest.mark.anyio
 async def test_report_shows_remedies_and_their_number(capsys: pytest.CaptureFixture[str]) -> None:
-    # Not in this thread, where the session's event loop may be.
+    # This runs in another thread, because the session's event loop may run in this one.
     command = ["--engine-only", "--engine", "http://127.0.0.1:9"]
     assert await anyio.to_thread.run_sync(doctor.main, command) == 1
     shown = capsys.readouterr().out

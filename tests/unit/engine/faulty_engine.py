@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import anyio
 from anyio.abc import SocketAttribute, SocketStream
 
-# How one request ends: it is answered (word by word with pauses between, or otherwise), its
+# How one request ends: it is answered (word by word with pauses, or at once), its
 # connection is lost half-way, its answer ends there, hangs or becomes an error, or it is refused.
 Fate = Literal["fine", "slow", "other", "cut", "ends", "hang", "error", 500, 429, 404, "html"]
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
@@ -66,7 +66,7 @@ class FaultyEngine:
             await send(client, 200, _completion(OTHER if fate == "other" else WORDS))
 
 
-# Seconds before each word.
+# Pause before each word, in seconds.
 _SLOW = 0.15
 _ERROR = {"object": "error", "message": "busy", "type": "Busy", "param": None}
 _REASONS = {200: b"OK"}

@@ -68,7 +68,7 @@ def exceptions() -> set[type[BaseException]]:
     for module in pkgutil.walk_packages(flashmoa.__path__, "flashmoa.", onerror=lambda _: None):
         try:
             values = vars(importlib.import_module(module.name)).values()
-        except ImportError:  # An extra that is not installed.
+        except ImportError:  # The module belongs to an extra that is not installed.
             continue
         found |= {
             value
@@ -80,7 +80,7 @@ def exceptions() -> set[type[BaseException]]:
     return found
 
 
-# They end a dry run once its request is captured, or turn the tap off, and reach no user.
+# These end a dry run once its request is captured, or switch the tap off, and never reach a user.
 INTERNAL = {"Captured", "_Captured", "_Unheard"}
 
 

@@ -90,7 +90,7 @@ async def told_and_sent(
 
 @pytest.mark.parametrize("family", TEMPLATES)
 @given(
-    # A template that trims blank text leaves less than was certain; that only costs time.
+    # With a template that trims blank text, less is certain than predicted; this only costs time.
     texts=st.lists(
         st.text(alphabet="ab \n<>[]{}|/é漢", max_size=12).filter(str.strip), min_size=1, max_size=3
     ),

@@ -49,7 +49,7 @@ class HungEngine:
                 route = _route(method, path)
                 self.asked.append((route, body))
                 if route in self.hangs:
-                    await client.receive()  # Until the client has gone.
+                    await client.receive()  # Wait until the client has disconnected.
                 elif route in self.lacks:
                     await send(client, 404, {"detail": "Not Found"})
                 elif path.split("/")[2:3] and path.split("/")[2] in self.gone:

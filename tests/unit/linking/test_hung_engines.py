@@ -26,7 +26,7 @@ from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.linking.test_openai_tap import INFO
 
 pytestmark = pytest.mark.anyio
-# What nothing here may take longer than; what hangs, hangs for 25 s.
+# Nothing may take longer than this; a hung request would take 25 s.
 SOON = 1.0
 
 
@@ -126,7 +126,7 @@ async def test_leaving_a_workflow_does_not_wait_for_a_hung_engine(
                 several = [await flow.expect(asks(draft), name=f"e{n}") for n in range(3)]
                 await reached(engine, draft, 3)
                 if hangs == ("delete",):
-                    # Of one that was taken over, the workflow itself gives the stream back.
+                    # The workflow itself releases the stream of a request that was claimed.
                     assert several[0].claim()
                     with soon():
                         await several[0].release()

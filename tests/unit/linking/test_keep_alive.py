@@ -18,7 +18,7 @@ from tests.unit.linking.hung_engine import HungEngine, hung_engine
 from tests.unit.linking.test_openai_tap import INFO
 
 pytestmark = pytest.mark.anyio
-# Of which a third is soon over.
+# Streams are kept alive every third of this, which is short.
 TTL = 0.3
 
 
@@ -117,7 +117,7 @@ async def test_text_is_appended_while_a_keep_alive_gets_no_answer() -> None:
         await engine.until("keep_alive")
         link.feed("a", "some ")
         await engine.until("append")
-        # And told again, as soon as there is nothing else to tell it.
+        # The engine gets another keep-alive as soon as there is nothing else to send.
         await engine.until("keep_alive", 2)
         assert not link.is_over
 

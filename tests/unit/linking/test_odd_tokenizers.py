@@ -110,7 +110,7 @@ def test_an_answer_to_continue_is_tokenised_separately_from_the_prompt(
     special: tuple[Any, CanonicalTokenizer], prompt: str, answer: str, more: str
 ) -> None:
     tokenizer, canonical = special
-    # Two encodings of nothing but a beginning-of-text token are one to SGLang and to us.
+    # SGLang and the plugin join two encodings that are only a beginning-of-text token.
     if tokenizer.bos_token and answer.startswith(tokenizer.bos_token):
         return
     rendered = Rendered([Piece(prompt, False), Piece(answer, True)])

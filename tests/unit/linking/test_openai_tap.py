@@ -34,7 +34,7 @@ INFO = ModelInfo(
 )
 How = Literal["stock", "unlinked", "listener", "linked"]
 HOWS: tuple[How, ...] = get_args(How)
-# Long enough for what is told it, and short enough to wait for.
+# A timeout long enough for answers, and short enough to wait for.
 BRIEF = 0.5
 
 
@@ -100,7 +100,7 @@ async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
     outcomes: dict[How, Any] = {}
     for how in HOWS:
         async with faulty_engine(*fates) as engine:
-            # A slow answer takes longer, though no word of it does.
+            # A slow answer takes longer than the timeout, but none of its words does.
             timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
             async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
                 outcomes[how] = await ended(client, how, engine)
@@ -151,7 +151,7 @@ async def test_a_tapped_answer_equals_an_untapped_one() -> None:
         pieces: list[str] = []
         whole = await asked(heard, pieces)
     assert pieces == WORDS
-    # Besides what there is none of.
+    # Fields that are ``None`` may differ.
     assert whole.to_dict(exclude_none=True) == plain.to_dict(exclude_none=True)
     assert whole._request_id == plain._request_id == "r1"
     assert engine.bodies[1]["prompt_stream_id"] == "s"
@@ -161,7 +161,7 @@ async def test_a_tapped_answer_equals_an_untapped_one() -> None:
     ("fates", "told", "text"),
     [
         (("cut", "cut", "fine"), WORDS, TEXT),
-        # Of another answer nothing is told: what flows on ends there.
+        # A different answer is not observed, and the text observed so far ends there.
         (("cut", "other"), WORDS[:3], "".join(OTHER)),
         (("cut", "other", "fine"), WORDS[:3], "".join(OTHER)),
     ],

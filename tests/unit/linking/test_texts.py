@@ -27,7 +27,7 @@ async def test_leaving_a_text_by_an_exception_fails_it() -> None:
     with pytest.raises(ZeroDivisionError), text:
         raise ZeroDivisionError
     assert text.is_over and not text.is_complete
-    # Whoever reads it, and however many do: the error does not keep them all.
+    # The text has several readers; the error must not keep references to all of them.
     for _ in range(3):
         with pytest.raises(ZeroDivisionError) as raised:
             await text

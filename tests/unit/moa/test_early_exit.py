@@ -103,9 +103,9 @@ async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> Non
         answers = ScoredAnswers(policy, random.Random(policy.seed))
         return [answers.suffice(await answers.add(text, [logprob])) for text in texts]
 
-    # Confident and all alike: left as soon as two are complete; one is never enough.
+    # Confident, equal answers: it leaves once two are complete; one is never enough.
     assert await run(["aa", "bb", "cc"], 0.0) == [False, True, True]
-    # No confidence at all.
+    # The answers have no confidence.
     assert await run(["aa", "bb", "cc"], -30.0) == [False, False, False]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashmoa.moa.repeat_filter import RepeatFilter
 
-# Few words, some of which begin like others.
+# A few words, some of which begin with another one.
 WORDS = st.lists(st.sampled_from(["a", "ab", "b", "c", "cab", "d."]), max_size=9)
 SPACE = st.sampled_from([" ", "\n", "  "])
 

@@ -28,7 +28,7 @@ RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"
-    for _ in range(2):  # The first is replaced.
+    for _ in range(2):  # The first trace is replaced.
         trace = Trace(path)
         trace(LINK[0])
     trace = Trace(path)
@@ -39,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_reading_returns_what_was_written(file: Path) -> None:
     assert read(file) == RUN
-    # A program that was killed while it wrote.
+    # This trace ends like that of a program that was killed while it wrote.
     whole = file.read_text()
     file.write_text(whole[:-20])
     assert read(file) == RUN[:-1]

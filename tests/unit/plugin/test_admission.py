@@ -77,7 +77,7 @@ def test_requests_that_arrive_together_get_the_room_that_streams_hold(adder: Add
     for req in waiting_requests:
         assert admission.admit(Adder.add, adder, req) == "continue"
     assert adder.can_run_list == waiting_requests
-    # The sixth left nothing free, and one stream more gave way for the request after it.
+    # The sixth request left nothing free, and one more stream gave way for the request after it.
     assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
 
 
@@ -100,7 +100,7 @@ def test_an_increment_without_room_is_dropped_and_makes_no_stream_give_way(
     state: Any = adder.tree_cache.flashmoa  # type: ignore[attr-defined]
     assert len(state.pins) == 8
     assert state.lack_concerns_streams
-    # Though there seems to be room: what it has cached is evictable, and counted.
+    # There only seems to be room: its own cached tokens are evictable, and are counted as free.
     scheduler = FakeScheduler(50_000, 0.1, [])
     scheduler.waiting_queue = [increment]
     queue.prepare(scheduler, scheduler.running)
@@ -126,7 +126,7 @@ def test_streams_without_room_are_notified_once_when_there_is_room(
     scheduler = FakeScheduler(500, 0.1, [], total=16_000)
     scheduler.waiting_queue = [request(400, 0, stream="a"), request(900, 0, stream="b")]
     queue.prepare(scheduler, scheduler.running)
-    # The sixteenth of the pool that they leave alone is more than what is free.
+    # Increments leave a sixteenth of the pool free, which is more than what is free now.
     assert len(dropped) == 2
     for free in (600, 1399, 1400, 1400, 2299, 2300, 9000):
         scheduler.tree_cache.free = free

@@ -38,7 +38,7 @@ def test_packed_tensors_keep_their_values(found: dict[str, torch.Tensor]) -> Non
     for name, tensor in found.items():
         assert torch.equal(views[name], tensor)
         assert views[name].dtype == tensor.dtype
-        # Kernels are chosen by what they were given at first.
+        # Kernels are chosen for the original tensors, so that strides must stay the same.
         assert views[name].stride() == tensor.stride()
 
 
@@ -168,7 +168,7 @@ def test_tensors_that_belong_to_no_single_expert_return_to_the_device(
     layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
     for layer, experts in zip(layers, offloader._experts, strict=True):
         layer.load()
-        # Nothing can be computed there, but everybody has it.
+        # The device "meta" exists everywhere, although nothing can be computed on it.
         experts.device = torch.device("meta")
     bound: dict[str, str] = {}
 
@@ -257,7 +257,7 @@ def test_experts_that_the_offloader_does_not_get_are_refused_at_once(
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
     with pytest.raises(SystemExit, match=r"hands experts of Sequential to no offloader"):
         torch.nn.Sequential().add_module("experts", Layer(2))
-    # Nobody watches any more, so that a process which goes on is left alone.
+    # The check has ended, so that a process that continues is not disturbed.
     torch.nn.Sequential().add_module("experts", Layer(2))
 
 

@@ -83,7 +83,7 @@ def test_a_copy_waits_for_its_slot_only_and_the_layer_waits_for_the_copy(gpu: Gp
     copies.used(0)
     gpu.main.do("layer 1 computed in slot 1")
     copies.fetch(0, before, gpu.copying("layer 2 copied"))
-    # Beside what the other slot computes with.
+    # It does not wait for the layer that computes with the other slot.
     assert before == [{"layer 0 computed in slot 0"}]
     assert "layer 2 copied" not in gpu.main.done
     copies.wait(0)
@@ -105,7 +105,7 @@ def test_exactly_the_requested_bytes_are_pinned(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "cudart", cudart(0, told))
     memory = pinned(5 * 4096 + 3)
     assert told == [(memory.data_ptr(), 5 * 4096 + 3)]
-    # Pages of its own, so that no other memory is pinned with it.
+    # The memory has separate pages, so that no other memory is pinned with it.
     assert memory.nbytes == 5 * 4096 + 3 and memory.data_ptr() % 4096 == 0
     memory.fill_(7)
     assert int(memory.sum(dtype=torch.int64)) == 7 * memory.nbytes

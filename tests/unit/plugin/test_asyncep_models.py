@@ -19,7 +19,7 @@ HANDED_OVER = {"make_layers", "make_layers_non_pp"}
 MODELS = "sglang.srt.models."
 
 
-# Of models that are for speculative decoding only.
+# These models are for speculative decoding only.
 DRAFTS = ("_eagle", "_mtp", "_nextn", "_dspark")
 
 

@@ -91,7 +91,7 @@ def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:
             _, layers = first.result()
         for layer, right in zip(layers, expected, strict=True):
             assert torch.equal(layer.compute()[0], right[0])
-        # It comes again while the first one is at work.
+        # It starts again while the first one is running.
         _, back = start(stays, Replica(group, 1, 2))
         assert torch.equal(back[3].compute()[0], expected[3][0])
 

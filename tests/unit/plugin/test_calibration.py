@@ -23,7 +23,7 @@ class Timed:
         self, seconds: Callable[[int, int], float], *, steps_together: bool = False
     ) -> None:
         self.steps_together = steps_together
-        # Of a forward's tokens, and how many there were of that length before.
+        # Maps a forward's tokens, and the number of forwards of that length before, to seconds.
         self._seconds = seconds
         self.asked: list[int] = []
 
@@ -67,7 +67,7 @@ async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
 
 
 async def test_noisy_rounds_are_measured_again() -> None:
-    # The first forwards of all take a second.
+    # The very first forwards take a second.
     found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
     assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
 

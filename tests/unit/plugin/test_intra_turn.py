@@ -50,7 +50,7 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
         assert shared.now == shared_pages(request.tokens, now, page)
         assert shared.now + shared.later == shared_pages(request.tokens, now | later, page)
         if shared.now:
-            # Its owner comes before it and has computed, or shared, all of it.
+            # Its owner comes earlier in the batch, and has computed or shared all of it.
             assert shared.owner is not None and shared.owner < number
             assert paths[shared.owner][: shared.now] == request.tokens[: shared.now]
         end = min(len(request.tokens), shared.now + request.budget)
@@ -67,7 +67,7 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
 @given(requests=st.lists(TOKENS, min_size=1, max_size=10), page=st.sampled_from([1, 2, 4]))
 def test_waiting_requests_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
     """If forwards cannot share, a request that waits finds the page in the cache one step later."""
-    # Stretched, so that everything shared is worth waiting for.
+    # The prompts are stretched, so that every shared prefix is worth waiting for.
     waiting = [tuple(t for t in tokens for _ in range(WORTH_WAITING)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))
     cached: set[Prefix] = set()

@@ -16,7 +16,7 @@ from flashmoa_sglang.options import Options, add_arguments
 def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     for option in fields(Options):
         name = option.name.upper()
-        # Set first, so that what a test's parser sets is undone.
+        # The variables are set first, so that those which a test's parser sets are undone.
         monkeypatch.setenv(f"FLASHMOA_{name}", "")
         monkeypatch.delenv(f"FLASHMOA_{name}")
     made = argparse.ArgumentParser()

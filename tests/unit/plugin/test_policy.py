@@ -139,11 +139,11 @@ def test_tokens_that_ride_along_stay_within_their_share(
 
 
 def test_ride_along_tokens_and_pauses_follow_the_share() -> None:
-    # 40 % of 16.7 ms: 67 tokens beside a step of 10 ms.
+    # 40 % of 16.7 ms are 67 tokens next to a step of 10 ms.
     assert ride_tokens(COSTS, 1, 0.4, 1) == pytest.approx(66, abs=1)
-    # Fewer than 32 are not worth it.
+    # Fewer than 32 tokens are not worth a ride.
     assert ride_tokens(COSTS, 1, 0.2, 1) == 0
-    # A forward of 1 s is 20 % of 5 s: 400 steps of 10 ms beside it.
+    # A forward of 1 s is 20 % of 5 s; the rest is 400 steps of 10 ms.
     assert pause_steps(COSTS, 9900, 1, 0.2) == pytest.approx(400, abs=1)
     assert pause_steps(COSTS, 100, 1, 0.2) == 256
     assert pause_steps(COSTS, 100, 1, 1.0) == 0

@@ -15,7 +15,7 @@ from flashmoa_sglang.scheduler.request import RequestState
 from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill, _Follower
 from flashmoa_sglang.scheduler.state import ForwardTimer, SchedulerState
 
-# Before anything imports SGLang.
+# This comes before anything imports SGLang.
 torchvision_ops.allow_mismatched_build()
 
 
@@ -74,7 +74,7 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     assert published == ([req] if early else [])
     assert ("s" in state.pins) is early
     assert state.shares(engine) is early
-    # Its result is there.
+    # Its result has arrived.
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )

@@ -58,7 +58,7 @@ def test_chats_expected_to_become_long_leave_streams_no_room(dropped: list[str])
 def test_requests_are_queued_before_increments(dropped: list[str]) -> None:
     scheduler = FakeScheduler(50_000, 0.1, [])
     increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
-    # A request is not held back for ever.
+    # A request is not held back forever.
     increment.flashmoa.held = 99
     scheduler.waiting_queue = [increment, first, second]
     queue.prepare(scheduler, scheduler.running)

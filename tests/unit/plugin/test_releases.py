@@ -57,7 +57,7 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
     ("release", "arguments", "off"),
     [
         (Release0518(), graphs("disabled", "disabled"), True),
-        # As --disable-cuda-graph --cuda-graph-backend-prefill breakable leaves them.
+        # The settings after --disable-cuda-graph --cuda-graph-backend-prefill breakable.
         (Release0518(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
         (Release0518(), graphs("full", "disabled"), False),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),

@@ -135,7 +135,7 @@ def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> in
 def test_a_lone_request_runs_after_the_longest_wait_and_the_next_one_waits_too() -> None:
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     assert steps_alone(gate, "a") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
-    # It found no room: it has waited already, whichever request comes.
+    # It found no room, and has already waited, so that it does not wait for other requests.
     assert steps_alone(gate, "a", ["b"]) == 0
     assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
     assert not gate.holds([], 0, ROOM, STEP)

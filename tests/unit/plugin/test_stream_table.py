@@ -116,7 +116,7 @@ async def test_an_unexpected_error_is_logged_once_and_later_streams_are_prefille
     assert "a mistake of ours" in first.failure
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     engine.mistake = None
-    # The stream that failed stays failed, and valid; the next one is prefilled.
+    # The failed stream gets no more text, but stays valid; the next one is prefilled.
     assert not first.may_grow() and first.closed is None
     engine.go_on.set()
     second = opened(table)

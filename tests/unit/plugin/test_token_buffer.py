@@ -72,7 +72,7 @@ def sentencepiece_like() -> Any:
         show_progress=False,
         max_token_length=12,
     )
-    # Training on lines of words keeps the vocabulary within words, as sentencepiece does.
+    # Training on one word a line keeps the vocabulary's tokens within words, like sentencepiece.
     tokenizer.train_from_iterator(GUIDE.read_text().split(), trainer)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -137,7 +137,7 @@ def test_pieces_have_the_tokens_of_the_whole(
     for piece in cut_up(text, data):
         buffer.append(piece)
         certain = list(buffer.tokens)
-        # Emitted once, they stay: they are a prefix of the final tokens.
+        # Emitted tokens never change: they are a prefix of the final tokens.
         assert certain == whole[: len(certain)]
     assert buffer.all_tokens() == whole
 
@@ -184,7 +184,7 @@ def test_cuts_a_tokenizer_would_tokenise_across_are_not_used(
     tokenizers: dict[str, CanonicalTokenizer],
 ) -> None:
     assert "word" in tokenizers["pattern"].boundaries
-    # "mask" takes the space behind it, so a space behind a letter proves nothing there.
+    # "mask" swallows the space after it, so that a space after a letter is not a sure boundary.
     assert "word" not in tokenizers["greedy"].boundaries
 
 

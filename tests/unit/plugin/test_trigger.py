@@ -81,7 +81,7 @@ def test_every_stream_progresses_within_its_bounds(
         if id(stream) in chosen:
             target = chosen[id(stream)]
             assert stream.prefilled < target <= min(whole, stream.prefilled + most)
-            # Nothing short of the end is cut inside a page.
+            # Only the last increment may end inside a page.
             assert target == whole or target % page == 0
     lefts = [stream.certain - stream.prefilled for stream, _ in todo.increments]
     assert lefts == sorted(lefts)

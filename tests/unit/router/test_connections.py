@@ -20,7 +20,7 @@ LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
 HALF = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no"
 CLOSE = b""
 END = b"end"
-# Its body comes once that is let go.
+# The body is sent once the event is set.
 EVENTS = b"HTTP/1.1 500 -\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\n"
 
 
@@ -74,7 +74,7 @@ class Server:
                     await client.send(b"no")
                 if answer is HALF:
                     return
-            # It stays open, unless the client closes it.
+            # The connection stays open until the client closes it.
             with pytest.raises(anyio.EndOfStream):
                 await client.receive()
 
@@ -120,7 +120,7 @@ async def test_request_lost_on_a_reused_connection_is_repeated(times: Repeat) ->
     async with server.listening() as url, connections() as http:
         for _ in range(3):
             assert await send(http, url, times) == (200, b"ok")
-    # Once; on a connection that nothing else is sent on.
+    # It is repeated once, on a new connection that is not reused.
     assert server.seen == [0, 0, 1, 2]
 
 

@@ -53,7 +53,7 @@ def test_reported_pages_become_the_hashes_of_prompts(
         for end in range(page, len(prompt) + 1, page):
             if (pages := tuple(prompt[:end])) not in cache:
                 parent = hash(pages[:-page]) if end > page else None
-                for _ in range(dice.choice((1, 2))):  # Once more changes nothing.
+                for _ in range(dice.choice((1, 2))):  # A repeated store changes nothing.
                     held.update(mirror.stored([hash(pages)], parent, pages[-page:], page))
                 cache.add(pages)
         leaves = [one for one in cache if not any(o[:-page] == one for o in cache)]
@@ -186,11 +186,11 @@ async def test_missed_events_are_replayed() -> None:
                 await anyio.sleep(0.005)
 
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
-        # Before anybody listened.
+        # This is published before anybody listens.
         await publisher.publish(0, batch(STORED, written=1.0))
         group.start_soon(KvEventSubscriber(EngineBlocks(dispatcher, "a"), source).run)
         await until(2)
-        # A subscription takes a moment; this one is heard, replayed, or both.
+        # A subscription takes a moment; this event is received, replayed, or both.
         await publisher.publish(1, batch(other, written=2.0), lost=True)
         await publisher.publish(2, batch(third, written=3.0), lost=True)
         sequence = 3
@@ -200,7 +200,7 @@ async def test_missed_events_are_replayed() -> None:
                 sequence += 1
                 await anyio.sleep(0.005)
         assert publisher.replays[:2] == [0, 1]
-        # Another engine at the same address.
+        # A different engine at the same address.
         publisher.restart()
         await publisher.publish(0, batch(STORED, written=1000.0))
         await until(2)
@@ -227,7 +227,7 @@ CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tc
                 EventSource("tcp://host:5558", None, "kv"),
             ),
         ),
-        # A release that describes nothing.
+        # This release does not describe its events.
         (
             {"kv_events_config": json.dumps(CONFIG), "dp_size": 2},
             (

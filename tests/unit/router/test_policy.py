@@ -64,7 +64,7 @@ def test_round_overfills_each_engine_by_at_most_one_request(
     most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
     queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
-    # In order of arrival: no request is overtaken.
+    # The order is that of arrival: no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
     loads = [routing.load(f"e{number}") for number in range(engines)]
     assert all(load < limit + most for load in loads)
@@ -97,14 +97,14 @@ def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
         room = {name for name in names if not routing.is_saturated(name)}
         for one in queue if room else ():
             matched = {name: routing.matched(name, one.blocks) for name in names}
-            # Nothing is computed yet: what matches is being computed there, or would be here.
+            # Nothing is computed yet, so that all blocks that match are still to be computed there.
             done = {
                 name: routing.load(name)
                 - measure.work(0, matched[name])
                 + measure.work(matched[name], one.blocks.length)
                 for name in names
             }
-            # An engine is idle beside it only where that would have it done later.
+            # An engine stays idle only if the request would be done later on it.
             idle = [name for name in names if routing.load(name) == 0]
             assert all(done[name] > min(done[other] for other in names) for name in idle)
             best = max(matched.values())
@@ -116,13 +116,13 @@ def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
     document = [7] * 16
     queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
-    # 16 of 17 tokens saved, twice, and 16 to be computed before: it waits.
+    # Waiting saves 16 of 17 tokens (twice), with 16 to be computed before: it waits.
     queue = [
         WaitingRequest("sibling", blocks([*document, 1])),
         WaitingRequest("stranger", blocks([2] * 4)),
     ]
     assert routing.route(queue) == {"stranger": "e1"}
-    # 4 of 8 tokens saved, twice, and 8 more to be computed than elsewhere: it does not.
+    # Waiting saves 4 of 8 tokens (twice), with 8 more to be computed than elsewhere: it does not.
     routing.computed("other")
     assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
     routing.stored("e0", blocks(document).hashes[:2])
@@ -136,7 +136,7 @@ def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.stored("e0", blocks(document).hashes)
     routing.admit(WaitingRequest("long", blocks([1] * 20)), "e0")
-    # 16 tokens to compute again, or 20 to be computed before: one does; others wait, for either.
+    # Either 16 tokens are computed again, or 20 come before: one request moves, the others wait.
     assert routing.route(queue) == {"0": "e1"}
     routing.computed("0")
     assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
@@ -146,7 +146,7 @@ def test_prefix_that_is_being_computed_is_not_computed_again() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    # Though the other engine has nothing to do: it would take as long.
+    # The other engine is idle, but would take as long.
     assert routing.route(queue) == {"0": "e0"}
     routing.computed("0")
     assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
@@ -220,7 +220,7 @@ def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full(
     # 18 tokens, then 2 each, until 30 are reached; the same on the other engine; then they wait.
     assert places == ["e0"] * 7 + ["e1"] * 7
     assert place(routing, "late", siblings[0]) is None
-    # It reports the document's first half: 8 tokens less of work.
+    # The engine reports the document's first half, so that 8 tokens of work are less.
     routing.stored("e1", siblings[0].hashes[:2])
     assert routing.load("e1") == 22
     assert place(routing, "late", siblings[0]) == "e1"

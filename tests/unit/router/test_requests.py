@@ -34,7 +34,7 @@ async def test_requests_about_a_stream_go_to_its_engine() -> None:
             assert (await client(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
         status, content = await client("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
         assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
-    # It was looked for once.
+    # The engines were searched for it once.
     looked = ["GET /prompt_streams/b", "GET /prompt_streams/c"]
     assert engines[0].requests == looked
     ours = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
@@ -61,7 +61,7 @@ async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> N
         for method, path in REFUSED:
             assert (await client(method, path, body, headers))[0] == 401, path
         assert engine.requests == known
-        # It has not forgotten where the stream is.
+        # The router still knows the stream's engine.
         assert (await client("GET", f"{STREAMS}/a", headers=KEY))[0] == 200
         assert engine.requests == [*known, f"GET {STREAMS}/a"]
 
@@ -71,7 +71,7 @@ async def test_shell_router_refuses_a_wrong_api_key_at_once() -> None:
     async with pair(engine, 60) as client:
         for method, path in [*REFUSED, ("GET", "/anything")]:
             assert (await client(method, path))[0] == 401, path
-        # Nor does it wait for an agent.
+        # The refusal does not wait for an agent, either.
         with anyio.fail_after(10):
             assert (await client("POST", GENERATE, read))[0] == 401
             assert (await client("POST", GENERATE, b'{"agent": "a", "text": "x"}'))[0] == 401
@@ -86,7 +86,7 @@ async def test_streams_without_engines_answer_503() -> None:
 
 
 HALF = "half of a pair: \ud83d"
-# One that is nested is put in where this stands.
+# A nested value is put in the place of this one.
 DEEP = "deep below"
 texts = st.sampled_from([HALF, DEEP, "", "a", "x", "word" * 40])
 plain = st.sampled_from([None, True, 0, -1, 1 << 70, 1.5, float("nan"), [], {}, [[]], {"n": 2}])
@@ -128,7 +128,7 @@ ROUTES = [
     *[("POST", path) for path in ("/flush_cache", "/ID")],
 ]
 cut = st.tuples(bodies(), st.integers(0, 50)).map(lambda both: both[0][: both[1]])
-# What a web server lets through.
+# Bodies that a web server accepts.
 header = st.text(
     st.just("\t") | st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f")
 )
@@ -185,7 +185,7 @@ async def test_router_explains_every_refused_body(
     any_router: RouterClient, path: str, body: bytes
 ) -> None:
     status, content = await any_router("POST", path, body)
-    # The engine accepts every body, and no agent writes what is read.
+    # The engine accepts every body, and no agent writes the answers that are read.
     assert status in (200, 400, 424)
     if status != 200:
         assert len(json.loads(content)["error"]["message"]) > 10

@@ -123,7 +123,7 @@ async def test_requests_to_a_hung_engine_are_cancelled() -> None:
         await monitor.probe(engine)
         silent = True
         with engine.until_hung() as waiting:
-            # A busy one is slow, too.
+            # A busy engine is slow, too.
             await patient.probe(engine)
             assert engine.is_up
             await monitor.probe(engine)
@@ -182,7 +182,7 @@ async def test_prompts_count_as_computed_when_a_later_snapshot_shows_fewer_waiti
             place = await stack.enter_async_context(dispatcher.place(token_blocks([number] * 32)))
             stack.enter_context(poller.follow(place))
         loads: list[int] = []
-        # Made before they came, the same once more, the next one; then with two, one, none waiting.
+        # Two snapshots from before the requests, a later one, then two, one and none waiting.
         for waiting, made in ((0, 1.0), (0, 1.0), (0, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
             poller.apply_snapshot(waiting, made)
             loads.append(policy.load("a"))
@@ -221,7 +221,7 @@ async def test_connection_is_probed_while_an_answer_takes_long() -> None:
             with pytest.raises(EngineLost):
                 await sending.exchange("POST", f"http://127.0.0.1:{port}/", {}, b"", Repeat.NEVER)
             group.cancel_scope.cancel()
-    # The kernel's name for it (proc(5)).
+    # The name in the kernel's table (see proc(5)).
     assert timers == ["02"]
 
 

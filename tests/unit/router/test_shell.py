@@ -122,7 +122,7 @@ def test_answer_not_begun_is_kept_while_a_request_waits_for_it() -> None:
     waited_for = cache.read(named("x"))
     for number in range(100):
         cache.read(named(f"unbegun-{number}"))
-    # Those that are written stay, however many there are.
+    # Answers that are being written are kept, whatever their number.
     writing.append(cache.begin(named("c"), ()))
     assert [cache.read(named(name)) for name in "abc"] == writing and len(cache) == 3
     assert cache.begin(named("x"), ()) is waited_for
@@ -150,7 +150,7 @@ def test_agents_that_wait_for_each_other_are_refused() -> None:
     cache.begin(named("b"), [named("c")])
     with pytest.raises(ValueError, match="would wait"):
         cache.begin(named("c"), [named("a")])
-    # A finished answer is not waited for, and an agent may read its own previous one.
+    # Nobody waits for a finished answer, and an agent may read its own previous one.
     a.close()
     cache.begin(named("c"), [named("a")])
     cache.begin(named("a"), [named("a")])
@@ -216,7 +216,7 @@ def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
     for start in range(0, len(told), cut):
         writing.heard(told[start : start + cut])
     writing.ended("answered")
-    # The token that ended it is not part of it.
+    # The token that ended the answer is not part of it.
     assert (answer.written, answer.tokens, answer.is_complete) == ("walk", [1, 2], True)
     assert writing.last["text"] == "walk"
 

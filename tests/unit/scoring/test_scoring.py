@@ -261,7 +261,7 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     def write(results: Sequence[int]) -> None:
         nonlocal count
         count += len(results)
-        # What grows with the lines grows with the last quarter of them; tracing is slow.
+        # Memory that grows with the lines also grows in the last quarter; tracing is slow.
         if count >= LINES * 3 / 4 and not tracemalloc.is_tracing():
             tracemalloc.start()
 

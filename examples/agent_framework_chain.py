@@ -1,4 +1,4 @@
-"""A chain of Microsoft Agent Framework agents, linked: planner -> local -> summary.
+"""Run a chain of Microsoft Agent Framework agents, linked: planner -> local -> summary.
 
 python examples/agent_framework_chain.py [--engine http://HOST:30000 --model NAME]
 """
@@ -37,30 +37,30 @@ def chain(client: FlashMoAChatClient) -> Workflow:
 
 
 async def run(client: FlashMoAChatClient, linked: bool, listener: Listener = ignore) -> list[str]:
-    """Run the chain, linked or not; return what the agents said."""
+    """Run the chain, linked or not; return the agents' answers."""
     workflow = chain(client)
     if linked:
-        link(workflow, listener=listener)  # The one line.
+        link(workflow, listener=listener)  # This line is all it takes.
     result = await workflow.run(TASK)
     return [output.text for output in result.get_outputs()]
 
 
 async def main() -> None:
     """Run the chain linked and unlinked, and print how the prompts were computed."""
-    given = one_engine_arguments(__doc__)
+    arguments = one_engine_arguments(__doc__)
 
     def show(event: object) -> None:
         if isinstance(event, CallFinished) and event.usage is not None:
             usage = event.usage
-            found = usage.prompt_stream.status if usage.prompt_stream is not None else "no link"
+            status = usage.prompt_stream.status if usage.prompt_stream is not None else "no link"
             print(
-                f"{event.agent}: {found}, {usage.streamed_tokens or 0} of {usage.prompt_tokens} "
+                f"{event.agent}: {status}, {usage.streamed_tokens or 0} of {usage.prompt_tokens} "
                 f"prompt tokens computed ahead, {usage.late_tokens} left\n  {event.text!r}"
             )
 
     async with (
-        one_engine(given.engine) as url,
-        FlashMoAChatClient(given.model, base_url=url) as client,
+        one_engine(arguments.engine) as url,
+        FlashMoAChatClient(arguments.model, base_url=url) as client,
     ):
         texts = await run(client, linked=True, listener=show)
         same = await run(client, linked=False)

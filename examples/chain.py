@@ -1,12 +1,12 @@
-"""A chain of four travel agents, linked: planner -> local -> language -> summary.
+"""Run a chain of four travel agents, linked: planner -> local -> language -> summary.
 
-The first three run on engine A, the summary on a larger engine B. Each has a destination
-guide of some 2,500 tokens in its prompt, so B has much to prefill before its first token;
-linked, it does so while the agents before it are still writing.
+The first three agents run on engine A, the summary on engine B with a larger model. Each agent has
+a destination guide of some 2,500 tokens in its prompt, so B has much to prefill before its first
+token. If the chain is linked, B does so while the agents before it are still writing.
 
 Without arguments this makes two tiny models, starts two real SGLang engines on this machine's
-CPU and measures the chain unlinked, warmed and linked. What tiny models with random weights
-say is noise; the timing is real. On your own engines:
+CPU and measures the chain unlinked, warmed and linked. Tiny models with random weights write
+noise, but the timing is real. On your own engines:
 
     python examples/chain.py --engine-a http://HOST:30000 --model-a NAME \\
                              --engine-b http://HOST:30001 --model-b NAME
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
-from comparison import Comparison, measure
-from engines import GUIDE, run_program, two_engine_parser, two_engines
+from comparison import Comparison, measure, two_clients
+from engines import GUIDE, run_program, two_engine_parser
 from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
@@ -32,10 +32,10 @@ ROLES = {
     "language": "You point out where language or customs matter for this plan, and how to act.",
     "summary": "You merge the plan and every remark into one complete final travel plan.",
 }
-# What is done to a team before it runs; ``link(team)`` is the one line that links it.
+# The function that is called with a team before it runs. ``link(team)`` is all it takes to link it.
 MODES = {
-    "unlinked": watch,  # Only tells what happens, to have something to compare with.
-    "warmed": partial(link, stream=False),  # Only what is known beforehand is prefilled.
+    "unlinked": watch,  # Only reports events, for the comparison.
+    "warmed": partial(link, stream=False),  # Prefills only the part known beforehand.
     "linked": link,
 }
 
@@ -57,33 +57,21 @@ def build_team(
 
 
 async def main() -> None:
-    """Measure the chain in every mode, and print what each took."""
+    """Measure the chain in every mode, and print and save the comparison."""
     parser = two_engine_parser(__doc__, tokens=48)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path(".cache/chain.json"))
     arguments = parser.parse_args()
     console = Console()
-    # Answers of a fixed length at temperature 0, so that runs can be compared token for token.
-    fixed = {
-        "temperature": 0,
-        "max_tokens": arguments.tokens,
-        "extra_body": {"ignore_eos": True},
-    }
-    async with two_engines(arguments, GUIDE, console) as (url_a, url_b):
-        small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=url_a, **fixed)
-        large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=url_b, **fixed)
-        try:
-            runs = await measure(
-                lambda: build_team(small, large),
-                [small, large],
-                TASK,
-                MODES,
-                arguments.repeats,
-                console,
-            )
-        finally:
-            await small.close()
-            await large.close()
+    async with two_clients(arguments, GUIDE, console) as (small, large):
+        runs = await measure(
+            lambda: build_team(small, large),
+            [small, large],
+            TASK,
+            MODES,
+            arguments.repeats,
+            console,
+        )
     comparison = Comparison(runs)
     console.print()
     comparison.show(console)

@@ -1,17 +1,20 @@
-"""A team run in several modes, and what each took: tables, timelines and JSON."""
+"""Run a team in several modes, and compare them in tables, timelines and JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from autogen_agentchat.teams import BaseGroupChat
+from engines import print_timeline, two_engines
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,15 +22,37 @@ from rich.table import Table
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink
 from flashmoa.observe import Event
 from flashmoa.observe.calls import Call, calls
-from flashmoa.observe.timeline import draw, lanes
 
 _NOTES = (
     "cached: hit in the radix cache; streamed: of these, computed by the link before the call; "
     "late: computed after it. hidden: time saved / bound, bound = min(T_decode of all upstream "
-    "agents, T_prefill downstream); above 1 where the known part of the prompt was prefilled even "
-    "before the first upstream token, below 0 where a link cost more than it saved: agents on one "
+    "agents, T_prefill downstream); above 1 if the known part of the prompt was prefilled even "
+    "before the first upstream token, below 0 if a link cost more than it saved: agents on one "
     "engine take time from each other on a CPU, and so does whatever else runs on its cores.\n"
 )
+
+
+@asynccontextmanager
+async def two_clients(
+    arguments: argparse.Namespace, text: Path, console: Console
+) -> AsyncGenerator[tuple[FlashMoAChatCompletionClient, FlashMoAChatCompletionClient]]:
+    """Yield clients of :func:`~engines.two_engines`, whose runs can be compared token for token.
+
+    Answers have ``--tokens`` tokens each, at temperature 0.
+    """
+    settings: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": arguments.tokens,
+        "extra_body": {"ignore_eos": True},
+    }
+    async with two_engines(arguments, text, console) as (url_a, url_b):
+        small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=url_a, **settings)
+        large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=url_b, **settings)
+        try:
+            yield small, large
+        finally:
+            await small.close()
+            await large.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +70,17 @@ class Run:
 
     @property
     def texts(self) -> list[str]:
-        """What the agents wrote."""
+        """The agents' answers."""
         return [call.finished.text for call in self.calls]
 
     def handoff(self, place: int) -> float:
-        """Return the seconds from the last token of the call before ``place`` to its first."""
+        """Return the seconds from the last token before call ``place`` to its first token."""
         before, call = self.calls[place - 1 : place + 1]
         return first_token(call) - before.finished.at
 
 
 def first_token(call: Call) -> float:
-    """Return when a call's first token came; an answer without any has its end."""
+    """Return when a call's first token came; if it had none, when the call ended."""
     return call.first_token or call.finished.at
 
 
@@ -67,9 +92,9 @@ async def measure(
     repeats: int,
     console: Console,
 ) -> list[Run]:
-    """Run a fresh team in every mode, alternating, after a round that is not counted."""
+    """Run a new team in every mode, in turns, after a run that is not counted."""
     names = list(modes)
-    # Each round starts with another mode, so that drift of the machine affects all alike.
+    # Each round starts with a different mode, so that changes of the machine affect all alike.
     plan = [names[(start + i) % len(names)] for start in range(repeats) for i in range(len(names))]
     runs: list[Run] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -89,7 +114,7 @@ async def run_once(
     mode: str,
     attach: Callable[..., TeamLink],
 ) -> Run:
-    """Run a team on empty caches; ``attach`` links it, or only watches it."""
+    """Run a team on empty caches, after ``attach`` has linked it or only watches it."""
     for client in clients:
         await client.engine.flush_cache()
     events: list[Event] = []
@@ -103,12 +128,14 @@ async def run_once(
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """One transition of a mode; medians over its runs, in seconds and tokens.
+    """The figures of one handoff in one mode; medians over the mode's runs.
 
-    ``hidden_fraction`` is the time saved between the upstream's last token and the downstream's
-    first, over ``bound_seconds`` = min(T_decode of all upstream agents, T_prefill of the
-    downstream): what can be hidden at all (FlashAgents Eq. 4). The unlinked handoff also holds
-    what no overlap can hide: transport and one token.
+    Attributes:
+        seconds: time from the upstream agent's last token to the downstream agent's first.
+        bound_seconds: the most that can be hidden, min(T_decode of all upstream agents, T_prefill
+            of the downstream agent), FlashAgents Eq. 4. T_prefill includes transport and one token,
+            which no overlap can hide.
+        hidden_fraction: seconds saved over ``bound_seconds``; ``None`` in the first mode.
     """
 
     agent: str
@@ -122,10 +149,10 @@ class Handoff:
 
 
 class Comparison:
-    """Runs in several modes, the first of which the others are compared with."""
+    """Compares runs in several modes with those in the first mode."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._modes = {run.mode: [one for one in runs if one.mode == run.mode] for run in runs}
+        self._modes = {run.mode: [each for each in runs if each.mode == run.mode] for run in runs}
         self._base = next(iter(self._modes.values()))
         self._same_text = all(run.texts == runs[0].texts for run in runs)
 
@@ -161,19 +188,18 @@ class Comparison:
 
     def show(self, console: Console) -> None:
         """Print the tables, and a timeline for each mode."""
-        console.print(self._latencies())
+        console.print(self._latency_table())
         console.print("→ agent: from its upstream's last token to its own first token\n")
-        console.print(self._tokens())
+        console.print(self._token_table())
         console.print(_NOTES)
         for mode, runs in self._modes.items():
             console.print(f"[bold]{mode}[/] ({runs[-1].seconds:.2f} s)")
-            drawn = draw(lanes(runs[-1].events), min(console.width, 110))
-            console.print(drawn, highlight=False, markup=False)
+            print_timeline(runs[-1].events, console)
             console.print()
         count = sum(map(len, self._modes.values()))
         console.print(f"Same text in all {count} runs: {'yes' if self._same_text else 'NO'}")
 
-    def _latencies(self) -> Table:
+    def _latency_table(self) -> Table:
         table = Table(title=f"Chain, medians of {len(self._base)} runs", title_justify="left")
         agents = [handoff.agent for handoff in self._handoffs(self._base[0].mode)]
         for name in ("mode", "end to end", "speed-up", *(f"→ {agent}" for agent in agents)):
@@ -185,28 +211,28 @@ class Comparison:
             table.add_row(mode, f"{seconds:.2f} s", f"{speed_up:.2f}x", *cells)
         return table
 
-    def _tokens(self) -> Table:
+    def _token_table(self) -> Table:
         table = Table(title="Prompt tokens", title_justify="left")
         for name in ("mode", "agent"):
             table.add_column(name)
         for name in ("prompt", "cached", "streamed", "late", "bound", "hidden"):
             table.add_column(name, justify="right")
         for mode in self._modes:
-            for one in self._handoffs(mode):
-                hidden = one.hidden_fraction
-                tokens = (one.prompt_tokens, one.cached_tokens)
-                tokens += (one.streamed_tokens, one.late_tokens)
+            for handoff in self._handoffs(mode):
+                hidden = handoff.hidden_fraction
+                tokens = (handoff.prompt_tokens, handoff.cached_tokens)
+                tokens += (handoff.streamed_tokens, handoff.late_tokens)
                 table.add_row(
                     mode,
-                    one.agent,
+                    handoff.agent,
                     *map(str, tokens),
-                    f"{one.bound_seconds * 1000:.0f} ms",
+                    f"{handoff.bound_seconds * 1000:.0f} ms",
                     "" if hidden is None else f"{hidden:.2f}",
                 )
         return table
 
     def save(self, path: Path) -> None:
-        """Write the same as JSON."""
+        """Write the figures as JSON."""
         base = self._seconds(self._base[0].mode)
         modes: list[dict[str, Any]] = [
             {

@@ -1,4 +1,4 @@
-"""Multi-agent debate: three debaters, three rounds, and a vote; then on a staircase.
+"""Hold a debate of three agents in three rounds, with a vote; then again on a staircase.
 
 Without arguments this starts two tiny models on this machine's CPU. On your own engines:
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from engines import GUIDE, run_program, two_engine_parser, two_engines
+from engines import GUIDE, print_timeline, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
 from flashmoa import EngineClient
 from flashmoa.moa import Debate, Model, Steps
 from flashmoa.observe import Event
-from flashmoa.observe.timeline import draw, lanes
 
 QUESTION = (
     "Two people walk for three days, six hours a day, at four kilometres an hour, and take a bus "
@@ -26,9 +25,9 @@ QUESTION = (
 
 
 def last_number(answer: str) -> str | None:
-    """Return what an answer comes to."""
-    found = re.findall(r"\d+", answer)
-    return found[-1] if found else None
+    """Return the last number in an answer."""
+    numbers = re.findall(r"\d+", answer)
+    return numbers[-1] if numbers else None
 
 
 async def main() -> None:
@@ -38,25 +37,25 @@ async def main() -> None:
     events: list[Event] = []
     async with (
         two_engines(arguments, GUIDE, console) as (url_a, url_b),
-        EngineClient(url_a) as small,
-        EngineClient(url_b) as large,
+        EngineClient(url_a) as engine_a,
+        EngineClient(url_b) as engine_b,
     ):
         sampling: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0.7}
-        one = Model(small, arguments.model_a, sampling)
-        other = Model(large, arguments.model_b, sampling)
-        debate = Debate([one, one, other], 3, last_number, listener=events.append)
+        small = Model(engine_a, arguments.model_a, sampling)
+        large = Model(engine_b, arguments.model_b, sampling)
+        debate = Debate([small, small, large], 3, last_number, listener=events.append)
         with console.status("three rounds"):
             result = await debate.answer(QUESTION)
-        console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
-        staircase = Debate([one, one, other], 3, last_number, staircase=Steps())
+        print_timeline(events, console)
+        staircase = Debate([small, small, large], 3, last_number, staircase=Steps())
         with console.status("three rounds on a staircase"):
-            stepwise = await staircase.answer(QUESTION)
-    for name, one_result in (("", result), (" on a staircase", stepwise)):
-        assert one_result.vote is not None and one_result.time_to_first_token is not None
-        ballots = ", ".join(ballot or "nothing" for ballot in one_result.vote.ballots)
-        began = one_result.time_to_first_token
-        console.print(f"\nThe last round{name} began after {began:.2f} s and came to {ballots}:")
-        console.print(one_result.text, markup=False, highlight=False)
+            staircase_result = await staircase.answer(QUESTION)
+    for name, each in (("", result), (" on a staircase", staircase_result)):
+        assert each.vote is not None and each.time_to_first_token is not None
+        ballots = ", ".join(ballot or "nothing" for ballot in each.vote.ballots)
+        began = each.time_to_first_token
+        console.print(f"\nThe last round{name} began after {began:.2f} s; its votes: {ballots}.")
+        console.print(each.text, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the examples have in common: the engines that they ask, yours or some on this CPU."""
+"""Provide the engines that the examples ask, yours or some on this CPU, and print timelines."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine.tiny_models import tiny_engines
+from flashmoa.observe import Event
+from flashmoa.observe.timeline import draw, lanes
 
 _HERE = Path(__file__).parent
 GUIDE = _HERE / "guides" / "nepal.md"
@@ -20,7 +22,7 @@ _MODELS = _HERE.parent / ".cache" / "models"
 
 
 def run_program(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``main``; interrupted, end without a traceback once its engines have ended."""
+    """Run ``main``; if it is interrupted, stop its engines and exit without a traceback."""
     try:
         anyio.run(main)
     except KeyboardInterrupt:
@@ -31,15 +33,15 @@ def one_engine_arguments(about: str | None) -> argparse.Namespace:
     """Parse ``--engine`` and ``--model``."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--engine", help="URL of a running engine, http://HOST:PORT")
-    parser.add_argument("--model", default="tiny", help="as the engine serves it")
+    parser.add_argument("--model", default="tiny", help="name by which the engine serves it")
     return parser.parse_args()
 
 
 @asynccontextmanager
-async def one_engine(given: str | None) -> AsyncGenerator[str]:
-    """Yield the URL that was given, or that of an engine started here on a tiny model."""
-    if given is not None:
-        yield given
+async def one_engine(url: str | None) -> AsyncGenerator[str]:
+    """Yield the given URL, or that of an engine started here with a tiny model."""
+    if url is not None:
+        yield url
         return
     print("Starting an SGLang engine on this CPU with a tiny, untrained model ...")
     async with tiny_engines(["small"], [GUIDE], _MODELS) as (engine,):
@@ -47,13 +49,13 @@ async def one_engine(given: str | None) -> AsyncGenerator[str]:
 
 
 def two_engine_parser(about: str | None, tokens: int) -> argparse.ArgumentParser:
-    """Make a parser with two engines, their models and ``--tokens`` of each answer."""
+    """Make a parser for two engines and their models; ``tokens`` is the default of ``--tokens``."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--engine-a", metavar="URL", help="engine of the smaller model")
     parser.add_argument("--engine-b", metavar="URL", help="engine of the larger model")
-    parser.add_argument("--model-a", default="small", help="as engine A serves it")
-    parser.add_argument("--model-b", default="large", help="as engine B serves it")
-    parser.add_argument("--tokens", type=int, default=tokens, help="what each agent writes")
+    parser.add_argument("--model-a", default="small", help="name at engine A")
+    parser.add_argument("--model-b", default="large", help="name at engine B")
+    parser.add_argument("--tokens", type=int, default=tokens, help="number that each agent writes")
     parser.add_argument("--cache", type=Path, default=_MODELS.parent, help="for tiny models")
     return parser
 
@@ -62,11 +64,11 @@ def two_engine_parser(about: str | None, tokens: int) -> argparse.ArgumentParser
 async def two_engines(
     arguments: argparse.Namespace, text: Path, console: Console
 ) -> AsyncGenerator[tuple[str, str]]:
-    """Yield the URLs that were given, or those of two engines started here, one per core.
+    """Yield the given URLs, or those of two engines started here, one per core.
 
     Args:
-        arguments: of :func:`two_engine_parser`.
-        text: what the tiny models' tokenizer is trained on.
+        arguments: command line, parsed by :func:`two_engine_parser`.
+        text: file on which the tiny models' tokenizer is trained.
 
     Raises: ValueError if one URL is given without the other.
     """
@@ -88,3 +90,8 @@ async def two_engines(
             yield a.url, b.url
     finally:
         status.stop()
+
+
+def print_timeline(events: Sequence[Event], console: Console) -> None:
+    """Print a chart of what each agent did when."""
+    console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)

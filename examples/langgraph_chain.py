@@ -1,6 +1,6 @@
-"""A LangGraph graph, linked: draft -> review -> summary, each one's model called by ChatOpenAI.
+"""Run a LangGraph graph, linked: draft -> review -> summary. The nodes call ChatOpenAI.
 
-What a node writes streams into the prompts of the nodes that will read it.
+The text of each node is streamed into the prompts of the nodes that will read it.
 
     python examples/langgraph_chain.py [--engine http://HOST:30000 --model NAME]
 """
@@ -21,7 +21,7 @@ TASK = "Plan three days in Nepal for two people who like walking and food."
 
 
 class State(TypedDict, total=False):
-    """What the nodes know: the task, and what each of them wrote."""
+    """The state that the nodes share: the task and their texts."""
 
     task: str
     draft: str
@@ -32,27 +32,27 @@ class State(TypedDict, total=False):
 Messages = list[dict[str, str]]
 
 
-def asks(role: str, question: str) -> Messages:
+def make_prompt(role: str, question: str) -> Messages:
     """Return the prompt of a node: the guide, its role and its question."""
     system = f"{GUIDE.read_text()[:4000]}\n\nYou {role}."
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 
-# What each node asks, made from the state when its turn comes.
+# Each node's prompt, made from the state when its turn comes.
 PROMPTS: dict[str, Callable[[State], Messages]] = {
-    "draft": lambda state: asks("propose plans", state["task"]),
-    "review": lambda state: asks("check plans", f"Check this plan:\n{state['draft']}"),
-    "summary": lambda state: asks(
+    "draft": lambda state: make_prompt("propose plans", state["task"]),
+    "review": lambda state: make_prompt("check plans", f"Check this plan:\n{state['draft']}"),
+    "summary": lambda state: make_prompt(
         "summarise", f"Plan:\n{state['draft']}\n\nRemarks:\n{state['review']}\n\nSum it up."
     ),
 }
 
 
 class LinkedGraph:
-    """The graph.
+    """Runs the nodes in a row.
 
     Args:
-        flow: what links its nodes; ``None`` leaves them unlinked.
+        flow: links the nodes; ``None`` leaves them unlinked.
     """
 
     def __init__(self, model: ChatOpenAI, flow: Workflow | None) -> None:
@@ -68,9 +68,9 @@ class LinkedGraph:
         self._graph = graph.compile()
 
     async def run(self, task: str) -> State:
-        """Run the graph; return what the nodes wrote."""
+        """Run the graph, and return its last state."""
         if self._flow is not None:
-            # The prompts of a state whose texts are still to be written.
+            # A state with texts that are still to be written, to make the later nodes' prompts.
             self._texts = {name: self._flow.text(name) for name in PROMPTS}
             future: Any = {"task": task} | {name: f"{text}" for name, text in self._texts.items()}
             for name in ("review", "summary"):
@@ -93,7 +93,7 @@ class LinkedGraph:
 
 
 def chat(url: str, model: str) -> ChatOpenAI:
-    """Make LangChain's own client of an engine."""
+    """Make LangChain's own client for an engine."""
     return ChatOpenAI(
         model=model,
         base_url=f"{url}/v1",
@@ -105,9 +105,9 @@ def chat(url: str, model: str) -> ChatOpenAI:
 
 async def main() -> None:
     """Run the graph linked and unlinked."""
-    given = one_engine_arguments(__doc__)
-    async with one_engine(given.engine) as url, EngineClient(url) as client:
-        model = chat(client.url, given.model)
+    arguments = one_engine_arguments(__doc__)
+    async with one_engine(arguments.engine) as url, EngineClient(url) as client:
+        model = chat(client.url, arguments.model)
         async with Workflow(client, listener=print) as flow:
             state = await LinkedGraph(model, flow).run(TASK)
         same = await LinkedGraph(model, None).run(TASK)

@@ -1,4 +1,6 @@
-"""Mixture-of-Agents: nine proposers, three aggregators, one answer; or a staircase.
+"""Answer a question by Mixture-of-Agents: nine proposers, three aggregators, one answer.
+
+Then answer it on a staircase of four agents.
 
 Without arguments this starts two tiny models on this machine's CPU. On your own engines:
 
@@ -10,13 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engines import GUIDE, run_program, two_engine_parser, two_engines
+from engines import GUIDE, print_timeline, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
 from flashmoa import EngineClient
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Staircase
 from flashmoa.observe import Event
-from flashmoa.observe.timeline import draw, lanes
 
 QUESTION = "What should two people who like walking and food do in three days in Nepal?"
 PROMPT = AggregationPrompt("question-first")
@@ -29,20 +30,20 @@ async def main() -> None:
     events: list[Event] = []
     async with (
         two_engines(arguments, GUIDE, console) as (url_a, url_b),
-        EngineClient(url_a) as small,
-        EngineClient(url_b) as large,
+        EngineClient(url_a) as engine_a,
+        EngineClient(url_b) as engine_b,
     ):
         sampling: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0.7}
-        one = Model(small, arguments.model_a, sampling)
-        other = Model(large, arguments.model_b, sampling)
-        layers = [[one, one, other] * 3, [one, one, other], [other]]
+        small = Model(engine_a, arguments.model_a, sampling)
+        large = Model(engine_b, arguments.model_b, sampling)
+        layers = [[small, small, large] * 3, [small, small, large], [large]]
         mixture = MixtureOfAgents(layers, "9-3-1", prompt=PROMPT, listener=events.append)
         with console.status("nine, three, one"):
             result = await mixture.answer(QUESTION)
-        console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
+        print_timeline(events, console)
         console.print(f"\n9-3-1: {result.text}", markup=False, highlight=False)
-        steps = Staircase([one, one, one], other, prompt=PROMPT)
-        staircase_result = await steps.answer(QUESTION)
+        staircase = Staircase([small, small, small], large, prompt=PROMPT)
+        staircase_result = await staircase.answer(QUESTION)
     first, whole = staircase_result.time_to_first_token, staircase_result.seconds
     console.print(f"\nA staircase, its first token after {first:.2f} s of {whole:.2f} s:")
     console.print(staircase_result.text, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Two calls of OpenAI's client, linked: a draft, and a review whose prompt is prefilled meanwhile.
+"""Link two calls of OpenAI's client: a review's prompt is prefilled while the draft is written.
 
 python examples/openai_client.py [--engine http://HOST:30000 --model NAME]
 """
@@ -17,12 +17,12 @@ SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
 
 
 def draft_prompt() -> list[dict[str, Any]]:
-    """Return what the draft is asked for with."""
+    """Return the prompt of the draft."""
     return [{"role": "user", "content": "Draft a plan for three days in Nepal."}]
 
 
 def review_prompt(draft: Text | str) -> list[dict[str, Any]]:
-    """Return what the review is asked for with; the draft may still be being written."""
+    """Return the prompt of the review; the draft may still be unfinished."""
     guide = GUIDE.read_text()
     return [
         {"role": "system", "content": f"{guide}\n\nYou check plans against this guide."},
@@ -30,7 +30,7 @@ def review_prompt(draft: Text | str) -> list[dict[str, Any]]:
     ]
 
 
-async def linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatCompletion:
+async def review_linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatCompletion:
     """Return the review of a draft, linked to it."""
     async with Workflow(engine) as flow:
         draft = flow.text("draft")
@@ -53,7 +53,7 @@ async def linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -> ChatC
         )
 
 
-async def unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
+async def review_unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
     """Return the same review without FlashMoA."""
     draft = await openai.chat.completions.create(
         model=model,
@@ -69,16 +69,16 @@ async def unlinked(openai: AsyncOpenAI, model: str) -> ChatCompletion:
 
 async def main() -> None:
     """Print a linked review, how its prompt was computed, and whether it is the same unlinked."""
-    given = one_engine_arguments(__doc__)
+    arguments = one_engine_arguments(__doc__)
     async with (
-        one_engine(given.engine) as url,
+        one_engine(arguments.engine) as url,
         EngineClient(url) as client,
         AsyncOpenAI(base_url=f"{client.url}/v1", api_key="none") as openai,
     ):
-        review = await linked(openai, client, given.model)
+        review = await review_linked(openai, client, arguments.model)
         print(review.choices[0].message.content)
         print(review.usage and review.usage.model_dump_json(indent=2))
-        same = await unlinked(openai, given.model)
+        same = await review_unlinked(openai, arguments.model)
     print(
         "The same unlinked:", same.choices[0].message.content == review.choices[0].message.content
     )

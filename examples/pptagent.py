@@ -1,11 +1,10 @@
-"""From a paper to slides: one outline, twelve writers at once, a .pptx at the end; linked.
+"""Turn a paper into slides, linked: one outline, twelve writers at once, a .pptx at the end.
 
 An analyst on engine A reads a paper and writes an outline of twelve slides. Twelve writers on
 engine B, which share their instructions and the paper, write a slide each, while a designer on
 engine A chooses the slides' layouts. (FlashAgents §6.3; there the analyst and the designer are
-vision models.) It is written with the plain API, without an agent framework. Linked, engine B
-reads the paper once, while the analyst is still at it, and each point of the outline as it is
-written.
+vision models.) The program uses the plain API, without an agent framework. Engine B prefills the
+paper once, while the analyst still reads it, and each point of the outline while it is written.
 
 Without arguments this starts two tiny models on this machine's CPU. On your own engines:
 
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import PAPER, run_program, two_engine_parser, two_engines
+from engines import PAPER, print_timeline, run_program, two_engine_parser, two_engines
 from pptx import Presentation
 from rich.console import Console
 
 from flashmoa import Answer, EngineClient, Text, Workflow
 from flashmoa.observe import Event
-from flashmoa.observe.timeline import draw, lanes
 
 SLIDES = 12
 LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
@@ -36,7 +34,7 @@ ANALYST = f"You read papers and outline talks. The outline has {SLIDES} lines, o
 WRITER = "You write slides of a talk about the paper above: a heading, then three points."
 DESIGNER = f"You choose the layout of each slide of a talk: {', '.join(LAYOUTS)}."
 
-# Regular expressions keep any model to the form, an untrained one, too.
+# Regular expressions that even an untrained model's answers match.
 _NUMBER = re.compile(r"\d+\. ")
 _LINE = r"[^\x00-\x1f]{12,40}"
 _OUTLINE = "".join(rf"{number}\. {_LINE}\n" for number in range(1, SLIDES + 1))
@@ -46,7 +44,7 @@ _CHOICES = "".join(rf"{number}\. ({'|'.join(LAYOUTS)})\n" for number in range(1,
 
 @dataclass(frozen=True, slots=True)
 class Deck:
-    """What the agents wrote: the outline's points, a slide for each, and its layout."""
+    """The points of an outline, with the text and the layout of a slide for each."""
 
     points: tuple[str, ...]
     slides: tuple[str, ...]
@@ -55,10 +53,10 @@ class Deck:
     def save(self, path: Path) -> None:
         """Write the talk as a PowerPoint file."""
         presentation = Presentation()
-        known = {layout.name: layout for layout in presentation.slide_layouts}
+        layouts = {layout.name: layout for layout in presentation.slide_layouts}
         for text, layout in zip(self.slides, self.layouts, strict=True):
             heading, *points = text.splitlines()
-            slide = presentation.slides.add_slide(known[layout])
+            slide = presentation.slides.add_slide(layouts[layout])
             slide.shapes.title.text = heading.removeprefix("# ")
             body = slide.placeholders[1].text_frame
             body.text = "\n".join(point.removeprefix("- ") for point in points)
@@ -71,26 +69,26 @@ async def present(
     """Write a talk about the paper."""
     paper = PAPER.read_text()
     outline = flow.ask(
-        _asked(f"{paper}\n\n{ANALYST}", f"Outline a talk {topic}."),
+        _make_messages(f"{paper}\n\n{ANALYST}", f"Outline a talk {topic}."),
         engine=analyst,
         name="analyst",
-        **_greedy(_OUTLINE, 900),
+        **_make_sampling(_OUTLINE, 900),
     )
     points = [flow.text(f"point {number}") for number in range(1, SLIDES + 1)]
     slides = [
         flow.ask(
-            _asked(f"{paper}\n\n{WRITER}", f"Write the slide about this point: {point}"),
+            _make_messages(f"{paper}\n\n{WRITER}", f"Write the slide about this point: {point}"),
             engine=writer,
             name=f"slide {number}",
-            **_greedy(_SLIDE, 300),
+            **_make_sampling(_SLIDE, 300),
         )
         for number, point in enumerate(points, 1)
     ]
     layouts = flow.ask(
-        _asked(DESIGNER, f"The outline:\n{outline}"),
+        _make_messages(DESIGNER, f"The outline:\n{outline}"),
         engine=analyst,
         name="designer",
-        **_greedy(_CHOICES, 400),
+        **_make_sampling(_CHOICES, 400),
     )
     await _split(outline, points)
     return Deck(
@@ -100,37 +98,37 @@ async def present(
     )
 
 
-def _asked(system: str, task: str) -> list[dict[str, str]]:
+def _make_messages(system: str, task: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": task}]
 
 
-def _greedy(form: str, tokens: int) -> dict[str, Any]:
-    return {"temperature": 0, "max_tokens": tokens, "regex": form}
+def _make_sampling(pattern: str, tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens, "regex": pattern}
 
 
 async def _split(outline: Answer, points: Sequence[Text]) -> None:
     """Write each line of the outline, without its number, into its point as it arrives."""
-    waiting, line = iter(points), ""
-    point = next(waiting)
+    remaining, line = iter(points), ""
+    point = next(remaining)
     async for piece in outline:
-        *ended, line = (line + piece).split("\n")
-        for one in ended:
-            _add(point, one)
-            point = next(waiting, point)
-        _add(point, line)
+        *complete_lines, line = (line + piece).split("\n")
+        for complete_line in complete_lines:
+            _write_rest(point, complete_line)
+            point = next(remaining, point)
+        _write_rest(point, line)
     for point in points:
         point.close()
 
 
-def _add(point: Text, line: str) -> None:
-    """Write what of its line a point does not have yet."""
+def _write_rest(point: Text, line: str) -> None:
+    """Write the part of the outline's line, without its number, that ``point`` does not have."""
     number = _NUMBER.match(line)
     if number is not None:
         point.write(line[number.end() :].removeprefix(point.written))
 
 
 async def main() -> None:
-    """Write the slides, draw the timeline and save the file."""
+    """Write the slides, print the timeline and save the file."""
     parser = two_engine_parser(__doc__, tokens=0)
     parser.add_argument("--out", type=Path, default=Path("slides.pptx"))
     arguments = parser.parse_args()
@@ -144,7 +142,7 @@ async def main() -> None:
     ):
         with console.status("writing slides"):
             deck = await present(flow, small, large, topic="for engineers")
-    console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)
+    print_timeline(events, console)
     deck.save(arguments.out)
     console.print(f"{len(deck.slides)} slides: {arguments.out}")
 

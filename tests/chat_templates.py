@@ -1,4 +1,4 @@
-"""Chat templates of our own, after what those of the main families are documented to do."""
+"""Chat templates written after the documented behaviour of those of the main model families."""
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -17,7 +17,7 @@ LLAMA = """<|begin_of_text|>
 {%- endfor %}<|start_header_id|>assistant<|end_header_id|>
 
 """
-# Tools and the system prompt stand before the last user message, and roles must alternate.
+# Tools and the system prompt come before the last user message, and roles must alternate.
 MISTRAL = """
 {%- set system = messages[0].content if messages[0].role == "system" else none %}
 {%- set rest = messages[1:] if system is not none else messages %}
@@ -30,7 +30,8 @@ MISTRAL = """
 {{ m.content }}[/INST]{% else %}[INST] {{ m.content }}[/INST]{% endif %}
 {%- else %} {{ m.content }}</s>{% endif %}
 {%- endfor %}"""
-# No system role: it goes before the first user message; roles must alternate; all is trimmed.
+# There is no system role: its text is put before the first user message. Roles must alternate, and
+# all texts are trimmed.
 GEMMA = """<bos>
 {%- set system = messages[0].content + "\n\n" if messages[0].role == "system" else "" %}
 {%- set rest = messages[1:] if system else messages %}
@@ -41,7 +42,7 @@ GEMMA = """<bos>
 {%- endfor %}
 <start_of_turn>model
 """
-# Thinking is taken out of what the assistant has said before.
+# Thoughts are removed from the assistant's earlier messages.
 DEEPSEEK = """<bos>
 {%- for m in messages %}
 {%- if m.role == "system" %}{{ m.content }}

@@ -1,4 +1,4 @@
-"""Shared engines: one import of SGLang forks them all, and they last for the session."""
+"""Engines that all tests share: SGLang is imported once for all, and they last for the session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
-from tests.integration.support import measured
+from tests.integration.support import wait_until_measured
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "examples" / "guides" / "nepal.md"
@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """A model small enough that tests are about the engine and not about arithmetic."""
+    """A model so small that tests take time for the engine and not for arithmetic."""
     return tiny_model("test", [GUIDE], ROOT / ".cache" / "models")
 
 
@@ -37,19 +37,19 @@ async def engines() -> AsyncGenerator[LocalEngines]:
 
 @pytest.fixture(scope="session")
 async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
-    """With the plugin; its own memory check turned into a crash."""
+    """An engine with the plugin; a leak that its own memory check finds is a crash."""
     started = await engines.start(
         model,
         core=0,
         arguments=[
             "--max-total-tokens", str(POOL), "--enable-cache-report",
             "--tool-call-parser", "glm",
-            # A random model may like nothing better than white space, to the last token.
+            # A random model might write white space only, to the last token.
             "--constrained-json-disable-any-whitespace",
         ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip
-    await measured(started)
+    await wait_until_measured(started)
     return started
 
 
@@ -62,7 +62,7 @@ async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
-    await measured(started)
+    await wait_until_measured(started)
     return started
 
 
@@ -96,7 +96,7 @@ def guide() -> str:
 
 @pytest.fixture(scope="session")
 def words(model: Path) -> Callable[[int, int], str]:
-    """``words(count, seed)``: a text of that many single-token words."""
+    """``words(count, seed)`` returns a text of ``count`` single-token words."""
     import random
 
     from flashmoa_bench.harness.engines import single_token_words

@@ -1,1 +1,1 @@
-"""FlashMoA's benchmarks: each prints tables, writes JSON, and compares within one run."""
+"""FlashMoA's benchmarks: each prints tables, writes JSON, and compares ways within one run."""

@@ -1,4 +1,4 @@
-"""``flashmoa bench NAME``: the list of benchmarks, and how one is run."""
+"""List the benchmarks, and run the one that ``flashmoa bench NAME`` asks for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from flashmoa.engine import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark.
+    """A benchmark that ``flashmoa bench`` can run.
 
     Attributes:
-        module: below ``flashmoa_bench``; its ``main(arguments)`` returns the exit status.
-        about: what it measures, in one line.
+        module: module name below ``flashmoa_bench``; its ``main(arguments)`` returns the exit
+            status.
+        about: one line that says what the benchmark measures.
     """
 
     module: str
@@ -61,16 +62,18 @@ BENCHMARKS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark that the first argument names; return the exit status.
+    """Run the benchmark that the first argument names, and return the exit status.
 
-    What a user can mend is reported in one line, without a traceback.
+    A problem that the user can fix is printed as one line, without a traceback.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(), end="")
+        print(_usage(), end="")
         return 0 if arguments else 2
     name = arguments[0].replace("-", "_")
     if name not in BENCHMARKS:
-        print(f"flashmoa bench: there is no benchmark {name!r}\n{usage()}", file=sys.stderr, end="")
+        print(
+            f"flashmoa bench: there is no benchmark {name!r}\n{_usage()}", file=sys.stderr, end=""
+        )
         return 2
     try:
         benchmark = import_module(f"flashmoa_bench.{BENCHMARKS[name].module}")
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
             raise
         problem = str(error)
     except (EngineError, ExceptionGroup) as error:
-        problems = _problems_of_engines(error)
+        problems = _engine_problems(error)
         if problems is None:
             raise
         problem = "; ".join(problems)
@@ -92,25 +95,27 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _problems_of_engines(error: BaseException) -> list[str] | None:
-    """Return what engines did wrong, or ``None`` if any part of ``error`` is something else."""
+def _engine_problems(error: BaseException) -> list[str] | None:
+    """Return the messages of all EngineErrors in ``error``, without repetitions.
+
+    ``None`` if ``error`` is, or contains, an exception of another type.
+    """
     if isinstance(error, EngineError):
         return [str(error)]
-    found: list[str] = []
+    messages: list[str] = []
     members: Sequence[BaseException] = getattr(error, "exceptions", ())
     for member in members:
-        problems = _problems_of_engines(member)
+        problems = _engine_problems(member)
         if problems is None:
             return None
-        found += [problem for problem in problems if problem not in found]
-    return found or None
+        messages += [problem for problem in problems if problem not in messages]
+    return messages or None
 
 
-def usage() -> str:
-    """Return the list of benchmarks, as ``flashmoa bench --help`` prints it."""
-    names = "".join(f"  {name:12}  {one.about}\n" for name, one in BENCHMARKS.items())
+def _usage() -> str:
+    lines = "".join(f"  {name:12}  {bench.about}\n" for name, bench in BENCHMARKS.items())
     return (
         "usage: flashmoa bench NAME [options]\n\n"
-        f"{names}\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the "
+        f"{lines}\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the "
         "figures.\n"
     )

@@ -1,7 +1,7 @@
-"""AutoGen's own tests, with the stock model client and with ours in its place.
+"""Run AutoGen's own tests with the stock model client, and with ours in its place.
 
-Fetches the source distributions of the installed AutoGen, runs its tests as they are and then
-with the import swapped, and fails where ours does what the stock client does not.
+Fetches the source distributions of the installed AutoGen, runs its tests unchanged and then with
+the import replaced, and fails if a test passes with the stock client only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parents[2] / ".cache" / "conformance"
-# What AutoGen's tests import beside what FlashMoA needs.
+# Packages that AutoGen's tests import, and that FlashMoA does not need.
 EXTRAS = ("anthropic<1", "mcp<2", "ollama", "pytest-asyncio")
-# Where ours does otherwise on purpose, and what.
+# Tests that fail with our client on purpose, and its different behaviour.
 INTENDED = {
     "test_openai_chat_completion_client_raise_on_unknown_model": "any model has a model_info",
     "test_custom_model_with_capabilities": "any model has a model_info",
@@ -46,7 +46,7 @@ SUITES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Names of tests by what became of them."""
+    """Names of tests by their outcome."""
 
     passed: frozenset[str]
     failed: frozenset[str]
@@ -85,7 +85,7 @@ def _pip(*arguments: str) -> None:
 
 
 def _sources(package: str) -> Path:
-    """A package's published sources, unpacked."""
+    """Return the folder of a package's published sources."""
     name = f"{package.replace('-', '_')}-{version(package)}"
     archive = HERE / f"{name}.tar.gz"
     if not archive.exists():
@@ -104,12 +104,12 @@ def _run(sources: Path, files: tuple[str, ...], swap: bool) -> Outcome:
     shutil.copytree(sources, copy)
     if swap:
         for file in copy.glob("tests/**/*.py"):
-            file.write_text(_swapped(file.read_text()))
+            file.write_text(_swap_client(file.read_text()))
     report = copy / "report.xml"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")]),
-        # Nothing is to leave this machine.
+        # No request may leave this machine.
         "OPENAI_API_KEY": "",
         "AUTOGEN_ALLOWED_PROVIDER_NAMESPACES": "flashmoa",
     }
@@ -118,11 +118,11 @@ def _run(sources: Path, files: tuple[str, ...], swap: bool) -> Outcome:
     command += [f"tests/{file}" for file in files]
     with (copy / "log.txt").open("w") as log:
         subprocess.run(command, cwd=copy, env=environment, stdout=log, stderr=log, check=False)
-    return _outcome(report)
+    return _read_report(report)
 
 
-def _swapped(text: str) -> str:
-    """The import of the stock client is ours; that of anything beside it stays."""
+def _swap_client(text: str) -> str:
+    """Replace the import of the stock client by ours, and keep other imports of the same line."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("from autogen_ext.models.openai import") and STOCK in line:
@@ -136,16 +136,17 @@ def _swapped(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _outcome(report: Path) -> Outcome:
-    found: dict[str, set[str]] = {"passed": set(), "failed": set(), "skipped": set()}
+def _read_report(report: Path) -> Outcome:
+    """Read the outcomes of a run from pytest's report."""
+    names: dict[str, set[str]] = {"passed": set(), "failed": set(), "skipped": set()}
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
         kinds = {child.tag for child in case}
         if kinds & {"failure", "error"}:
-            found["failed"].add(name)
+            names["failed"].add(name)
         else:
-            found["skipped" if "skipped" in kinds else "passed"].add(name)
-    return Outcome(*(frozenset(found[kind]) for kind in ("passed", "failed", "skipped")))
+            names["skipped" if "skipped" in kinds else "passed"].add(name)
+    return Outcome(*(frozenset(names[kind]) for kind in ("passed", "failed", "skipped")))
 
 
 if __name__ == "__main__":

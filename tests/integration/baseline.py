@@ -1,4 +1,4 @@
-"""An engine as it is when nothing runs, and that it is so again after every fault."""
+"""Record the state of an idle engine, and check that it returns to it after every fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERING = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What must not grow. ``used``: KV tokens that are neither free nor evictable."""
+    """Figures that must not grow; ``used`` are KV tokens that are neither free nor evictable."""
 
     streams: int
     pinned: int
@@ -29,12 +29,12 @@ class Figures:
     sockets: int
 
     def above(self, other: Figures) -> bool:
-        """Whether anything is more than in ``other``."""
+        """Return whether any figure is greater than in ``other``."""
         return any(getattr(self, item.name) > getattr(other, item.name) for item in fields(self))
 
 
-def sockets(pid: int) -> int:
-    """Open sockets of a process."""
+def count_sockets(pid: int) -> int:
+    """Return the number of open sockets of a process."""
     count = 0
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -45,7 +45,7 @@ def sockets(pid: int) -> int:
 
 
 class Baseline:
-    """Taken from an idle engine; one connection of its own, which stays open."""
+    """The figures and an answer of an idle engine, read over one connection that stays open."""
 
     def __init__(self, engine: LocalEngine, http: httpx.AsyncClient) -> None:
         self.engine = engine
@@ -55,27 +55,30 @@ class Baseline:
         self._log = 0
 
     async def take(self) -> None:
+        """Wait until the engine is idle, and record its figures and its answer."""
         with anyio.fail_after(60):
             while (  # noqa: ASYNC110
-                (now := await self.now()).used or now.streams or not await self.measured()
+                (now := await self._read_figures()).used
+                or now.streams
+                or not await self._is_measured()
             ):
                 await anyio.sleep(0.05)
         self._log = len(self.engine.log.read_text(errors="replace"))
-        self.answer = await self.answered()
-        self.figures = await self.now()
-        # What was before may still be ending: only what stays is the baseline.
+        self.answer = await self._ask()
+        self.figures = await self._read_figures()
+        # Earlier tests may still be ending; the baseline is taken once nothing changes.
         with anyio.fail_after(30):
             while True:
                 await anyio.sleep(0.3)
-                earlier, self.figures = self.figures, await self.now()
+                earlier, self.figures = self.figures, await self._read_figures()
                 if earlier == self.figures:
                     return
 
-    async def measured(self) -> bool:
-        """Whether the engine is through with measuring itself."""
+    async def _is_measured(self) -> bool:
+        """Return whether the engine has measured its costs."""
         return (await self.http.get("/flashmoa/info")).json()["costs"] is not None
 
-    async def now(self) -> Figures:
+    async def _read_figures(self) -> Figures:
         info: dict[str, Any] = (await self.http.get("/flashmoa/info")).json()
         kv = info["kv"][0]
         return Figures(
@@ -84,27 +87,26 @@ class Baseline:
             used=kv["total"] - kv["free"] - kv["evictable"],
             requests=info["in_flight"]["requests"],
             tasks=info["in_flight"]["tasks"],
-            sockets=sockets(self.engine.pid),
+            sockets=count_sockets(self.engine.pid),
         )
 
-    async def answered(self) -> str:
+    async def _ask(self) -> str:
         return (await self.http.post("/generate", json=ANSWERING)).json()["text"]
 
-    async def restored(self, seconds: float = 20.0) -> None:
-        """Wait until the engine is as it was; and it answers as it did.
+    async def wait_until_restored(self, seconds: float = 20.0) -> None:
+        """Wait until the engine's figures and its answer are those of the baseline.
 
-        Raises:
-            AssertionError: it does not get there.
+        Raises: AssertionError if they are not within ``seconds``.
         """
-        figures = await self.now()
+        figures = await self._read_figures()
         with anyio.move_on_after(seconds):
             while figures.above(self.figures):
                 await anyio.sleep(0.03)
-                figures = await self.now()
+                figures = await self._read_figures()
         assert not figures.above(self.figures), (figures, self.figures)
         # Connections of earlier tests may have been closing when the baseline was taken.
         self.figures = figures
-        assert await self.answered() == self.answer
+        assert await self._ask() == self.answer
         assert self.engine.is_running()
         whole = self.engine.log.read_text(errors="replace")
         log, self._log = whole[self._log :], len(whole)

@@ -1,5 +1,4 @@
-"""Models with experts; and what the tests of faults start from: an idle engine, and the proof that
-it is so again."""
+"""Provide models with experts, and the cells of fault tests, which must leave an idle engine."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tests.integration.support import EXPERTS
 
 @pytest.fixture(scope="session")
 def experts_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the tokenizers of models with experts learn from."""
+    """A text on which the tokenizers of models with experts are trained."""
     file = tmp_path_factory.mktemp("experts") / "text.txt"
     file.write_text("A river runs through the valley. " * 50)
     return file
@@ -44,10 +43,10 @@ async def base(engine: LocalEngine) -> AsyncGenerator[Baseline]:
 async def make(
     engine: LocalEngine, base: Baseline, words: Callable[[int, int], str]
 ) -> AsyncGenerator[Callable[..., Cell]]:
-    """Makes cells; when they are over, the engine must be as it was."""
+    """Makes cells; afterwards, the engine must be in the state before them."""
     async with (
         EngineClient(engine.url, timeout=60) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
     ):
         yield partial(Cell, client, http, words)
-    await base.restored()
+    await base.wait_until_restored()

@@ -1,4 +1,4 @@
-"""Connections that misbehave: HTTP by hand, so that any part of it can go missing."""
+"""Write HTTP by hand, so that a connection can misbehave in any part of a request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import anyio
 from anyio.abc import SocketAttribute, SocketStream
 
 
-def request(path: str, body: Any) -> bytes:
-    """A POST, whole. ``body``: JSON, or bytes that are sent as they are."""
+def make_request(path: str, body: Any) -> bytes:
+    """Return a complete POST request; ``body`` is sent as JSON, or as it is if it is bytes."""
     payload = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: engine\r\nContent-Type: application/json\r\n"
@@ -39,35 +39,38 @@ class RawConnection:
         await self._stream.send(data)
 
     async def send_half(self, data: bytes) -> bytes:
-        """All but the last part of the body; returns what is left to send."""
+        """Send all but the last part of the body, and return the rest."""
         left = max(1, (len(data) - data.index(b"\r\n\r\n") - 4) // 2)
         await self.send(data[:-left])
         return data[-left:]
 
     async def reset(self) -> None:
-        """Vanish: the other side gets RST instead of FIN."""
+        """Close the connection so that the other side gets RST instead of FIN."""
         plain: socket.socket = self._stream.extra(SocketAttribute.raw_socket)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await anyio.aclose_forcefully(self._stream)
 
     async def half_close(self) -> None:
-        """Say that nothing more will be sent, and go on listening."""
+        """Close the sending direction only."""
         await self._stream.send_eof()
 
     async def close(self) -> None:
         await self._stream.aclose()
 
-    async def until(self, mark: bytes) -> bytes:
-        """What arrives up to and with ``mark``. Raises: anyio.EndOfStream if it never does."""
+    async def read_until(self, mark: bytes) -> bytes:
+        """Return the bytes up to and with ``mark``.
+
+        Raises: anyio.EndOfStream if the connection ends before.
+        """
         while mark not in self._received:
             self._received += await self._stream.receive()
         end = self._received.index(mark) + len(mark)
-        found, self._received = self._received[:end], self._received[end:]
-        return found
+        piece, self._received = self._received[:end], self._received[end:]
+        return piece
 
-    async def answer(self) -> tuple[int, Any]:
-        """Status and JSON of an answer that is not streamed."""
-        head = (await self.until(b"\r\n\r\n")).decode().lower()
+    async def read_answer(self) -> tuple[int, Any]:
+        """Return status and JSON of an answer that is not streamed."""
+        head = (await self.read_until(b"\r\n\r\n")).decode().lower()
         status = int(head.split(" ", 2)[1])
         length = int(head.split("content-length: ")[1].split("\r\n")[0])
         while len(self._received) < length:
@@ -75,11 +78,11 @@ class RawConnection:
         body, self._received = self._received[:length], self._received[length:]
         try:
             return status, json.loads(body)
-        except json.JSONDecodeError:  # What is not HTTP is refused in plain text.
+        except json.JSONDecodeError:  # A request that is not HTTP is refused in plain text.
             return status, body.decode()
 
-    async def ended(self) -> bool:
-        """Whether the engine hung up, reading what is left."""
+    async def wait_until_closed(self) -> bool:
+        """Read until the engine closes the connection, and return ``True``."""
         try:
             while True:
                 self._received += await self._stream.receive()

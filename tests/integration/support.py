@@ -1,4 +1,4 @@
-"""What the engine tests share."""
+"""Helpers of the tests on real engines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A model with experts in all of its five layers.
 EXPERTS = replace(SHAPES["moe"], layers=5)
-# SGLang's own check of an idle engine's memory, turned into a crash.
+# Makes a leak that SGLang finds in an idle engine's memory a crash.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
 @asynccontextmanager
-async def special_engine(
+async def start_special_engine(
     engines: LocalEngines,
     model: Path,
     *arguments: str,
@@ -31,9 +31,11 @@ async def special_engine(
     measures: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[LocalEngine]:
-    """An engine with arguments of its own, on the second core; it must be alive at the end.
+    """Start an engine with further arguments on the second core; it must be alive at the end.
 
-    It has measured its costs, where it ``measures`` them: until then increments are cut otherwise.
+    Args:
+        measures: whether to wait until it has measured its costs. Before that, increments have
+            different sizes.
     """
     engine = await engines.start(
         model,
@@ -43,7 +45,7 @@ async def special_engine(
     )
     try:
         if measures:
-            await measured(engine)
+            await wait_until_measured(engine)
         yield engine
         assert engine.is_running()
         assert "leak" not in engine.log.read_text()
@@ -51,9 +53,12 @@ async def special_engine(
         await engine.stop()
 
 
-async def measured(engine: LocalEngine) -> None:
-    """Wait until an engine has measured its costs: what shares a batch with that may round
-    otherwise than alone, and where two tokens are nearly as likely, answer otherwise."""
+async def wait_until_measured(engine: LocalEngine) -> None:
+    """Wait until an engine has measured its costs.
+
+    A request that shares a batch with a measurement may be rounded differently, and then answered
+    differently if two tokens are almost equally likely.
+    """
     async with EngineClient(engine.url, timeout=60) as client:
         with anyio.fail_after(60):
             while (await client.info()).costs is None:  # noqa: ASYNC110
@@ -63,7 +68,7 @@ async def measured(engine: LocalEngine) -> None:
 async def generate(
     client: EngineClient, text: str, tokens: int, stream_id: str | None = None
 ) -> tuple[str, PromptUsage]:
-    """A greedy answer of ``tokens`` tokens and how its prompt was computed."""
+    """Return a greedy answer of ``tokens`` tokens, and how its prompt was computed."""
     sampling = {**GREEDY, "max_new_tokens": tokens}
     parts: list[str] = []
     usage: PromptUsage | None = None
@@ -75,20 +80,20 @@ async def generate(
     return "".join(parts), usage
 
 
-class Opened:
-    """The ids of prompt streams that an httpx client opens; an engine lists none."""
+class StreamRecorder:
+    """Records the ids of prompt streams that an httpx client opens; engines do not list them."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    def note(self, response: httpx.Response) -> None:
-        """A response hook of a synchronous client."""
+    def record(self, response: httpx.Response) -> None:
+        """Record a stream's id; a response hook of a synchronous client."""
         if self._opens(response):
             response.read()
             self.ids.append(response.json()["id"])
 
-    async def anote(self, response: httpx.Response) -> None:
-        """A response hook of an asynchronous client."""
+    async def record_async(self, response: httpx.Response) -> None:
+        """Record a stream's id; a response hook of an asynchronous client."""
         if self._opens(response):
             await response.aread()
             self.ids.append(response.json()["id"])
@@ -99,12 +104,12 @@ class Opened:
         return is_open and response.is_success
 
 
-async def kv(client: EngineClient) -> KvState:
+async def fetch_kv_state(client: EngineClient) -> KvState:
     return (await client.info()).kv[0]
 
 
-async def settled(client: EngineClient, streams: int = 0) -> KvState:
-    """The KV pool once nothing runs: everything free but cache, nothing locked."""
+async def wait_until_idle(client: EngineClient, streams: int = 0) -> KvState:
+    """Wait until nothing runs, and all KV is free or evictable; return the state of the KV."""
     with anyio.fail_after(30):
         while True:
             info = await client.info()
@@ -116,8 +121,8 @@ async def settled(client: EngineClient, streams: int = 0) -> KvState:
             await anyio.sleep(0.02)
 
 
-async def prefilled(client: EngineClient, stream_id: str, tokens: int) -> StreamState:
-    """The state of a stream once ``tokens`` of it have their KV."""
+async def wait_until_prefilled(client: EngineClient, stream_id: str, tokens: int) -> StreamState:
+    """Wait until ``tokens`` tokens of a stream have their KV, and return the stream's state."""
     with anyio.fail_after(30):
         while True:
             state = await client.stream_state(stream_id)

@@ -1,4 +1,4 @@
-"""What the project asks of its own source, where ruff has no rule for it."""
+"""Test the rules for the project's own source that ruff does not have."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def test_docstrings_of_functions_begin_with_a_verb(sources: dict[Path, ast.Module]) -> None:
-    """Properties are read like attributes, so that theirs may name what they hold."""
+    """Properties are read like attributes, so that their docstrings may begin with a noun."""
     wrong: list[str] = []
     for path, module in sources.items():
         for node in ast.walk(module):

@@ -1,6 +1,6 @@
-"""Questions with known answers, from files as their authors publish them.
+"""Read questions with known answers from files in the form in which their authors publish them.
 
-Nothing is downloaded: a file is the user's. The five are those of Faster-MoA §5.1.
+Nothing is downloaded; users provide the files. The five datasets are those of Faster-MoA §5.1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from flashmoa_bench.datasets import instructions, mathematics, multiple_choice
-from flashmoa_bench.datasets.files import Item, PublishedRow, rows
+from flashmoa_bench.datasets.files import Item, PublishedRow, read_rows
 
 __all__ = ["NAMES", "Item", "load"]
 
@@ -26,13 +26,13 @@ NAMES: tuple[str, ...] = tuple(_READERS)
 
 
 def load(name: str, file: Path) -> list[Item]:
-    """Return the questions of a dataset's file (JSONL or Parquet), in its order.
+    """Return the questions of a dataset's file (JSONL or Parquet), in the file's order.
 
-    Everything that scoring needs is checked here, not after a run.
+    Everything that scoring needs is checked here, before any question is asked.
 
-    Raises: ValueError where the dataset is unknown, the file cannot be read or a field is missing;
-        ModuleNotFoundError where a package is missing; says which to install.
+    Raises: ValueError if the dataset is unknown, the file cannot be read or a field is missing;
+        ModuleNotFoundError, with a message that says what to install, if a package is missing.
     """
     if name not in _READERS:
         raise ValueError(f"there is no dataset {name!r}: {', '.join(NAMES)}")
-    return [_READERS[name](row) for row in rows(file)]
+    return [_READERS[name](row) for row in read_rows(file)]

@@ -1,4 +1,4 @@
-"""Questions with their scoring, the files they are read from, and packages that may be missing."""
+"""Define questions with their scoring, read published files, and import optional packages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Item:
     """A question, and how its answers are scored.
 
     Attributes:
-        id: the publisher's, or the number of its line.
-        question: the user's message: the question, and how the answer is to be given.
-        group: its difficulty or subject.
-        score: of a whole answer: 0 (wrong, or none given) to 1. What a model thinks aloud before
-            ``</think>`` does not count.
+        id: the publisher's id, or the number of its line.
+        question: the user's message: the question, and the form that the answer should have.
+        group: difficulty or subject.
+        score: returns the score of a whole answer, from 0 (wrong, or no answer) to 1. A model's
+            thoughts before ``</think>`` do not count.
     """
 
     id: str
@@ -39,9 +39,9 @@ class PublishedRow:
     fields: Mapping[str, Any]
 
     def get(self, *names: str) -> Any:
-        """Return the first of these fields that is there and not null, in upper or lower case."""
-        found = {name.lower(): value for name, value in self.fields.items()}
-        return next((found[name] for name in names if found.get(name) is not None), None)
+        """Return the first of these fields that exists and is not null, in any case."""
+        fields = {name.lower(): value for name, value in self.fields.items()}
+        return next((fields[name] for name in names if fields.get(name) is not None), None)
 
     def value(self, *names: str) -> Any:
         """Return the field as :meth:`get` does.
@@ -50,75 +50,80 @@ class PublishedRow:
         """
         value = self.get(*names)
         if value is None:
-            raise self.wrong(
+            raise self.error(
                 f"no field {' or '.join(map(repr, names))}; there are {', '.join(self.fields)}"
             )
         return value
 
     def text(self, *names: str) -> str:
-        """Return the field as :meth:`value` does; a number as text.
+        """Return the field as :meth:`value` does, a number as text.
 
-        Raises: ValueError if it is something else.
+        Raises: ValueError if it is neither a text nor a number.
         """
         value = self.value(*names)
         if isinstance(value, str | int | float):
             return str(value)
-        raise self.wrong(f"field {' or '.join(map(repr, names))} is no text: {value!r}")
+        raise self.error(f"field {' or '.join(map(repr, names))} is not a text: {value!r}")
 
     @property
     def id(self) -> str:
         names = ("id", "unique_id", "question_id", "problem_idx", "key")
-        return str(self.number if (found := self.get(*names)) is None else found)
+        return str(self.number if (value := self.get(*names)) is None else value)
 
-    def wrong(self, problem: str) -> ValueError:
+    def error(self, problem: str) -> ValueError:
+        """Make an exception that says where in the file the problem is."""
         return ValueError(f"{self.file}, line {self.number}: {problem}")
 
 
-def rows(file: Path) -> list[PublishedRow]:
+def read_rows(file: Path) -> list[PublishedRow]:
     """Read the rows of a file.
 
-    Raises: ValueError if it cannot be read or is empty; ModuleNotFoundError without pyarrow, if it
-    is a Parquet file.
+    Raises: ValueError if the file cannot be read or is empty; ModuleNotFoundError if it is a
+        Parquet file and pyarrow is missing.
     """
     try:
         with file.open("rb") as start:
             is_parquet = start.read(len(_PARQUET)) == _PARQUET
-        found = list(_parquet(file) if is_parquet else _jsonl(file))
+        rows = list(_read_parquet(file) if is_parquet else _read_jsonl(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    if not found:
+    if not rows:
         raise ValueError(f"{file} has no questions")
-    return found
+    return rows
 
 
-def _parquet(file: Path) -> Iterator[PublishedRow]:
-    parquet = package("pyarrow.parquet", f"{file}, a Parquet file,")
+def _read_parquet(file: Path) -> Iterator[PublishedRow]:
+    parquet = import_package("pyarrow.parquet", f"{file}, a Parquet file,")
     try:
         table = parquet.read_table(file)
-    except package("pyarrow", str(file)).ArrowException as error:
-        raise ValueError(f"{file} is no Parquet: {error}") from error
+    except import_package("pyarrow", str(file)).ArrowException as error:
+        raise ValueError(f"{file} is not a Parquet file: {error}") from error
     for number, fields in enumerate(table.to_pylist(), 1):
         yield PublishedRow(file, number, fields)
 
 
-def _jsonl(file: Path) -> Iterator[PublishedRow]:
-    # Not splitlines: questions may hold other line separators of Unicode.
+def _read_jsonl(file: Path) -> Iterator[PublishedRow]:
+    # splitlines would also split at other line separators of Unicode, which questions may have.
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+            raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise ValueError(f"{file}, line {number} is no JSON object, one a line")
+            raise ValueError(f"{file}, line {number} is not a JSON object")
         yield PublishedRow(file, number, cast("dict[str, Any]", fields))
 
 
-def package(name: str, needed_by: str, install: str = "'flashmoa-bench[datasets]'") -> Any:
-    """Import a package that ``flashmoa-bench[datasets]`` installs, when it is needed.
+def import_package(name: str, needed_by: str, install: str = "'flashmoa-bench[datasets]'") -> Any:
+    """Import a package that is not always installed.
 
-    Raises: ModuleNotFoundError, which says what to install.
+    Args:
+        needed_by: subject of the message if the package is missing.
+        install: arguments of ``pip install`` in that message.
+
+    Raises: ModuleNotFoundError, with a message that says what to install, if it is missing.
     """
     try:
         return import_module(name)

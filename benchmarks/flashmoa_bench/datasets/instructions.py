@@ -1,7 +1,7 @@
-"""IFBench (allenai/IFBench_test): {key, prompt, instruction_id_list, kwargs}.
+"""Read IFBench (allenai/IFBench_test): {key, prompt, instruction_id_list, kwargs}.
 
-Whether an answer follows an instruction is decided by the checkers of its authors' package; a
-prompt counts where all are followed (prompt-level accuracy).
+The checkers of its authors' package decide whether an answer follows an instruction. An answer
+counts if it follows all instructions of its prompt (prompt-level accuracy).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_bench.datasets.answers import without_thoughts
-from flashmoa_bench.datasets.files import Item, PublishedRow, package
+from flashmoa_bench.datasets.files import Item, PublishedRow, import_package
 
 _SOURCE = "git+https://github.com/allenai/IFBench"
-# Importing the package downloads it, where that is possible.
-_DATA = "python -m nltk.downloader punkt punkt_tab stopwords averaged_perceptron_tagger_eng"
+# Importing the package downloads this data, if that is possible.
+_DATA_COMMAND = "python -m nltk.downloader punkt punkt_tab stopwords averaged_perceptron_tagger_eng"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Instruction:
     checkers: Mapping[str, Any]
 
     def is_followed(self, *answers: str) -> bool:
-        """Tell whether any of these answers follows it; one of nothing but spaces does not."""
+        """Return whether any of these answers follows it; a blank answer does not."""
         checker = self.checkers[self.id](self.id)
         checker.build_description(**self.arguments)
         if "prompt" in (checker.get_instruction_args() or ()):
@@ -37,22 +37,28 @@ class Instruction:
 
 
 def read(row: PublishedRow, *, loosely: bool = True) -> Item:
-    """Read a row of IFBench; it is scored loosely as IFBench's paper reports it, or strictly.
+    """Read a row of IFBench.
 
-    Raises: ValueError where an instruction is unknown or cannot be checked; ModuleNotFoundError.
+    Args:
+        loosely: whether it is scored loosely, as IFBench's paper does, or strictly.
+
+    Raises: ValueError if an instruction is unknown or cannot be checked; ModuleNotFoundError if
+        IFBench's package is missing.
     """
-    instructions = _instructions(row)
+    instructions = _read_instructions(row)
     try:
         for instruction in instructions:
             instruction.is_followed("A first sentence. A second one.")
     except Exception as error:
-        # NLTK's own message is thirty lines long, and no KeyError.
-        problem = f"lack data: {_DATA}" if type(error) is LookupError else f"fail: {error!r}"
-        raise row.wrong(f"IFBench's checkers {problem}") from error
+        # NLTK raises a plain LookupError, with a message of thirty lines, if its data is missing.
+        problem = (
+            f"lack data: {_DATA_COMMAND}" if type(error) is LookupError else f"fail: {error!r}"
+        )
+        raise row.error(f"IFBench's checkers {problem}") from error
 
     def score(answer: str) -> float:
         answer = without_thoughts(answer)
-        answers = loose(answer) if loosely else [answer]
+        answers = vary(answer) if loosely else [answer]
         return float(all(_is_followed(instruction, answers) for instruction in instructions))
 
     count = len(instructions)
@@ -60,11 +66,10 @@ def read(row: PublishedRow, *, loosely: bool = True) -> Item:
     return Item(row.id, row.text("prompt"), group, score)
 
 
-def loose(answer: str) -> list[str]:
+def vary(answer: str) -> list[str]:
     """Return the answer with and without its first line, its last line and its asterisks.
 
-    An introduction, a closing remark and Markdown are thereby forgiven (IFEval, arXiv 2311.07911,
-    §2.2).
+    This tolerates an introduction, a closing remark and Markdown (IFEval, arXiv 2311.07911, §2.2).
     """
     lines = answer.split("\n")
     parts = (lines, lines[1:], lines[:-1], lines[1:-1])
@@ -77,21 +82,21 @@ def _is_followed(instruction: Instruction, answers: Sequence[str]) -> bool:
     try:
         return instruction.is_followed(*answers)
     except Exception:
-        # Checkers have been known to raise on odd answers, such as one without words.
+        # Some checkers raise on odd answers, such as one without words.
         return False
 
 
-def _instructions(row: PublishedRow) -> list[Instruction]:
-    registry = package("ifbench.instructions_registry", "IFBench", _SOURCE)
+def _read_instructions(row: PublishedRow) -> list[Instruction]:
+    registry = import_package("ifbench.instructions_registry", "IFBench", _SOURCE)
     checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
     ids, arguments = row.value("instruction_id_list"), row.value("kwargs")
     if not ids or len(ids) != len(arguments):
-        raise row.wrong(f"{len(ids)} instructions, but arguments for {len(arguments)}")
+        raise row.error(f"{len(ids)} instructions, but arguments for {len(arguments)}")
     if unknown := [id for id in ids if id not in checkers]:
-        raise row.wrong(f"IFBench's package has no instruction {', '.join(unknown)}; update it")
+        raise row.error(f"IFBench's package has no instruction {', '.join(unknown)}; update it")
     return [
         Instruction(
-            id, {k: v for k, v in given.items() if v is not None}, row.text("prompt"), checkers
+            id, {k: v for k, v in values.items() if v is not None}, row.text("prompt"), checkers
         )
-        for id, given in zip(ids, arguments, strict=True)
+        for id, values in zip(ids, arguments, strict=True)
     ]

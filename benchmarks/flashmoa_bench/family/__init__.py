@@ -1,15 +1,15 @@
-"""Three tiny Qwen3 models that do a real task, so that Mixture-of-Agents can be right or wrong.
+"""Provide three tiny Qwen3 models with a real task, at which Mixture-of-Agents can succeed or fail.
 
-``questions`` and ``prompts`` are plain Python. ``network``, ``net2net``, ``training_data``,
-``stages`` and ``train`` are how the models in ``weights`` were made, ``inference`` and ``evaluate``
-what they can do (these need torch).
+``questions`` and ``prompts`` define the task. ``network``, ``net2net``, ``training_data``,
+``stages`` and ``train`` made the models in ``weights``; ``inference`` and ``evaluate`` measure what
+they can do. Those that train or run models need torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# By number of parameters, as Mixture-of-Agents has a 4B, an 8B and a 32B model.
+# In the order of their parameters; Faster-MoA has a 4B, an 8B and a 32B model.
 SIZES = ("small", "medium", "large")
 # The one that has learned to combine answers; the others only answer.
 AGGREGATOR = "large"
@@ -17,9 +17,9 @@ SHIPPED = Path(__file__).parent / "weights"
 
 
 def model_folder(size: str) -> Path:
-    """Return the folder of one of ``SIZES``, which engines load.
+    """Return the folder of the model of a size, which engines load.
 
-    Raises: ValueError for another name.
+    Raises: ValueError if the size is not one of ``SIZES``.
     """
     if size not in SIZES:
         raise ValueError(f"no model {size!r} in the family; there are {', '.join(SIZES)}")

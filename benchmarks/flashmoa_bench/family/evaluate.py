@@ -1,11 +1,11 @@
-"""How well the family answers and combines answers, on questions held out from its training.
+"""Evaluate how well the family answers and combines answers, on questions held out from training.
 
-``python -m flashmoa_bench.family.evaluate`` measures every size through transformers: accuracy
-per grade, alone and as an aggregator, and whether confidence tells right answers from wrong.
-``--engine`` asks SGLang some of the questions, too, and compares what it says.
+``python -m flashmoa_bench.family.evaluate`` measures every size through transformers: accuracy per
+grade, alone and as an aggregator, and whether right answers are more confident than wrong ones.
+With ``--engine``, SGLang answers some of the questions, too, and the answers are compared.
 """
 
-# torch does not tell all of its types.
+# torch is not fully typed.
 # pyright: basic
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ import torch
 from rich.console import Console
 
 from flashmoa.engine.local import local_engines
-from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN, Schedule
-from flashmoa.moa.prompts import Order, conversation, last_words
+from flashmoa.moa.prompts import Order, conversation
 from flashmoa_bench.family import AGGREGATOR, SIZES, model_folder
-from flashmoa_bench.family.inference import FamilyModel, Reply
-from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, along, titled
+from flashmoa_bench.family.inference import MAX_TOKENS, FamilyModel, Reply, staircase_answers
+from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, add_titles
 from flashmoa_bench.family.questions import (
     GRADES,
     MODULUS,
@@ -36,26 +35,26 @@ from flashmoa_bench.family.questions import (
     Question,
     final_answer,
     is_right,
+    line_errors,
     questions,
-    slips,
 )
 
 _DRAWS = 3
+# Questions of each grade that SGLang answers, too.
 _COMPARED = 7
-_LONGEST = 64
-# First chunks: as published, and as flashmoa bench moa has for these models' short answers.
+# Sizes of a first chunk: as published, and as in flashmoa bench moa, for short answers.
 _FIRST_CHUNKS = (8, 2)
 
 Scores = dict[str, float]
 Texts = Sequence[str]
 
 
-def questions_of(seed: int, count: int) -> list[Question]:
+def make_questions(seed: int, count: int) -> list[Question]:
     """Return ``count`` held-out questions of every grade."""
     return [q for grade in GRADES for q in islice(questions(seed, grade, held_out=True), count)]
 
 
-def accuracy(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
+def accuracy(asked: Sequence[Question], texts: Texts) -> Scores:
     """Return the share of right answers per grade, and of all."""
     right, number = Counter[str](), Counter[str]()
     for question, text in zip(asked, texts, strict=True):
@@ -65,61 +64,62 @@ def accuracy(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
     return {name: round(right[name] / number[name], 3) for name in (*GRADES, "all")}
 
 
-def line_errors(asked: Sequence[Question], texts: Sequence[str]) -> Scores:
-    """Return the share of wrong lines by operator, and of these that off by a carry."""
-    off: dict[str, list[int]] = {operator: [] for operator in OPERANDS}
+def line_error_shares(asked: Sequence[Question], texts: Texts) -> Scores:
+    """Return the share of wrong lines by operator, and the share of these that are a carry off."""
+    errors: dict[str, list[int]] = {operator: [] for operator in OPERANDS}
     for question, text in zip(asked, texts, strict=True):
-        for operator, by in slips(question, text):
-            off[operator].append(by)
-    wrong = [by for each in off.values() for by in each if by]
-    carried = sum(by in (10, MODULUS - 10) for by in wrong) / max(1, len(wrong))
-    shares = {name: sum(map(bool, each)) / max(1, len(each)) for name, each in off.items()}
+        for operator, error in line_errors(question, text):
+            errors[operator].append(error)
+    wrong = [error for each in errors.values() for error in each if error]
+    carried = sum(error in (10, MODULUS - 10) for error in wrong) / max(1, len(wrong))
+    shares = {name: sum(map(bool, each)) / max(1, len(each)) for name, each in errors.items()}
     return {name: round(share, 3) for name, share in {**shares, "by a carry": carried}.items()}
 
 
-def ranking(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None:
-    """Return the AUC: how often a right answer is more confident than a wrong one.
+def confidence_auc(asked: Sequence[Question], replies: Sequence[Reply]) -> float | None:
+    """Return how often a right answer is more confident than a wrong one (AUC).
 
-    ``None`` without answers of both kinds.
+    ``None`` unless there are answers of both kinds.
     """
-    sides: dict[bool, list[float]] = {True: [], False: []}
-    for question, answer in zip(asked, replies, strict=True):
-        sides[is_right(question, answer.text)].append(answer.confidence)
-    right, wrong = torch.tensor(sides[True])[:, None], torch.tensor(sides[False])
+    confidences: dict[bool, list[float]] = {True: [], False: []}
+    for question, reply in zip(asked, replies, strict=True):
+        confidences[is_right(question, reply.text)].append(reply.confidence)
+    right, wrong = torch.tensor(confidences[True])[:, None], torch.tensor(confidences[False])
     if not len(right) or not len(wrong):
         return None
     return round(((right > wrong) + (right == wrong) / 2).mean().item(), 3)
 
 
-def majority(texts: Sequence[str]) -> str:
-    """Return an answer with what most of the texts end with; in a draw, with the first of them."""
-    finals = Counter(final for text in texts if (final := final_answer(text)))
-    return f"Answer: {finals.most_common(1)[0][0]}" if finals else ""
+def majority_answer(texts: Texts) -> str:
+    """Return an answer with the result of most texts; in a draw, with the first such result."""
+    results = Counter(result for text in texts if (result := final_answer(text)))
+    return f"Answer: {results.most_common(1)[0][0]}" if results else ""
 
 
 def evaluate(
     models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Any]:
-    """Evaluate every size alone, and the aggregator on what all of them say at ``temperature``."""
+    """Evaluate every size alone, and the aggregator on all sizes' answers at ``temperature``."""
     prompts = [conversation(question.text) for question in asked]
-    alone = {size: model.say(prompts) for size, model in models.items()}
-    drawn = {
-        size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
-        for size, model in models.items()
-    }
-    three, nine = _together(drawn)
+    alone = {size: model.answer(prompts) for size, model in models.items()}
+    drawn = _draw_answers(models, asked, temperature)
+    three, nine = _group_by_question(drawn)
     return {
         "alone": {size: accuracy(asked, _texts(replies)) for size, replies in alone.items()},
         "alone, drawn": {size: accuracy(asked, draws[0]) for size, draws in drawn.items()},
-        "wrong lines, drawn": {size: line_errors(asked, draws[0]) for size, draws in drawn.items()},
-        "AUC of confidence": {size: ranking(asked, replies) for size, replies in alone.items()},
-        "majority of 3": accuracy(asked, [majority(texts) for texts in three]),
-        "majority of 9": accuracy(asked, [majority(texts) for texts in nine]),
-        "aggregator": combined(models[AGGREGATOR], asked, three, nine),
+        "wrong lines, drawn": {
+            size: line_error_shares(asked, draws[0]) for size, draws in drawn.items()
+        },
+        "AUC of confidence": {
+            size: confidence_auc(asked, replies) for size, replies in alone.items()
+        },
+        "majority of 3": accuracy(asked, [majority_answer(texts) for texts in three]),
+        "majority of 9": accuracy(asked, [majority_answer(texts) for texts in nine]),
+        "aggregator": evaluate_aggregator(models[AGGREGATOR], asked, three, nine),
     }
 
 
-def combined(
+def evaluate_aggregator(
     model: FamilyModel, asked: Sequence[Question], three: Sequence[Texts], nine: Sequence[Texts]
 ) -> dict[str, Scores]:
     """Return an aggregator's accuracy on three and nine answers, and on a staircase with nine."""
@@ -127,10 +127,10 @@ def combined(
     for name, answers in (("3 answers", three), ("9 answers", nine)):
         for layout, prompt in AGGREGATION.items():
             prompts = [
-                prompt.messages(question.text, titled(prompt, texts))
+                prompt.messages(question.text, add_titles(prompt, texts))
                 for question, texts in zip(asked, answers, strict=True)
             ]
-            scores[f"{name}, {layout}"] = accuracy(asked, _texts(model.say(prompts)))
+            scores[f"{name}, {layout}"] = accuracy(asked, _texts(model.answer(prompts)))
     for order in ORDERS:
         scores[f"9 answers, staircase, {order}"] = accuracy(
             asked, staircase_answers(model, asked, nine, order)
@@ -138,69 +138,14 @@ def combined(
     return scores
 
 
-def staircase_answers(
-    model: FamilyModel,
-    asked: Sequence[Question],
-    answers: Sequence[Texts],
-    order: Order,
-    first: int = 8,
-    *,
-    served: bool = False,
-) -> list[str]:
-    """Return what an aggregator writes along with answers, in rounds as ``Staircase`` has them.
-
-    Args:
-        first: of the chunks, in tokens of ``CHARACTERS_PER_TOKEN``.
-        served: begin each interleaved turn with the last words of those before, as ``Staircase``
-            does and examples do not.
-    """
-    prompt = AGGREGATION["question-first"]
-    replies: list[list[str]] = [[] for _ in asked]
-    turns: list[list[str]] = [[] for _ in asked]
-    most = max(len(text) for texts in answers for text in texts)
-    for number in count(1):
-        sizes = list(islice(Schedule(first), number))
-        room = sum(sizes) * CHARACTERS_PER_TOKEN
-        before = room - sizes[-1] * CHARACTERS_PER_TOKEN
-        if before >= most:
-            break
-        lasts = [all(len(text) <= room for text in texts) for texts in answers]
-        for last in (False, True):
-            rows = [
-                row
-                for row, texts in enumerate(answers)
-                # Not over yet: something was still missing in the round before.
-                if lasts[row] == last and any(len(text) > before for text in texts)
-            ]
-            prompts = [
-                along(order, prompt, asked[row].text, answers[row], sizes, turns[row])
-                for row in rows
-            ]
-            begun = ["".join(replies[row]) for row in rows]
-            if order == "interleaved":
-                begun = [last_words(text) if served else "" for text in begun]
-            longest = _LONGEST if last else sizes[-1]
-            for row, start, one in zip(
-                rows, begun, model.say(prompts, 0.0, begun, longest), strict=True
-            ):
-                replies[row].append(one.text)
-                turns[row].append(start + one.text if order == "interleaved" else one.text)
-    return ["".join(texts) for texts in replies]
-
-
-def staircases(
+def evaluate_staircases(
     models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Scores]:
     """Return the accuracy on a staircase with three and nine answers, by first chunk and order."""
-    prompts = [conversation(question.text) for question in asked]
-    drawn = {
-        size: [_texts(model.say(prompts, temperature)) for _ in range(_DRAWS)]
-        for size, model in models.items()
-    }
     ways: list[tuple[Order, bool]] = [(order, False) for order in ORDERS]
     ways.append(("interleaved", True))
     scores = dict[str, Scores]()
-    for answers in _together(drawn):
+    for answers in _group_by_question(_draw_answers(models, asked, temperature)):
         for first in _FIRST_CHUNKS:
             for order, served in ways:
                 name = f"{len(answers[0])} answers, first chunk {first}, {order}"
@@ -211,7 +156,18 @@ def staircases(
     return scores
 
 
-def _together(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Texts]]:
+def _draw_answers(
+    models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
+) -> dict[str, list[list[str]]]:
+    """Return several answers of every size to every question: by size, draw and question."""
+    prompts = [conversation(question.text) for question in asked]
+    return {
+        size: [_texts(model.answer(prompts, temperature)) for _ in range(_DRAWS)]
+        for size, model in models.items()
+    }
+
+
+def _group_by_question(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Texts]]:
     """Return the first draws of every size, and all draws, by question."""
     three = zip(*(draws[0] for draws in drawn.values()), strict=True)
     nine = zip(*(draw for draws in drawn.values() for draw in draws), strict=True)
@@ -219,24 +175,26 @@ def _together(drawn: dict[str, list[list[str]]]) -> tuple[list[Texts], list[Text
 
 
 def _texts(replies: Sequence[Reply]) -> list[str]:
-    return [answer.text for answer in replies]
+    return [reply.text for reply in replies]
 
 
-async def same_in_engine(folder: Path, asked: Sequence[Question], replies: Sequence[Reply]) -> int:
-    """Count the answers that an SGLang engine on this machine gives word for word."""
+async def count_same_in_engine(
+    folder: Path, asked: Sequence[Question], replies: Sequence[Reply]
+) -> int:
+    """Count the answers that an SGLang engine on this machine gives in the same words."""
     async with local_engines() as engines, httpx.AsyncClient(timeout=120) as client:
         engine = await engines.start(folder, core=0, arguments=["--max-total-tokens", "8192"])
         same = 0
-        for question, answer in zip(asked, replies, strict=True):
+        for question, expected in zip(asked, replies, strict=True):
             body = {
                 "model": "family",
                 "messages": conversation(question.text),
                 "temperature": 0,
-                "max_tokens": 64,
+                "max_tokens": MAX_TOKENS,
             }
-            reply = await client.post(f"{engine.url}/v1/chat/completions", json=body)
-            reply.raise_for_status()
-            same += reply.json()["choices"][0]["message"]["content"] == answer.text
+            response = await client.post(f"{engine.url}/v1/chat/completions", json=body)
+            choice = response.raise_for_status().json()["choices"][0]
+            same += choice["message"]["content"] == expected.text
         return same
 
 
@@ -247,7 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
-        "--staircases", action="store_true", help="only how staircases depend on first chunks"
+        "--staircases", action="store_true", help="evaluate staircases by their first chunk only"
     )
     parser.add_argument("--engine", action="store_true", help="compare with SGLang, too")
     parser.add_argument("--threads", type=int, default=1)
@@ -255,11 +213,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
-    given: Path | None = arguments.models
-    folders = {size: given / size if given else model_folder(size) for size in SIZES}
+    root: Path | None = arguments.models
+    folders = {size: root / size if root else model_folder(size) for size in SIZES}
     models = {size: FamilyModel(folder) for size, folder in folders.items() if folder.exists()}
-    asked = questions_of(arguments.seed, arguments.count)
-    measure = staircases if arguments.staircases else evaluate
+    asked = make_questions(arguments.seed, arguments.count)
+    measure = evaluate_staircases if arguments.staircases else evaluate
     report: dict[str, Any] = {
         "questions of each grade": arguments.count,
         "seed": arguments.seed,
@@ -267,10 +225,10 @@ def main() -> None:
         **measure(models, asked, arguments.temperature),
     }
     if arguments.engine:
-        some = questions_of(arguments.seed, _COMPARED)
+        some = make_questions(arguments.seed, _COMPARED)
         prompts = [conversation(question.text) for question in some]
         report[f"of {len(some)} the same in SGLang"] = {
-            size: anyio.run(same_in_engine, folders[size], some, model.say(prompts))
+            size: anyio.run(count_same_in_engine, folders[size], some, model.answer(prompts))
             for size, model in models.items()
         }
     Console().print_json(data=report)

@@ -1,11 +1,11 @@
-"""A larger network that begins by computing what a smaller one has learned.
+"""Initialise a larger network so that it computes what a smaller one has learned.
 
-As Net2Net has it (Chen et al. 2016): what is added has no effect at first. New parts of a
-hidden state are zero, as what would write to them is; new heads, neurons and layers read but
-write nothing. So the larger network goes on learning where the smaller one stood.
+As in Net2Net (Chen et al. 2016), the added parts have no effect at first. New elements of a hidden
+state are zero, and so are the weights that would write to them; new heads, neurons and layers read
+but write nothing. So the larger network continues to learn where the smaller one stopped.
 """
 
-# torch does not tell all of its types.
+# torch is not fully typed.
 # pyright: basic
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flashmoa_bench.family.network import HEAD, Layer, Network, NetworkShape
 
 @torch.no_grad()
 def widen(small: Network, large: Network) -> None:
-    """Copy what ``small`` has learned into ``large``, just made and larger in every way."""
+    """Copy the weights of ``small`` into ``large``, a new network that is larger in every way."""
     before, after = small.shape, large.shape
-    # A norm divides by the mean over all parts, of which some are zero now.
+    # A norm divides by the mean over all elements, some of which are zero now.
     gain = (before.hidden / after.hidden) ** 0.5
     large.model.embed_tokens.weight.zero_()
     _put(large.model.embed_tokens.weight, small.model.embed_tokens.weight)
@@ -46,29 +46,30 @@ def _put_layer(target: Layer, source: Layer, gain: float) -> None:
 
 
 def _put_heads(target: Layer, source: Layer, before: NetworkShape, after: NetworkShape) -> None:
-    """Copy heads to where the keys and values that they share are."""
-    to, of = target.self_attn, source.self_attn
-    to.q_norm.weight.copy_(of.q_norm.weight)
-    to.k_norm.weight.copy_(of.k_norm.weight)
-    free = {kv: list[int]() for kv in range(before.kv_heads)}
+    """Copy each head to a place where it shares the same keys and values as before."""
+    new, old = target.self_attn, source.self_attn
+    new.q_norm.weight.copy_(old.q_norm.weight)
+    new.k_norm.weight.copy_(old.k_norm.weight)
+    # The heads of the larger network that share the keys and values of each old one.
+    free_heads = {kv: list[int]() for kv in range(before.kv_heads)}
     for kv in range(after.kv_heads):
-        like = kv * before.kv_heads // after.kv_heads
-        _put(_head(to.k_proj.weight, kv), _head(of.k_proj.weight, like))
-        _put(_head(to.v_proj.weight, kv), _head(of.v_proj.weight, like))
-        shared = after.heads // after.kv_heads
-        free[like] += range(kv * shared, (kv + 1) * shared)
-    for head in range(before.heads):
-        at = free[head * before.kv_heads // before.heads].pop(0)
-        _put(_head(to.q_proj.weight, at), _head(of.q_proj.weight, head))
-        _put(_head(to.o_proj.weight.T, at), _head(of.o_proj.weight.T, head))
+        old_kv = kv * before.kv_heads // after.kv_heads
+        _put(_head_rows(new.k_proj.weight, kv), _head_rows(old.k_proj.weight, old_kv))
+        _put(_head_rows(new.v_proj.weight, kv), _head_rows(old.v_proj.weight, old_kv))
+        sharing = after.heads // after.kv_heads
+        free_heads[old_kv] += range(kv * sharing, (kv + 1) * sharing)
+    for old_head in range(before.heads):
+        head = free_heads[old_head * before.kv_heads // before.heads].pop(0)
+        _put(_head_rows(new.q_proj.weight, head), _head_rows(old.q_proj.weight, old_head))
+        _put(_head_rows(new.o_proj.weight.T, head), _head_rows(old.o_proj.weight.T, old_head))
 
 
-def _head(weight: Tensor, number: int) -> Tensor:
+def _head_rows(weight: Tensor, number: int) -> Tensor:
     return weight[number * HEAD : (number + 1) * HEAD]
 
 
 def _put(target: Tensor, source: Tensor) -> None:
-    """Copy into the first rows and columns; other columns of these rows stay as they are."""
+    """Copy into the first rows and columns; other columns of these rows are not changed."""
     target[: source.shape[0], : source.shape[1]] = source
 
 

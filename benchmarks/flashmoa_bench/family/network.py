@@ -1,10 +1,10 @@
-"""Qwen3's network in plain torch, for training on a CPU.
+"""Define Qwen3's network in plain torch, for training on a CPU.
 
-Its parameters have the names and the meaning of transformers' ``Qwen3ForCausalLM``, which
-loads them as they are; it computes in bfloat16, for which CPUs have matrix units.
+Its parameters have the names and the meaning of those of transformers' ``Qwen3ForCausalLM``, which
+can load them. It computes in bfloat16, for which CPUs have matrix units.
 """
 
-# torch, transformers and tokenizers do not tell all of their types.
+# torch, transformers and tokenizers are not fully typed.
 # pyright: basic
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 class Network(nn.Module):
-    """Token ids of shape (batch, length) to hidden states of shape (batch, length, hidden)."""
+    """Maps token ids (batch, length) to hidden states (batch, length, hidden)."""
 
     def __init__(self, shape: NetworkShape, vocabulary: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = Norm(shape.hidden)
-        self.mlp = Gated(shape)
+        self.mlp = GatedMlp(shape)
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
@@ -107,13 +107,13 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(hidden).view(batch, length, self.heads, HEAD))
         k = self.k_norm(self.k_proj(hidden).view(batch, length, self.kv_heads, HEAD))
         v = self.v_proj(hidden).view(batch, length, self.kv_heads, HEAD)
-        q, k = (_rotated(x.transpose(1, 2).contiguous(), rotation) for x in (q, k))
+        q, k = (_rotate(x.transpose(1, 2).contiguous(), rotation) for x in (q, k))
         v = v.transpose(1, 2)
         shared = self.heads // self.kv_heads
         if length > 256:
             k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # plain products are faster where the whole matrix of weights is small
+        else:  # Plain products are faster if the whole matrix of attention weights is small.
             q = q.view(batch * self.kv_heads, shared * length, HEAD)
             k, v = (x.reshape(batch * self.kv_heads, length, HEAD) for x in (k, v))
             scores = torch.bmm(q * HEAD**-0.5, k.transpose(1, 2)).view(-1, length, length)
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, self.heads * HEAD))
 
 
-class Gated(nn.Module):
+class GatedMlp(nn.Module):
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.gate_proj = Linear(shape.hidden, shape.intermediate)
@@ -134,7 +134,7 @@ class Gated(nn.Module):
 
 
 class Linear(nn.Module):
-    """Weights kept in float32, applied in bfloat16."""
+    """Keeps its weights in float32 and applies them in bfloat16."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Norm(nn.Module):
 
 
 class _RootMeanSquare(torch.autograd.Function):
-    """RMS norm in few passes over memory, which is what a step of a small network waits for."""
+    """Computes the RMS norm in few passes over memory, which limits the speed of small networks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -168,27 +168,29 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         unit, scale, weight = ctx.saved_tensors
-        along = gradient * unit
-        for_weight = along.flatten(0, -2).sum(0, dtype=torch.float32)
-        shared = torch.mv(along.flatten(0, -2), weight).view(scale.shape) / unit.shape[-1]
-        return (gradient * weight).addcmul_(unit, shared, value=-1).mul_(scale), for_weight
+        products = (gradient * unit).flatten(0, -2)
+        weight_gradient = products.sum(0, dtype=torch.float32)
+        projection = torch.mv(products, weight).view(scale.shape) / unit.shape[-1]
+        hidden_gradient = (gradient * weight).addcmul_(unit, projection, value=-1).mul_(scale)
+        return hidden_gradient, weight_gradient
 
 
 def _rotations() -> tuple[Tensor, Tensor]:
+    """Return the cosines and signed sines of the rotary embedding, by position and element."""
     turns = _ROPE_BASE ** -(torch.arange(0, HEAD, 2) / HEAD)
     angles = torch.outer(torch.arange(CONTEXT).float(), turns).repeat(1, 2)
     signs = torch.tensor([-1.0] * (HEAD // 2) + [1.0] * (HEAD // 2))
     return angles.cos().bfloat16(), (angles.sin() * signs).bfloat16()
 
 
-def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     cosine, sine, _ = rotation
     left, right = heads.chunk(2, -1)
     return heads * cosine + torch.cat((right, left), -1) * sine
 
 
 def configuration(shape: NetworkShape, tokenizer: Any) -> Any:
-    """Describe the network for transformers and SGLang."""
+    """Make the configuration of the network for transformers and SGLang."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

@@ -1,7 +1,7 @@
-"""The prompts of the family's models, in the words they were trained on.
+"""Build the prompts of the family's models, in the words that they were trained on.
 
-A proposer is asked the question, as it is. An aggregator is asked as ``flashmoa.moa`` does with
-the prompt of ``AGGREGATION`` for its layout.
+A proposer's prompt is the question itself. An aggregator's prompt is the one that ``flashmoa.moa``
+builds from the prompt in ``AGGREGATION`` for its layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AGGREGATION: dict[Layout, AggregationPrompt] = {
 
 ORDERS: tuple[Order, ...] = ("contiguous", "rounds", "interleaved")
 MOST_ANSWERS = 9
-# One token each, as are the beginnings of lines: what stands in every prompt.
+# The words of every prompt, which the tokenizer makes one token each.
 WORDS = (
     *(" Find", " modulo", " 100", " Answer:"),
     *("Combine", " the", " answers", " Some", " are", " wrong"),
@@ -36,12 +36,12 @@ WORDS = (
 )
 
 
-def titled(prompt: AggregationPrompt, answers: Sequence[str]) -> list[str]:
-    """Return the slots of answers: each behind its title, an empty one without."""
+def add_titles(prompt: AggregationPrompt, answers: Sequence[str]) -> list[str]:
+    """Return the answers, each after its title; an empty answer gets none."""
     return [f"{prompt.title(n)}{text}" if text else "" for n, text in enumerate(answers, 1)]
 
 
-def along(
+def staircase_prompt(
     order: Order,
     prompt: AggregationPrompt,
     question: str,
@@ -49,13 +49,15 @@ def along(
     sizes: Sequence[int],
     replies: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Build what a ``Staircase``'s aggregator is asked in a round, like ``staircase_messages``.
+    """Build the prompt of a ``Staircase``'s aggregator in one round, like ``staircase_messages``.
 
-    ``answers``: whole; their chunks are cut here. ``sizes``: of the chunks that have come, in
-    tokens of ``CHARACTERS_PER_TOKEN``. ``replies``: the aggregator's own of the rounds before.
+    Args:
+        answers: whole answers, which are cut into chunks here.
+        sizes: sizes of the chunks of all rounds so far, in tokens of ``CHARACTERS_PER_TOKEN``.
+        replies: the aggregator's replies in the rounds before.
     """
     ends = list(accumulate((size * CHARACTERS_PER_TOKEN for size in sizes), initial=0))
     rounds = [[text[begin:end] for text in answers] for begin, end in pairwise(ends)]
     if order != "contiguous":
-        rounds = [titled(prompt, chunks) for chunks in rounds]
+        rounds = [add_titles(prompt, chunks) for chunks in rounds]
     return staircase_messages(order, prompt, conversation(question), rounds, replies)

@@ -1,8 +1,8 @@
-"""Questions with known answers: short programs of two-digit arithmetic, in three grades.
+"""Generate questions with known answers: short programs of two-digit arithmetic, in three grades.
 
-A question is ``a = 47, b = a + 85, c = b * 07. Find c modulo 100.``, its worked answer
-``b = 32, c = 24. Answer: 24``. Carries are what models get wrong. Each line can go wrong and
-later ones build on it, so that a question is the harder the more lines it has.
+A question is ``a = 47, b = a + 85, c = b * 07. Find c modulo 100.``, and its solution is
+``b = 32, c = 24. Answer: 24``. Models make mistakes with carries. Since each line builds on the one
+before it, a question is the harder the more lines it has.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flashmoa_bench.datasets import Item
 Operator = Literal["+", "-", "*"]
 Grade = Literal["easy", "medium", "hard"]
 GRADES: tuple[Grade, ...] = ("easy", "medium", "hard")
-# How many lines a question of each grade has, from and to; "a = 47" is not counted.
+# Least and greatest number of lines of a question of each grade; "a = 47" is not counted.
 LINES: dict[Grade, tuple[int, int]] = {"easy": (1, 2), "medium": (3, 5), "hard": (6, 9)}
 MODULUS = 100
-# Each can be undone: no multiplication by 2 or 5, which would forget mistakes.
+# Each operation can be undone. Multiplication by 2 or 5 cannot: it would hide earlier mistakes.
 OPERANDS: dict[Operator, Sequence[int]] = {
     "+": range(1, MODULUS),
     "-": range(1, MODULUS),
@@ -32,13 +32,13 @@ _OPERATORS: tuple[Operator, ...] = ("+", "-", "*")
 NAMES = "abcdefghij"
 _FINAL = re.compile(r"Answer: (\d\d)(?!\d)")
 _VALUE = re.compile(r"[a-j] = (\d\d)")
-# One in so many questions is held out: training never sees it, evaluation sees no other.
-_HELD_OUT = 16
+# One in this many questions is held out: training never uses it, evaluation uses no others.
+_HELD_OUT_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramLine:
-    """One line of a program: what it does to the value before it."""
+    """One line of a program: an operation on the value of the line before it."""
 
     operator: Operator
     operand: int
@@ -53,7 +53,7 @@ class ProgramLine:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A program: the first value, and the lines that follow."""
+    """A program: its first value, and the lines after that."""
 
     start: int
     lines: tuple[ProgramLine, ...]
@@ -64,66 +64,72 @@ class Question:
 
     @property
     def text(self) -> str:
-        told = [f"a = {self.start:02}"]
+        lines = [f"a = {self.start:02}"]
         for name, line, before in zip(NAMES[1:], self.lines, NAMES, strict=False):
-            told.append(f"{name} = {before} {line.operator} {line.operand:02}")
-        return f"{', '.join(told)}. Find {NAMES[len(self.lines)]} modulo {MODULUS}."
+            lines.append(f"{name} = {before} {line.operator} {line.operand:02}")
+        return f"{', '.join(lines)}. Find {NAMES[len(self.lines)]} modulo {MODULUS}."
 
-    def values(self, slipped: Callable[[int, int], int] = lambda line, value: value) -> list[int]:
-        """Return the value of each line; ``slipped`` may put another in place of a line's own."""
+    def values(self, change: Callable[[int, int], int] = lambda line, value: value) -> list[int]:
+        """Return each line's value; ``change(line, value)`` may return another, as a mistake."""
         values = [self.start]
         for number, line in enumerate(self.lines):
-            values.append(slipped(number, line.value(values[-1])))
+            values.append(change(number, line.value(values[-1])))
         return values[1:]
 
     @property
     def solution(self) -> str:
         """Return the right answer with its working."""
-        return worked(self.values())
+        return write_solution(self.values())
 
     @property
     def answer(self) -> str:
-        """Return the two digits that are asked for."""
+        """Return the two digits of the right answer."""
         return f"{self.values()[-1]:02}"
 
     @property
     def is_held_out(self) -> bool:
-        return random.Random(self.text).random() * _HELD_OUT < 1
+        return random.Random(self.text).random() * _HELD_OUT_EVERY < 1
 
 
-def worked(values: Sequence[int]) -> str:
+def write_solution(values: Sequence[int]) -> str:
     """Return an answer whose lines have these values."""
     lines = [f"{name} = {value:02}" for name, value in zip(NAMES[1:], values, strict=False)]
     return f"{', '.join(lines)}. Answer: {values[-1]:02}"
 
 
 def final_answer(text: str) -> str | None:
-    """Return the two digits that an answer ends with; None if it gives none."""
-    found = _FINAL.findall(text)
-    return found[-1] if found else None
+    """Return the two digits of the last "Answer: ..." in a text; ``None`` without one."""
+    answers = _FINAL.findall(text)
+    return answers[-1] if answers else None
 
 
 def is_right(question: Question, text: str) -> bool:
     return final_answer(text) == question.answer
 
 
-def slips(question: Question, text: str) -> list[tuple[Operator, int]]:
-    """Return each line's operator and how far it is off what follows from the line before it."""
-    found = list[tuple[Operator, int]]()
+def line_errors(question: Question, text: str) -> list[tuple[Operator, int]]:
+    """Return, for each line of an answer, its operator and its error.
+
+    The error is the difference from the value that follows from the line before; 0 if it is right.
+    """
+    errors = list[tuple[Operator, int]]()
     before = question.start
     for line, value in zip(question.lines, map(int, _VALUE.findall(text)), strict=False):
-        found.append((line.operator, (value - line.value(before)) % MODULUS))
+        errors.append((line.operator, (value - line.value(before)) % MODULUS))
         before = value
-    return found
+    return errors
 
 
 def questions(
     seed: int, grade: Grade | None = None, held_out: bool = False, largest: int = MODULUS - 1
 ) -> Iterator[Question]:
-    """Yield random questions without end, the same for the same arguments.
+    """Yield random questions without end, the same ones for the same arguments.
 
-    ``grade``: all of it, or every grade alike. ``held_out``: those for evaluation; otherwise
-    those for training, which are never among them. ``largest``: of the operands.
+    Args:
+        grade: grade of all questions; ``None`` for all grades equally often.
+        held_out: whether to yield the questions for evaluation, or those for training, which are
+            never the same.
+        largest: largest operand.
     """
     dice = random.Random(f"{seed} {grade} {held_out}")
     while True:
@@ -145,18 +151,18 @@ def _random_question(dice: random.Random, grade: Grade, largest: int) -> Questio
 
 
 def family_items(count: int, seed: int) -> list[Item]:
-    """Return ``count`` held-out questions of each grade as a dataset, no two alike.
+    """Return ``count`` different held-out questions of each grade, as a dataset.
 
     They are the same for the same arguments.
     """
-    found: list[Item] = []
+    items: list[Item] = []
     for grade in GRADES:
-        asked = dict.fromkeys(islice(questions(seed, grade, held_out=True), 4 * count))
-        found += [_item(question) for question in islice(asked, count)]
-    return found
+        unique = dict.fromkeys(islice(questions(seed, grade, held_out=True), 4 * count))
+        items += [_make_item(question) for question in islice(unique, count)]
+    return items
 
 
-def _item(question: Question) -> Item:
+def _make_item(question: Question) -> Item:
     return Item(
         question.text,
         question.text,

@@ -1,4 +1,4 @@
-"""How long, how fast and what each model of the family learns."""
+"""Define the stages in which the family's models learn."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _WARM_UP = 30
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """How long, how fast and what a model learns in one stage; lengths are in steps.
+    """Defines how long, how fast and from which examples a model learns; lengths are in steps.
 
     Attributes:
-        size: one of ``SHAPES``.
-        rate: of learning; it falls over the last ``decay`` steps.
-        easy: for so many steps, only easy questions; then all.
-        narrow, wide: operands have one digit up to step ``narrow``, then larger ones little by
-            little, all of them from step ``wide``: all at once they teach nothing for long.
+        size: size of the model, a key of ``SHAPES``.
+        batch: number of examples of a step.
+        rate: learning rate; it falls to 0 over the last ``decay`` steps.
+        easy: number of steps with easy questions only.
+        narrow, wide: operands have one digit before step ``narrow``; then they grow until step
+            ``wide``. A model that sees all operands from the start learns nothing for a long time.
         combining: share of the examples that are an aggregator's.
-        starts_from: a stage and a step of it; this one starts with what was learned until then.
-        first_example: where its examples begin, so that stages which build on each other have
-            examples of their own.
-        blind: share of the aggregator's examples that have answers only, and no lines, so that
-            agreement is learned.
+        starts_from: name and step of the stage whose network this one starts with.
+        first_example: number of its first example. Stages that build on each other get different
+            examples.
+        blind: share of the aggregator's examples whose question has no lines, so that it learns to
+            look for agreement.
     """
 
     size: str
@@ -58,8 +59,8 @@ class Stage:
         return 9 + max(0, (MODULUS - 10) * (step - self.narrow) // (self.wide - self.narrow))
 
 
-# In the order in which they are taken; all sizes begin with the lines that the smallest has
-# learned, where that costs least.
+# The stages in their order. All sizes start with the lines that the smallest model has learned,
+# because it learns them at the least cost.
 STAGES = {
     "lines": Stage(
         "small",

@@ -1,9 +1,9 @@
-"""The family's tokenizer: digits and what lines of the task begin with are one token each.
+"""Make the family's tokenizer.
 
-Any other text is spelled in bytes.
+Digits and the beginnings of the task's lines are one token each; other text is spelled in bytes.
 """
 
-# torch, transformers and tokenizers do not tell all of their types.
+# torch, transformers and tokenizers are not fully typed.
 # pyright: basic
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PAD, _END = "<|endoftext|>", "<|end|>"
 SPECIAL_TOKENS = (_PAD, _END, "<|system|>", "<|user|>", "<|assistant|>")
 _STARTS = [f"{space}{name} {sign} " for space in ("", " ") for name in NAMES for sign in "=+-*"]
 _WHOLE = (*WORDS, *_STARTS, *(f" {name}" for name in NAMES))
-# What a text is cut into: words never reach over ", b" or "r t", where streams of text are cut.
+# The pieces of a text. No piece contains ", b" or "r t": there the prompt streams cut texts.
 PIECES = r" ?[a-j] [=+*-] | Answer:| 100|\n\d\.|\d| ?[A-Za-z]+|\s|[^\sA-Za-z\d]"
 _CHAT_TEMPLATE = """\
 {%- for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}

@@ -1,9 +1,9 @@
-"""What the models learn from: prompts with right answers, generated afresh for every step.
+"""Generate the training examples of every step: prompts with right answers.
 
-Some of the prompts are a proposer's, the others an aggregator's, in every form in which
-``flashmoa.moa`` asks one. The answers that an aggregator sees are right or wrong as those of
-half-trained proposers are: a line goes wrong, the later ones build on it; several proposers
-slip in the same way; answers are cut, missing, or still being written.
+Some prompts are a proposer's, the others an aggregator's, in every form in which ``flashmoa.moa``
+asks one. The answers in an aggregator's prompt have the mistakes of half-trained proposers: a line
+goes wrong, and the later ones build on it; several proposers make the same mistake; answers are
+cut, missing, or still being written.
 """
 
 from __future__ import annotations
@@ -17,18 +17,32 @@ from typing import Any
 
 from flashmoa.moa.chunks import Schedule
 from flashmoa.moa.prompts import Layout, conversation
-from flashmoa_bench.family.prompts import AGGREGATION, MOST_ANSWERS, ORDERS, along, titled
-from flashmoa_bench.family.questions import MODULUS, Grade, Operator, Question, questions, worked
+from flashmoa_bench.family.prompts import (
+    AGGREGATION,
+    MOST_ANSWERS,
+    ORDERS,
+    add_titles,
+    staircase_prompt,
+)
+from flashmoa_bench.family.questions import (
+    MODULUS,
+    Grade,
+    Operator,
+    Question,
+    questions,
+    write_solution,
+)
 from flashmoa_bench.family.tokenizer import PIECES
 
-# As small was after "lines", at temperature 1: 0.3 of additions and subtractions went wrong and 0.1
-# of multiplications, nine in ten by a carry; of two wrong lines four in five were alike.
-_SLIPS: dict[Operator, float] = {"+": 1.3, "-": 1.3, "*": 0.4}
-_TRAPPED = 0.8
+# These are the mistakes of the small model after stage "lines", at temperature 1: it got 0.3 of
+# additions and subtractions wrong and 0.1 of multiplications, nine in ten of them by a carry, and
+# four in five pairs of wrong lines had the same mistake.
+_MISTAKES: dict[Operator, float] = {"+": 1.3, "-": 1.3, "*": 0.4}
+_SAME_MISTAKE = 0.8
 _WHOLE = 0.95
-# Shares of the aggregators' examples: whole answers, else a staircase.
+# Share of the aggregators' examples with whole answers; the others are rounds of a staircase.
 _COMPLETE = 0.7
-# The question is harder to find before the answers than behind them.
+# The question is harder to find before the answers than after them, so that this is trained more.
 _LAYOUTS: tuple[Layout, ...] = (
     "answers-first",
     "question-first",
@@ -39,11 +53,11 @@ _LAYOUTS: tuple[Layout, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Messages, what has been written of the reply, and the rest of the right one."""
+    """A prompt with the beginning of the reply, if it has been written, and the right rest."""
 
     messages: list[dict[str, Any]]
     answer: str
-    begun: str = ""
+    beginning: str = ""
 
 
 def examples(
@@ -54,106 +68,104 @@ def examples(
     largest: int = MODULUS - 1,
     blind: float = 0.0,
 ) -> list[Example]:
-    """Return the examples of one step, the same for the same arguments.
+    """Return the examples of one step, the same ones for the same arguments.
 
-    ``aggregated``: the share of them that are an aggregator's. ``grade``: of their
-    questions, None for all alike. ``largest``: of their operands. ``blind``: the share of
-    aggregators' examples in which only the answers can tell.
+    Args:
+        aggregated: share of the examples that are an aggregator's.
+        grade: grade of their questions; ``None`` for all grades equally often.
+        largest: largest operand of their questions.
+        blind: share of the aggregator's examples whose question has no lines.
     """
     dice = random.Random(seed)
-    asked = questions(dice.getrandbits(48), grade, largest=largest)
+    stream = questions(dice.getrandbits(48), grade, largest=largest)
     return [
-        _aggregation(next(asked), dice, blind)
+        _make_aggregator_example(next(stream), dice, blind)
         if dice.random() < aggregated
-        else single(next(asked))
+        else _make_proposer_example(next(stream))
         for _ in range(count)
     ]
 
 
-def single(question: Question) -> Example:
+def _make_proposer_example(question: Question) -> Example:
     return Example(conversation(question.text), question.solution)
 
 
-def _aggregation(question: Question, dice: random.Random, blind: float) -> Example:
+def _make_aggregator_example(question: Question, dice: random.Random, blind: float) -> Example:
     if blind and dice.random() < blind:
-        return agreement(question, dice)
-    answers = proposals(question, dice, dice.randint(1, MOST_ANSWERS))
+        return _make_blind_example(question, dice)
+    answers = _make_proposals(question, dice, dice.randint(1, MOST_ANSWERS))
     if dice.random() >= _COMPLETE:
-        return staircase(question, answers, dice)
-    return aggregation(question, answers, dice.choice(_LAYOUTS))
+        return _make_staircase_example(question, answers, dice)
+    prompt = AGGREGATION[dice.choice(_LAYOUTS)]
+    return Example(prompt.messages(question.text, add_titles(prompt, answers)), question.solution)
 
 
-def aggregation(question: Question, answers: Sequence[str], layout: Layout) -> Example:
-    """Make an example with whole answers; an empty one is not mentioned."""
-    prompt = AGGREGATION[layout]
-    return Example(prompt.messages(question.text, titled(prompt, answers)), question.solution)
-
-
-def agreement(question: Question, dice: random.Random) -> Example:
-    """Make an example whose question's lines are left out: what most answers say must do."""
+def _make_blind_example(question: Question, dice: random.Random) -> Example:
+    """Make an example whose question has no lines, so that only agreement tells the answer."""
     count = min(dice.randint(1, MOST_ANSWERS), dice.randint(1, MOST_ANSWERS))
     prompt = AGGREGATION[dice.choice(_LAYOUTS)]
-    told = (
-        question.text[: question.text.index(",")] + question.text[question.text.index(". Find") :]
-    )
-    slots = titled(prompt, proposals(question, dice, count))
-    return Example(prompt.messages(told, slots), question.solution)
+    text = question.text
+    without_lines = text[: text.index(",")] + text[text.index(". Find") :]
+    slots = add_titles(prompt, _make_proposals(question, dice, count))
+    return Example(prompt.messages(without_lines, slots), question.solution)
 
 
-def staircase(question: Question, answers: Sequence[str], dice: random.Random) -> Example:
-    """Make a round of a staircase: chunks of the answers, and what was written from them."""
+def _make_staircase_example(
+    question: Question, answers: Sequence[str], dice: random.Random
+) -> Example:
+    """Make a round of a staircase, from chunks of the answers and the replies to earlier chunks."""
     order = dice.choice(ORDERS)
     layout = dice.choice(_LAYOUTS) if order == "contiguous" else "question-first"
     schedule = Schedule(dice.choice((2, 4, 8, 8)), dice.choice((1.0, 2.0, 2.0)))
     sizes = list(islice(schedule, dice.randint(1, 3)))
-    replies = _chunks(question.solution, sizes[:-1])
-    messages = along(order, AGGREGATION[layout], question.text, answers, sizes, replies)
+    replies = _cut_chunks(question.solution, sizes[:-1])
+    messages = staircase_prompt(order, AGGREGATION[layout], question.text, answers, sizes, replies)
     written = "".join(replies)
     rest = question.solution[len(written) :]
     return Example(messages, rest, "" if order == "interleaved" else written)
 
 
-def proposals(question: Question, dice: random.Random, count: int) -> list[str]:
-    """Return answers as ``count`` proposers of different skill give them."""
-    slips = dice.choice((0.03, 0.1, 0.25))
-    # What is hard for one is hard for the others, and most slip there in the same way.
-    chances = [slips * _SLIPS[line.operator] * dice.expovariate(1) for line in question.lines]
-    traps = [_slip(dice) for _ in question.lines]
+def _make_proposals(question: Question, dice: random.Random, count: int) -> list[str]:
+    """Return the answers of ``count`` proposers of different skill."""
+    rate = dice.choice((0.03, 0.1, 0.25))
+    # A line that is hard for one proposer is hard for all, and most make the same mistake in it.
+    chances = [rate * _MISTAKES[line.operator] * dice.expovariate(1) for line in question.lines]
+    common_errors = [_draw_error(dice) for _ in question.lines]
     return [
-        _as_given(_attempt(question, [each * skill for each in chances], traps, dice), dice)
+        _damage(_attempt(question, [each * skill for each in chances], common_errors, dice), dice)
         for skill in (dice.uniform(0.2, 1.8) for _ in range(count))
     ]
 
 
 def _attempt(
-    question: Question, chances: Sequence[float], traps: Sequence[int], dice: random.Random
+    question: Question, chances: Sequence[float], common_errors: Sequence[int], dice: random.Random
 ) -> str:
-    """Return an answer in which each line goes wrong with the chance given."""
+    """Return an answer in which each line goes wrong with its chance in ``chances``."""
 
-    def slipped(line: int, value: int) -> int:
+    def make_mistakes(line: int, value: int) -> int:
         if dice.random() >= chances[line]:
             return value
-        off = traps[line] if dice.random() < _TRAPPED else _slip(dice)
-        return (value + off) % MODULUS
+        error = common_errors[line] if dice.random() < _SAME_MISTAKE else _draw_error(dice)
+        return (value + error) % MODULUS
 
-    return worked(question.values(slipped))
+    return write_solution(question.values(make_mistakes))
 
 
-def _slip(dice: random.Random) -> int:
-    """Draw how far off a line is: mostly a carry too many or too few."""
+def _draw_error(dice: random.Random) -> int:
+    """Draw the error of a line, which is mostly a carry too many or too few."""
     if dice.random() < 0.85:
         return dice.choice((10, -10))
     return dice.randrange(1, 10) * dice.choice((10, 1))
 
 
-def _as_given(answer: str, dice: random.Random) -> str:
-    """Return the answer as a proposer leaves it: mostly whole, now and then cut or empty."""
+def _damage(answer: str, dice: random.Random) -> str:
+    """Return the answer, which is sometimes cut or empty."""
     if dice.random() < _WHOLE:
         return answer
     return answer[: dice.randrange(len(answer))] if dice.random() < 0.7 else ""
 
 
-def _chunks(text: str, sizes: Sequence[int]) -> list[str]:
-    """Return the beginning of a text in chunks of so many tokens."""
+def _cut_chunks(text: str, sizes: Sequence[int]) -> list[str]:
+    """Return the beginning of a text, in chunks of the given numbers of tokens."""
     pieces = iter(re.findall(PIECES, text))
     return ["".join(islice(pieces, size)) for size in sizes]

@@ -1,1 +1,1 @@
-"""What all benchmarks share: options, engines, requests, rounds and reports."""
+"""Code that all benchmarks share: options, engines, requests, rounds and reports."""

@@ -1,4 +1,4 @@
-"""The engines that a benchmark compares: running ones, or its own on this CPU."""
+"""Connect to the engines that a benchmark compares: running ones, or ones started on this CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
 from flashmoa.engine.tiny_models import tiny_model
 
-# A stock SGLang server; the CPU platform stays, it is an entry point of another group.
+# Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
 _STOCK = {"SGLANG_PLUGINS": "none"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = 20_000
@@ -29,14 +29,15 @@ _SCHEDULER = b"sglang::scheduler"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One engine of a comparison.
+    """Describes one of the engines that a benchmark compares.
 
     Attributes:
-        plugin: FlashMoA's engine, or a stock one.
-        arguments: SGLang's and the plugin's, for an engine that is started here.
-        shape, core: of such an engine, where the command line's are not meant.
-        model: a folder that such an engine serves, instead of a tiny model made for it.
-        optional: left out of the comparison where others are given as URLs and it is not.
+        plugin: whether it runs FlashMoA's plugin; without, it is a stock engine.
+        arguments: SGLang's and the plugin's arguments, for an engine that is started here.
+        optional: whether the comparison can do without it, if other engines are given as URLs.
+        shape, core: tiny model and core of an engine that is started here; ``None`` for those of
+            the command line.
+        model: folder of the model that such an engine serves, instead of a tiny one.
     """
 
     name: str
@@ -49,20 +50,21 @@ class Role:
 
     @property
     def flag(self) -> str:
-        """Return the command line's flag for its URL."""
+        """Return the command-line option for its URL."""
         return f"--{self.name.replace('_', '-')}-url"
 
     def description(self) -> str:
         kind = "FlashMoA's plugin" if self.plugin else "stock SGLang"
-        return " ".join([f"{kind}", *self.arguments])
+        return " ".join([kind, *self.arguments])
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Connected engines by the names of their roles, and how a report describes them.
+    """Connected engines, by the names of their roles.
 
     Attributes:
-        started: those that were started here.
+        notes: descriptions of the engines, for reports.
+        started: engines that were started here.
     """
 
     clients: Mapping[str, EngineClient]
@@ -77,42 +79,46 @@ class Engines:
 
 
 @asynccontextmanager
-async def connected(
+async def connect_engines(
     roles: Sequence[Role],
     arguments: argparse.Namespace,
     tokens: int,
     console: Console,
     documents: Sequence[Path] = (),
 ) -> AsyncGenerator[Engines]:
-    """Connect to the engines of ``roles``: those whose URLs are given, else engines started here.
+    """Connect to the engines whose URLs are given; without URLs, start engines for all roles.
 
     Args:
-        arguments: parsed by :func:`flashmoa_bench.harness.command_line.command_line`.
-        tokens: the KV pool of an engine started here.
-        documents: what its tokenizer learns from, if not from random words.
+        arguments: the command line, parsed by
+            :func:`flashmoa_bench.harness.command_line.make_parser`.
+        tokens: size of the KV pool of an engine that is started here.
+        documents: files on which its tokenizer is trained; without any, on random words.
 
-    Raises: EngineError where some URLs are missing, or an engine does not start.
+    Raises: EngineError if only some of the URLs are given, or an engine does not start;
+        PluginMissing if an engine should have the plugin and does not.
     """
-    urls = _urls(roles, arguments)
+    urls = _given_urls(roles, arguments)
     origin = "running, meant to be " if urls else ""
     started: dict[str, LocalEngine] = {}
     async with AsyncExitStack() as stack:
         if not urls:
             started = await stack.enter_async_context(
-                _started(roles, arguments, tokens, console, documents)
+                _start_engines(roles, arguments, tokens, console, documents)
             )
             urls = {name: engine.url for name, engine in started.items()}
         clients = {
             name: await stack.enter_async_context(EngineClient(url)) for name, url in urls.items()
         }
         notes = {role.name: origin + role.description() for role in roles if role.name in urls}
-        await _check(roles, clients)
+        for role in roles:
+            if role.plugin and role.name in clients:
+                await clients[role.name].info()  # Raises PluginMissing.
         yield Engines(clients, notes, started)
 
 
-def _urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str]:
-    given = {role.name: getattr(arguments, f"{role.name}_url") for role in roles}
-    urls = {name: url for name, url in given.items() if url}
+def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str]:
+    options = {role.name: getattr(arguments, f"{role.name}_url", None) for role in roles}
+    urls = {name: url for name, url in options.items() if url}
     missing = [role for role in roles if role.name not in urls and not role.optional]
     if urls and missing:
         flags = ", ".join(role.flag for role in missing)
@@ -120,18 +126,8 @@ def _urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str
     return urls
 
 
-async def _check(roles: Sequence[Role], clients: Mapping[str, EngineClient]) -> None:
-    """Check that the engines which should have the plugin have it.
-
-    Raises: PluginMissing if one does not.
-    """
-    for role in roles:
-        if role.plugin and role.name in clients:
-            await clients[role.name].info()
-
-
 @asynccontextmanager
-async def _started(
+async def _start_engines(
     roles: Sequence[Role],
     arguments: argparse.Namespace,
     tokens: int,
@@ -144,7 +140,7 @@ async def _started(
     for shape in {role.shape or arguments.shape for role in roles if role.model is None}:
         with console.status(f"making a tiny model of shape {shape}"):
             models[shape] = await anyio.to_thread.run_sync(
-                tiny_model, shape, documents or texts(arguments), arguments.cache / "models"
+                tiny_model, shape, documents or tokenizer_texts(arguments), model_cache(arguments)
             )
     cores = {role.name: arguments.core if role.core is None else role.core for role in roles}
     async with AsyncExitStack() as stack:
@@ -156,27 +152,27 @@ async def _started(
                 running[role.name] = await engines.start(
                     role.model or models[role.shape or arguments.shape],
                     core=cores[role.name],
-                    arguments=_arguments(role, arguments, tokens),
+                    arguments=_engine_arguments(role, arguments, tokens),
                     environment=None if role.plugin else _STOCK,
                 )
-        stack.enter_context(_elsewhere(set(cores.values())))
+        stack.enter_context(_keep_off_cores(set(cores.values())))
         yield running
 
 
-def _arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:
-    more: list[str] = arguments.plugin_arguments if role.plugin else []
+def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:
+    plugin_arguments: list[str] = arguments.plugin_arguments if role.plugin else []
     return [
         *("--max-total-tokens", str(tokens)),
         *WITHOUT_OVERLAP,
         *arguments.engine_arguments,
-        *more,
+        *plugin_arguments,
         *role.arguments,
     ]
 
 
 @contextmanager
-def _elsewhere(cores: set[int]) -> Generator[None]:
-    """Keep this process off the engines' cores, if there is another one."""
+def _keep_off_cores(cores: set[int]) -> Generator[None]:
+    """Keep this process off the engines' cores, if it may use another core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before - cores or before)
     try:
@@ -185,20 +181,25 @@ def _elsewhere(cores: set[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
-def texts(arguments: argparse.Namespace) -> list[Path]:
-    """Return what a tokenizer is trained on: ``--text``, or the same random words every time."""
-    given: Path | None = getattr(arguments, "text", None)
-    if given is not None:
-        return [given]
-    dice = random.Random(0)
-    made = arguments.cache / "words.txt"
-    if not made.exists():
+def model_cache(arguments: argparse.Namespace) -> Path:
+    """Return the folder in which tiny models are kept."""
+    return arguments.cache / "models"
+
+
+def tokenizer_texts(arguments: argparse.Namespace) -> list[Path]:
+    """Return the files that train a tokenizer: ``--text``, or the same random words every time."""
+    text: Path | None = getattr(arguments, "text", None)
+    if text is not None:
+        return [text]
+    file = arguments.cache / "words.txt"
+    if not file.exists():
+        dice = random.Random(0)
         words = ("".join(dice.choices(_SYLLABLES, k=dice.randint(1, 4))) for _ in range(_WORDS))
-        made.parent.mkdir(parents=True, exist_ok=True)
-        scratch = made.with_suffix(".partial")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(".partial")
         scratch.write_text(" ".join(words))
-        scratch.replace(made)
-    return [made]
+        scratch.replace(file)
+    return [file]
 
 
 def single_token_words(model: Path) -> list[str]:
@@ -213,30 +214,29 @@ def peak_resident(leader: int) -> int | None:
     """Return the most memory, in bytes, that an engine's scheduler process ever had resident.
 
     Args:
-        leader: process id of the leader of the session that the engine's processes are in.
+        leader: process id of the leader of the session that the engine's processes belong to.
 
     ``None`` if there is no such process, or no ``/proc``.
     """
-    peaks = [_high_water(process) for process in _schedulers(leader)]
+    peaks = [_peak_of_process(process) for process in _schedulers(leader)]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _schedulers(leader: int) -> Iterator[Path]:
     for process in _PROC.glob("[0-9]*"):
         try:
-            command = process / "cmdline"
-            if os.getsid(int(process.name)) == leader and command.read_bytes().startswith(
-                _SCHEDULER
-            ):
+            if os.getsid(int(process.name)) != leader:
+                continue
+            if (process / "cmdline").read_bytes().startswith(_SCHEDULER):
                 yield process
         except OSError:
-            continue  # It has ended meanwhile, or belongs to another user.
+            continue  # The process has just ended, or belongs to another user.
 
 
-def _high_water(process: Path) -> int | None:
+def _peak_of_process(process: Path) -> int | None:
     try:
         lines = (process / "status").read_text().splitlines()
     except OSError:
         return None
-    # As in "VmHWM:     1024 kB".
+    # The line reads, for example, "VmHWM:     1024 kB".
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)

@@ -1,9 +1,8 @@
-"""The report of a benchmark: what it ran on, its progress, its results as JSON."""
+"""Report a benchmark: machine and versions, progress, tables, and results as JSON."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -11,6 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
-from flashmoa.engine import PluginMissing
-from flashmoa_bench.harness.engines import Engines
+from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa_bench.harness.engines import Engines, Role, connect_engines
 
-# Of SGLang's own, what explains a result.
+# The settings of SGLang that explain a result.
 _SETTINGS = (
     "version",
     "model_path",
@@ -51,70 +53,87 @@ _PACKAGES = ("flashmoa", "flashmoa-sglang", "sglang", "torch")
 
 
 class Report:
-    """One run of a benchmark: its head, printed first, and its results, saved last.
+    """Records one run of a benchmark: prints its head first, and saves its results last.
 
-    The machine's load averages (1, 5 and 15 minutes) are recorded at both: the run itself is in the
-    second.
+    The machine's load averages (over 1, 5 and 15 minutes) are recorded before and after the run;
+    those after it include the run itself.
 
     Args:
-        bench: the benchmark's name. arguments: as parsed; recorded as they are.
+        bench: name of the benchmark.
+        arguments: its parsed command line.
     """
 
     def __init__(self, bench: str, arguments: argparse.Namespace) -> None:
-        self._json: Path | None = arguments.json
+        self.console = terminal()
+        self._arguments = arguments
         self._document: dict[str, Any] = {
             "bench": bench,
-            "command": command(),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "versions": versions(),
             "machine": machine(),
             "load": {"before": os.getloadavg()},
-            "settings": {name: _plain(value) for name, value in vars(arguments).items()},
+            "settings": {name: _to_json(value) for name, value in vars(arguments).items()},
         }
 
-    async def describe(self, engines: Engines) -> dict[str, Any]:
-        """Record what the engines say of themselves. Returns: that, by their names."""
-        described: dict[str, Any] = {}
-        for name, client in engines.clients.items():
-            described[name] = {"url": client.url, "is": engines.notes[name], "plugin": None}
-            described[name] |= await _settings(client.url)
-            with contextlib.suppress(PluginMissing):
-                described[name]["plugin"] = (await client.info()).plugin.get("version")
-        self._document["engines"] = described
-        return described
+    @asynccontextmanager
+    async def connect(
+        self, roles: Sequence[Role], tokens: int, documents: Sequence[Path] = ()
+    ) -> AsyncGenerator[Engines]:
+        """Connect to the engines, record their settings and print the head.
 
-    def head(self, console: Console) -> None:
-        """Print command, versions and machine."""
+        Arguments and exceptions are those of :func:`connect_engines`.
+        """
+        async with connect_engines(
+            roles, self._arguments, tokens, self.console, documents
+        ) as engines:
+            self._document["engines"] = {
+                name: {
+                    "url": client.url,
+                    "is": engines.notes[name],
+                    "plugin": await _fetch_plugin_version(client),
+                    **await _fetch_settings(client.url),
+                }
+                for name, client in engines.clients.items()
+            }
+            self.print_head()
+            yield engines
+
+    @property
+    def engines(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the recorded settings of the engines, by the engines' names."""
+        return self._document.get("engines", {})
+
+    def print_head(self) -> None:
+        """Print command, versions, machine and engines."""
         document = self._document
-        console.print(f"$ {shlex.join(document['command'])}", highlight=False, soft_wrap=True)
-        known = [f"{name} {value}" for name, value in document["versions"].items() if value]
-        console.print(", ".join(known), highlight=False, soft_wrap=True)
-        facts = document["machine"]
-        parts = [f"{facts['cpu']}, {facts['cores']} cores", *facts["gpus"]]
-        console.print("; ".join(parts), highlight=False, soft_wrap=True)
-        for name, engine in document.get("engines", {}).items():
-            line = f"{name}: {engine['is']} ({engine['url']})"
-            console.print(line, highlight=False, soft_wrap=True)
-        console.print()
+        packages = [f"{name} {value}" for name, value in document["versions"].items() if value]
+        hardware = document["machine"]
+        parts = [f"{hardware['cpu']}, {hardware['cores']} cores", *hardware["gpus"]]
+        lines = [f"$ {shlex.join(document['command'])}", ", ".join(packages), "; ".join(parts)]
+        lines += [f"{name}: {each['is']} ({each['url']})" for name, each in self.engines.items()]
+        for line in (*lines, ""):
+            self.console.print(line, highlight=False, soft_wrap=True)
 
-    def save(self, console: Console, results: dict[str, Any]) -> None:
-        """Write everything to the file of ``--json``, if there is one."""
-        if self._json is None:
+    def save(self, results: dict[str, Any]) -> None:
+        """Write everything to the file of ``--json``, if it is given."""
+        file: Path | None = self._arguments.json
+        if file is None:
             return
-        self._json.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         self._document["load"]["after"] = os.getloadavg()
         document = {**self._document, "results": results}
-        self._json.write_text(json.dumps(document, indent=2) + "\n")
-        console.print(f"The same as JSON: {self._json}")
+        file.write_text(json.dumps(document, indent=2) + "\n")
+        self.console.print(f"The same as JSON: {file}")
 
 
 def terminal() -> Console:
-    """Return where results are printed: the terminal, or a log wide enough for every table."""
+    """Return the console for results: the terminal, or a log wide enough for every table."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, _LOG_WIDTH))
 
 
-def progress(console: Console) -> Progress:
-    """Make a bar that counts rounds and says how long the rest will take."""
+def progress_bar(console: Console) -> Progress:
+    """Make a bar that counts rounds and estimates how long the remaining ones will take."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -126,23 +145,31 @@ def progress(console: Console) -> Progress:
     )
 
 
-def command() -> list[str]:
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+def make_table(title: str, *columns: str, left: Collection[str] = ("",), **style: Any) -> Table:
+    """Make an empty table with right-aligned columns, except for those named in ``left``.
+
+    Args:
+        style: further arguments of :class:`rich.table.Table`.
+    """
+    table = Table(title=title, title_justify="left", **style)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what is installed here; ``None`` for what is not."""
-    found: dict[str, str | None] = {}
+    """Return the versions of Python and of the packages involved; ``None`` if not installed."""
+    installed: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return {**found, "python": platform.python_version()}
+            installed[package] = None
+    return {**installed, "python": platform.python_version()}
 
 
 def machine() -> dict[str, Any]:
-    """Return the CPU model, the cores this process may use, and GPU names."""
+    """Return the CPU model, the number of cores that this process may use, and the GPUs' names."""
     return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()}
 
 
@@ -159,22 +186,29 @@ def _gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    asked = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    return asked.stdout.strip().splitlines() if asked.returncode == 0 else []
+    result = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return result.stdout.strip().splitlines() if result.returncode == 0 else []
 
 
-async def _settings(url: str) -> dict[str, Any]:
-    """Return the settings that matter here, of those that an engine reports."""
+async def _fetch_plugin_version(client: EngineClient) -> str | None:
+    try:
+        return (await client.info()).plugin.get("version")
+    except PluginMissing:
+        return None
+
+
+async def _fetch_settings(url: str) -> dict[str, Any]:
+    """Return those of an engine's settings that explain a result; none if it reports none."""
     async with httpx.AsyncClient(timeout=60) as http:
         try:
             answer = await http.get(f"{url}/server_info")
-            told: dict[str, Any] = answer.json() if answer.is_success else {}
+            settings: dict[str, Any] = answer.json() if answer.is_success else {}
         except (httpx.TransportError, ValueError):
-            told = {}
-    return {name: _plain(told[name]) for name in _SETTINGS if name in told}
+            settings = {}
+    return {name: _to_json(settings[name]) for name in _SETTINGS if name in settings}
 
 
-def _plain(value: Any) -> Any:
-    """Make a value fit for JSON; a path below the working folder is made relative to it."""
+def _to_json(value: Any) -> Any:
+    """Make a value fit for JSON; a path below the working folder becomes relative to it."""
     here = f"{Path.cwd()}/"
     return str(value).removeprefix(here) if isinstance(value, Path | str) else value

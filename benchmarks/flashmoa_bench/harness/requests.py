@@ -1,4 +1,4 @@
-"""Requests of a benchmark: random prompts, timed answers, prompts that are fed as they grow."""
+"""Send a benchmark's requests: random prompts, timed answers, prompts that are fed as they grow."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ import httpx
 from flashmoa.engine import BadAnswer, EngineClient, PromptUsage
 from flashmoa.linking.prompt_feed import PromptFeed
 
-# Every vocabulary has these ids, and none has special tokens among them.
-_IDS = (1000, 4000)
-# Between two looks at what a source has written.
+# Every vocabulary has these ids, and none of them is a special token.
+FIRST_ID, ID_COUNT = 1000, 3000
+# Time between two looks at a source that may have written more.
 _LOOK_SECONDS = 0.01
 _BATCH_SECONDS = 600.0
 
 
 def random_ids(dice: random.Random, count: int) -> list[int]:
-    """Return fresh random token ids, so that no prompt meets another one's cache by chance."""
-    return dice.choices(range(*_IDS), k=count)
+    """Return fresh random token ids, so that no prompt is cached by chance."""
+    return dice.choices(range(FIRST_ID, FIRST_ID + ID_COUNT), k=count)
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """One generation; times in seconds of ``time.perf_counter``.
+    """An answer with the time when each token arrived, in seconds of ``time.perf_counter``.
 
-    Attributes:
-        times: when each token arrived, one entry per token.
-        begun: set with the first token.
+    ``has_begun`` is set with the first token.
     """
 
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     usage: PromptUsage | None = None
-    begun: anyio.Event = field(default_factory=anyio.Event)
+    has_begun: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def first(self) -> float:
@@ -51,14 +49,14 @@ class TimedAnswer:
 
     @property
     def late_tokens(self) -> int:
-        """Return the prompt tokens computed after the request came."""
+        """Return the number of prompt tokens that were computed after the request came."""
         if self.usage is None:
             return 0
         return self.usage.prompt_tokens - (self.usage.cached_tokens or 0)
 
     @property
     def ahead_tokens(self) -> int:
-        """Return the prompt tokens that its prompt stream computed before it came."""
+        """Return the number of prompt tokens that its prompt stream computed before it came."""
         stream = self.usage.prompt_stream if self.usage is not None else None
         return sum(span.tokens for span in stream.prefills) if stream is not None else 0
 
@@ -70,7 +68,13 @@ async def ask(
     stream_id: str | None = None,
     into: TimedAnswer | None = None,
 ) -> TimedAnswer:
-    """Generate exactly ``tokens`` tokens greedily; ``into`` can be watched as it grows."""
+    """Generate exactly ``tokens`` tokens greedily.
+
+    Args:
+        ids: token ids of the prompt.
+        stream_id: id of the prompt stream that has the prompt's beginning, if there is one.
+        into: answer to write into, which can be watched while it grows.
+    """
     answer = into if into is not None else TimedAnswer()
     sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     async with engine.generate(
@@ -84,16 +88,16 @@ async def ask(
             answer.ids += delta.token_ids
             answer.times += [now] * len(delta.token_ids)
             answer.usage = delta.usage or answer.usage
-            answer.begun.set()
+            answer.has_begun.set()
     return answer
 
 
 async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
-    """Generate the first token of each prompt, sent as one batch request.
+    """Generate the first token of each prompt, with one batch request.
 
-    They reach the scheduler at once.
+    All prompts reach the scheduler at the same moment.
 
-    Raises: BadAnswer if the engine does not answer them all.
+    Raises: BadAnswer if the engine does not answer all of them.
     """
     answers = [TimedAnswer() for _ in prompts]
     body = {
@@ -107,59 +111,63 @@ async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> l
     ):
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                _note(json.loads(line.removeprefix("data: ")), answers)
+                _record_event(json.loads(line.removeprefix("data: ")), answers)
     if not all(answer.times for answer in answers):
         raise BadAnswer(f"{engine.url} did not answer every prompt of a batch")
     return answers
 
 
-def _note(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None:
+def _record_event(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None:
     if "index" not in event:
         return
-    place: int = event["index"]
-    answer = answers[place]
+    index: int = event["index"]
+    answer = answers[index]
     if not answer.times:
         answer.times.append(time.perf_counter())
     answer.usage = PromptUsage.model_validate(event["meta_info"])
 
 
-class _Written:
-    """A prompt of token ids as its source writes it; it is complete when its request comes."""
+class _GrowingPrompt:
+    """Hands a :class:`PromptFeed` the token ids of a prompt as its source writes them.
+
+    It never completes the prompt; the prompt's request does.
+    """
 
     is_complete = False
 
     def __init__(self, known: Sequence[int], source: Callable[[], Sequence[int]]) -> None:
         self._known = known
         self._source = source
-        self._taken: int | None = None
+        self._taken_tokens: int | None = None
 
     def take(self) -> Sequence[int]:
-        if self._taken is None:
-            self._taken = 0
+        """Return the tokens that have come since the last call; at first, those known before."""
+        if self._taken_tokens is None:
+            self._taken_tokens = 0
             return self._known
-        fresh = self._source()[self._taken :]
-        self._taken += len(fresh)
+        fresh = self._source()[self._taken_tokens :]
+        self._taken_tokens += len(fresh)
         return fresh
 
 
 class Feeder:
-    """A prompt stream of token ids that is fed what its source has, at the engine's pace.
+    """Feeds a prompt stream the tokens that a source writes, at the engine's pace.
+
+    A context manager: it opens the stream in the background, and deletes it in the end unless
+    :meth:`claim` has handed it to its request.
 
     Args:
-        known: what the prompt begins with; sent when the feeder is entered.
-        source: all tokens there are so far beyond ``known``.
-
-    A context manager: it opens the stream in the background, and gives it back unless
-    :meth:`claim` has handed it to its request.
+        known: token ids that the prompt begins with; sent when the feeder is entered.
+        source: returns all token ids beyond ``known`` that are written so far.
     """
 
     def __init__(
         self, engine: EngineClient, known: Sequence[int], source: Callable[[], Sequence[int]]
     ) -> None:
-        self._feed = PromptFeed(engine, _Written(known, source))
+        self._feed = PromptFeed(engine, _GrowingPrompt(known, source))
         self._group = anyio.create_task_group()
-        self._over = anyio.Event()
-        self._taken = False
+        self._has_ended = anyio.Event()
+        self._is_claimed = False
 
     @property
     def stream_id(self) -> str | None:
@@ -167,35 +175,32 @@ class Feeder:
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
-        self._group.start_soon(self._run)
-        self._group.start_soon(self._look)
+        self._group.start_soon(self._feed_stream)
+        self._group.start_soon(self._poll_source)
         return self
 
     async def __aexit__(self, *problem: Any) -> bool | None:
         self._feed.stop()
-        self._over.set()
+        self._has_ended.set()
         return await self._group.__aexit__(*problem)
 
     def claim(self) -> str | None:
-        """Hand the stream to its request: return its id, or ``None`` if it is not open yet."""
+        """Stop feeding and return the stream's id for its request; ``None`` if it is not open."""
         self._feed.stop()
-        self._taken = self.stream_id is not None
+        self._is_claimed = self.stream_id is not None
         return self.stream_id
 
-    async def _run(self) -> None:
+    async def _feed_stream(self) -> None:
         try:
             await self._feed.run()
             await self._feed.hold()
         finally:
-            if not self._taken:
+            if not self._is_claimed:
                 await self._feed.delete()
 
-    async def _look(self) -> None:
-        """Look at the source at intervals.
-
-        Clocks and other requests do not tell when they have more.
-        """
-        while not self._over.is_set():
+    async def _poll_source(self) -> None:
+        """Look at the source at intervals, since sources give no notice when they have more."""
+        while not self._has_ended.is_set():
             with anyio.move_on_after(_LOOK_SECONDS):
-                await self._over.wait()
+                await self._has_ended.wait()
             self._feed.changed()

@@ -1,25 +1,93 @@
-"""Rounds of measurements: their order, and statistics over small samples of them."""
+"""Play rounds of measurements in turns, and compute statistics over small samples of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Self, TypeVar
 
-Name = TypeVar("Name", bound=str)
+import anyio
+from rich.console import Console
+
+from flashmoa_bench.harness.report import progress_bar
+
+Way = TypeVar("Way", bound=str | int)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def alternating(repeats: int, ways: Sequence[Name]) -> list[Name]:
-    """Return each way ``repeats`` times, every round starting with another one.
+class RoundPlayer:
+    """Plays each way of doing something several times, and shows how many rounds are left.
 
-    Drift of the machine then affects all ways alike.
+    A context manager, within which the bar is shown.
+
+    Args:
+        repeats: number of rounds of each way.
+        ways: number of ways in all calls of :meth:`play` together.
+    """
+
+    def __init__(self, console: Console, repeats: int, ways: int) -> None:
+        self._repeats = repeats
+        self._bars = progress_bar(console)
+        self._bar = self._bars.add_task("warming up", total=repeats * ways)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._bars.stop()
+
+    async def play(
+        self, ways: Sequence[Way], run: Callable[[Way], Awaitable[Result]], label: str = ""
+    ) -> dict[Way, list[Result]]:
+        """Call ``run`` for each way in turn, round after round; return its results by way.
+
+        Args:
+            label: shown in front of the way that is running.
+        """
+        results: dict[Way, list[Result]] = {way: [] for way in ways}
+        for way in alternate(self._repeats, ways):
+            self._bars.update(self._bar, description=f"{label} {way}".strip())
+            results[way].append(await run(way))
+            self._bars.advance(self._bar)
+        return results
+
+
+def alternate(repeats: int, ways: Sequence[Way]) -> list[Way]:
+    """Return each way ``repeats`` times; every round starts with a different way.
+
+    A machine that becomes faster or slower in the course of a run then affects all ways alike.
     """
     return [ways[(start + i) % len(ways)] for start in range(repeats) for i in range(len(ways))]
 
 
+async def run_concurrently(
+    run: Callable[[Item], Awaitable[Result]], items: Sequence[Item], limit: int | None = None
+) -> list[Result]:
+    """Run all items at once, or at most ``limit`` at a time in their order.
+
+    Returns: the results in the items' order.
+    """
+    results: dict[int, Result] = {}
+    waiting = iter(enumerate(items))
+
+    async def work() -> None:
+        for place, item in waiting:
+            results[place] = await run(item)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(limit or len(items)):
+            group.start_soon(work)
+    return [results[place] for place in range(len(items))]
+
+
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that a ``share`` (0 to 1) of ``values`` do not exceed, by nearest rank."""
+    """Return the value that a ``share`` (0 to 1) of ``values`` do not exceed, by nearest rank.
+
+    Raises: ValueError if there are no values.
+    """
     if not values:
         raise ValueError("a percentile needs at least one value")
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""Routers that a benchmark starts in front of its engines, each a process of its own."""
+"""Start routers in front of a benchmark's engines, each as a separate process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flashmoa.engine.local import free_port
 OURS, STOCK = "flashmoa router", "sglang-router"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
-# It ends with the benchmark, however that ends (PR_SET_PDEATHSIG).
-_END_TOO = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
-_FLASHMOA = _END_TOO + "from flashmoa.cli import main; main()"
-# Its own command imports SGLang, which it does not need for this.
+# The router ends when the benchmark ends, even if that is killed (PR_SET_PDEATHSIG).
+_END_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+_FLASHMOA = _END_WITH_PARENT + "from flashmoa.cli import main; main()"
+# sglang-router's own command would import SGLang, which is not needed here.
 _SGLANG_ROUTER = (
-    _END_TOO
+    _END_WITH_PARENT
     + """
 import sys
 from sglang_router.router import Router
@@ -36,47 +36,52 @@ Router.from_args(RouterArgs(
 )).start()
 """
 )
-# Every vocabulary has these tokens; they are too few to take room in a cache.
+# Every vocabulary has these tokens. They are few, so that they take hardly any room in a cache.
 _PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 
 
-def available() -> list[str]:
+def installed_routers() -> list[str]:
     """Return the routers that are installed here."""
     return [OURS, *([STOCK] if find_spec("sglang_router") is not None else [])]
 
 
 @asynccontextmanager
-async def gateway(name: str, engines: Sequence[str]) -> AsyncGenerator[str]:
-    """Start a router over ``engines``; yield its URL once it answers requests.
+async def start_router(name: str, engines: Sequence[str]) -> AsyncGenerator[str]:
+    """Start a router over ``engines``, and yield its URL once it answers requests.
 
-    Raises: EngineError with the end of its log where it does not.
+    Args:
+        name: one of :func:`installed_routers`.
+        engines: the engines' URLs.
+
+    Raises: EngineError, with the end of the router's log, if it does not answer in time.
     """
-    port, more = free_port(), free_port()
-    with tempfile.TemporaryDirectory(prefix="flashmoa-gateway-") as folder:
+    port, metrics_port = free_port(), free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="flashmoa-router-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
             process = await anyio.open_process(
-                _command(name, engines, port, more),
+                _command(name, engines, port, metrics_port),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
             )
         try:
-            await _answers(process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
+            await _wait_until_ready(process, url, log)
+            yield url
         finally:
             with anyio.CancelScope(shield=True):
                 await _stop(process)
 
 
-def _command(name: str, engines: Sequence[str], port: int, metrics: int) -> list[str]:
+def _command(name: str, engines: Sequence[str], port: int, metrics_port: int) -> list[str]:
     if name == OURS:
-        given = [part for url in engines for part in ("--engine", url)]
-        return [sys.executable, "-c", _FLASHMOA, "router", *given, "--port", str(port)]
-    return [sys.executable, "-c", _SGLANG_ROUTER, str(port), str(metrics), *engines]
+        flags = [part for url in engines for part in ("--engine", url)]
+        return [sys.executable, "-c", _FLASHMOA, "router", *flags, "--port", str(port)]
+    return [sys.executable, "-c", _SGLANG_ROUTER, str(port), str(metrics_port), *engines]
 
 
-async def _answers(process: Process, url: str, log: Path) -> None:
+async def _wait_until_ready(process: Process, url: str, log: Path) -> None:
     async with httpx.AsyncClient(timeout=10) as http:
         with anyio.move_on_after(_START_SECONDS):
             while process.returncode is None:

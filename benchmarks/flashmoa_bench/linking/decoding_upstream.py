@@ -1,9 +1,9 @@
-"""Handoffs between two engines, the upstream agent really decoding: the setting of §6.1.
+"""Measure handoffs between two engines, with an upstream agent that really decodes (§6.1).
 
-For each pair: the time from A's first token to B's first token, when B's prompt is sent after A's
-last token (*sequential*), when its growing prefix is sent in stateless prefill requests (*probe*:
-what a client can do with any server), and when it is *linked*. Engines A and B are two real SGLang
-engines with a tiny model, one per core.
+Agents A and B run on two SGLang engines with a tiny model, one per core. The time from A's first
+token to B's first token is measured in three ways: B's prompt is sent after A's last token
+(*sequential*), its growing prefix is sent in stateless prefill requests (*probe*: what a client can
+do with any server), or it is *linked*.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ import anyio
 from rich.table import Table
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import WITHOUT_OVERLAP, local_engines
+from flashmoa.engine.tiny_models import tiny_model
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
-from flashmoa_bench.harness.engines import single_token_words, texts, tiny_model
-from flashmoa_bench.harness.report import Report, terminal
-from flashmoa_bench.harness.rounds import alternating
+from flashmoa_bench.harness.engines import (
+    Role,
+    model_cache,
+    single_token_words,
+    tokenizer_texts,
+)
+from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
 PairWay = Literal["sequential", "probe", "linked"]
 WAYS: tuple[PairWay, ...] = ("sequential", "probe", "linked")
-
 _PROBE_CHUNK = 32
-# On a CPU, sending every token by itself costs the engines and this client, which share its
-# two cores, several per cent of them.
+# Tokens of an event. On a CPU, sending every token by itself costs several per cent of the two
+# cores, which the engines share with this client.
 _STREAM_INTERVAL = 4
 _SUFFIX = " and so it ends"
+_POOL_TOKENS = 16_000
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One pair's times, in seconds from A's first token."""
+    """The seconds of one pair of agents from A's first token to A's last, and to B's first."""
 
     upstream_end: float
     downstream_first: float
@@ -50,11 +55,16 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairCell:
-    """One workload at one concurrency; medians over rounds of the mean over pairs.
+    """The figures of one workload at one concurrency; medians over rounds of means over pairs.
 
-    ``hidden``: (sequential - linked) / min(T_decode of A, T_prefill of B), FlashAgents Eq. 4.
-    Two engines on one machine slow each other down, so A also decodes longer while B computes;
-    ``hidden_own`` takes A's decode time from the linked run itself, as Eq. 3 does.
+    Attributes:
+        sequential, probe, linked: seconds from A's first token to B's first, by way.
+        decode_a, prefill_b: T_decode of A and T_prefill of B, sequential.
+        hidden: (sequential - linked) / min(decode_a, prefill_b), FlashAgents Eq. 4.
+        hidden_own: the same with A's decode time taken from the linked run itself, as in Eq. 3:
+            two engines on one machine slow each other down, so A decodes longer while B computes.
+        hidden_probe: ``hidden`` of the probe.
+        handoff: seconds from A's last token to B's first, linked.
     """
 
     prefix: int
@@ -73,11 +83,7 @@ class PairCell:
 
 
 class PairBench:
-    """Workloads on two engines.
-
-    Args:
-        words: single-token words, as the tokenizer writes them inside a text.
-    """
+    """Plays rounds of pairs on two engines; ``words`` are single tokens, each with a space."""
 
     def __init__(self, a: EngineClient, b: EngineClient, words: list[str], seed: int = 0) -> None:
         self._a = a
@@ -85,120 +91,114 @@ class PairBench:
         self._words = words
         self._dice = random.Random(seed)
 
-    def _text(self, tokens: int) -> str:
+    def _make_text(self, tokens: int) -> str:
         return "The" + "".join(self._dice.choices(self._words, k=tokens - 1))
 
-    async def round(self, way: PairWay, prefix: int, streamed: int, concurrency: int) -> list[Pair]:
-        """Run ``concurrency`` pairs once, on empty caches and fresh random texts."""
+    async def play_round(
+        self, way: PairWay, prefix: int, streamed: int, concurrency: int
+    ) -> list[Pair]:
+        """Run ``concurrency`` pairs at once, on empty caches and with fresh random texts.
+
+        Args:
+            prefix: number of tokens known of B's prompt beforehand.
+            streamed: number of tokens that A writes.
+        """
         await self._a.flush_cache()
         await self._b.flush_cache()
         run: Callable[[str, int], Awaitable[Pair]] = {
-            "sequential": self._sequential,
-            "probe": self._probe,
-            "linked": self._linked,
+            "sequential": self._run_sequentially,
+            "probe": self._run_with_probes,
+            "linked": self._run_linked,
         }[way]
-        pairs: list[Pair] = []
-
-        async def one() -> None:
-            pairs.append(await run(self._text(prefix), streamed))
-
-        async with anyio.create_task_group() as group:
-            for _ in range(concurrency):
-                group.start_soon(one)
-        return pairs
+        texts = [self._make_text(prefix) for _ in range(concurrency)]
+        return await run_concurrently(lambda text: run(text, streamed), texts)
 
     async def _decode(
-        self, streamed: int, on_text: Callable[[str, list[int]], None]
+        self, streamed: int, on_text: Callable[[str, list[int]], None] = lambda text, ids: None
     ) -> tuple[float, float, str]:
-        """Have A write; return when its first and last token came, and its text."""
+        """Generate A's answer; return when its first and last token came, and its text."""
         sampling = {
             "max_new_tokens": streamed,
             "temperature": 0,
             "ignore_eos": True,
             "stream_interval": _STREAM_INTERVAL,
         }
-        first, parts = 0.0, list[str]()
-        async with self._a.generate(text=self._text(32), sampling=sampling) as deltas:
+        first, pieces = 0.0, list[str]()
+        async with self._a.generate(text=self._make_text(32), sampling=sampling) as deltas:
             async for delta in deltas:
                 first = first or time.perf_counter()
-                parts.append(delta.text)
+                pieces.append(delta.text)
                 on_text(delta.text, delta.token_ids)
-        return first, time.perf_counter(), "".join(parts)
+        return first, time.perf_counter(), "".join(pieces)
 
-    async def _first_token(
-        self, text: str, stream_id: str | None = None
+    async def _ask_b(
+        self, prompt: str, stream_id: str | None = None, tokens: int = 1
     ) -> tuple[float, int | None]:
-        sampling = {"max_new_tokens": 1, "temperature": 0}
-        at, late = 0.0, None
-        async with self._b.generate(
-            text=text, sampling=sampling, prompt_stream_id=stream_id
-        ) as deltas:
+        """Return when B's first token came, and how many prompt tokens its request computed."""
+        sampling = {"max_new_tokens": tokens, "temperature": 0}
+        generation = self._b.generate(text=prompt, sampling=sampling, prompt_stream_id=stream_id)
+        first, late = 0.0, None
+        async with generation as deltas:
             async for delta in deltas:
-                at = at or time.perf_counter()
+                first = first or time.perf_counter()
                 late = delta.usage.late_tokens if delta.usage else None
-        return at, late
+        return first, late
 
-    async def _sequential(self, prefix: str, streamed: int) -> Pair:
-        first, last, text = await self._decode(streamed, lambda _text, _ids: None)
-        done, late = await self._first_token(prefix + text + _SUFFIX)
+    async def _run_sequentially(self, prefix: str, streamed: int) -> Pair:
+        first, last, text = await self._decode(streamed)
+        done, late = await self._ask_b(prefix + text + _SUFFIX)
         return Pair(last - first, done - first, late)
 
-    async def _probe(self, prefix: str, streamed: int) -> Pair:
+    async def _run_with_probes(self, prefix: str, streamed: int) -> Pair:
         """Send prefill requests with ever longer prompts, one at a time, 32 new tokens each."""
-        parts: list[str] = []
-        sent, tokens, new, finished = 0, 0, anyio.Event(), False
+        pieces: list[str] = []
+        sent_tokens, tokens, has_grown, is_finished = 0, 0, anyio.Event(), False
         first, last, text = 0.0, 0.0, ""
 
         def on_text(text: str, ids: list[int]) -> None:
             nonlocal tokens
-            parts.append(text)
+            pieces.append(text)
             tokens += len(ids)
-            new.set()
+            has_grown.set()
 
         async def follow() -> None:
-            nonlocal sent, new
-            await self._stateless_prefill(prefix)
-            while not finished:
-                await new.wait()
-                new = anyio.Event()
-                if not finished and tokens - sent >= _PROBE_CHUNK:
-                    sent = tokens
-                    await self._stateless_prefill(prefix + "".join(parts))
+            nonlocal sent_tokens, has_grown
+            await self._ask_b(prefix, tokens=0)
+            while not is_finished:
+                await has_grown.wait()
+                has_grown = anyio.Event()
+                if not is_finished and tokens - sent_tokens >= _PROBE_CHUNK:
+                    sent_tokens = tokens
+                    await self._ask_b(prefix + "".join(pieces), tokens=0)
 
         async with anyio.create_task_group() as group:
             group.start_soon(follow)
             first, last, text = await self._decode(streamed, on_text)
-            finished = True
-            new.set()
-        done, late = await self._first_token(prefix + text + _SUFFIX)
+            is_finished = True
+            has_grown.set()
+        done, late = await self._ask_b(prefix + text + _SUFFIX)
         return Pair(last - first, done - first, late)
 
-    async def _stateless_prefill(self, text: str) -> None:
-        async with self._b.generate(text=text, sampling={"max_new_tokens": 0}) as deltas:
-            async for _ in deltas:
-                pass
-
-    async def _linked(self, prefix: str, streamed: int) -> Pair:
-        prompt = Prompt([prefix, Slot("A"), _SUFFIX])
-        link = Link(self._b, prompt, agent="B")
-        first, last, done = 0.0, 0.0, 0.0
-        late: int | None = None
+    async def _run_linked(self, prefix: str, streamed: int) -> Pair:
+        link = Link(self._b, Prompt([prefix, Slot("A"), _SUFFIX]), agent="B")
+        first, last, done, late = 0.0, 0.0, 0.0, None
         async with anyio.create_task_group() as group:
             group.start_soon(link.run)
-            first, last, text = await self._decode(
-                streamed, lambda text, _ids: link.feed("A", text)
-            )
+            first, last, text = await self._decode(streamed, lambda text, _: link.feed("A", text))
             link.close_slot("A")
-            done, late = await self._first_token(prefix + text + _SUFFIX, link.claim())
+            done, late = await self._ask_b(prefix + text + _SUFFIX, link.claim())
         return Pair(last - first, done - first, late)
 
 
 async def measure_cell(
-    bench: PairBench, prefix: int, streamed: int, concurrency: int, repeats: int
+    bench: PairBench, player: RoundPlayer, prefix: int, streamed: int, concurrency: int
 ) -> PairCell:
-    rounds: dict[PairWay, list[list[Pair]]] = {way: [] for way in WAYS}
-    for way in alternating(repeats, WAYS):
-        rounds[way].append(await bench.round(way, prefix, streamed, concurrency))
+    """Play all rounds of one workload, and summarise them."""
+
+    async def run(way: PairWay) -> list[Pair]:
+        return await bench.play_round(way, prefix, streamed, concurrency)
+
+    rounds = await player.play(WAYS, run, f"{prefix}/{streamed} C={concurrency}")
 
     def middle(way: PairWay, value: Callable[[Pair], float]) -> float:
         return median(mean(value(pair) for pair in pairs) for pairs in rounds[way])
@@ -212,9 +212,7 @@ async def measure_cell(
         prefix=prefix,
         streamed=streamed,
         concurrency=concurrency,
-        sequential=times["sequential"],
-        probe=times["probe"],
-        linked=times["linked"],
+        **times,
         decode_a=decode,
         prefill_b=prefill,
         hidden=(times["sequential"] - times["linked"]) / bound,
@@ -225,16 +223,16 @@ async def measure_cell(
     )
 
 
-def table(cells: list[PairCell]) -> Table:
-    shown = Table(title="From A's first token to B's first token", title_justify="left")
-    names = ("prefix", "streamed", "C", "sequential", "probe", "linked", "T_decode A")
-    hidden = ("hidden probe", "hidden", "hidden own")
-    more = ("T_prefill B", "A end to B", "seq/probe", "seq/linked", *hidden, "late tokens")
-    for name in (*names, *more):
-        shown.add_column(name, justify="right")
+def _make_table(cells: list[PairCell]) -> Table:
+    table = make_table(
+        "From A's first token to B's first token",
+        *("prefix", "streamed", "C", "sequential", "probe", "linked", "T_decode A"),
+        *("T_prefill B", "A end to B", "seq/probe", "seq/linked"),
+        *("hidden probe", "hidden", "hidden own", "late tokens"),
+    )
     for cell in cells:
         times = (cell.sequential, cell.probe, cell.linked, cell.decode_a, cell.prefill_b)
-        shown.add_row(
+        table.add_row(
             *(str(value) for value in (cell.prefix, cell.streamed, cell.concurrency)),
             *(f"{value:.2f} s" for value in times),
             f"{cell.handoff * 1000:.0f} ms",
@@ -245,22 +243,22 @@ def table(cells: list[PairCell]) -> Table:
             f"{cell.hidden_own:.2f}",
             f"{cell.late_tokens:.0f}",
         )
-    return shown
+    return table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what only this setting has."""
+    """Add the options that only this setting has."""
     group = parser.add_argument_group("an upstream that decodes")
     group.add_argument(
         "--upstream-decodes",
         action="store_true",
-        help="on an engine of its own, started here, one core after --core",
+        help="on a separate engine; both are started here, on --core and the next core",
     )
     group.add_argument("--text", type=Path, help="trains the tokenizer; random words if not given")
 
 
 def check_options(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """Refuse what this setting does not have; set its defaults."""
+    """Set this setting's defaults, and exit with a message for options that it does not have."""
     urls = (chosen.stock_url, chosen.lpm_url, chosen.flashmoa_url)
     if chosen.tps or chosen.full or chosen.picture or any(urls):
         parser.error("--upstream-decodes starts its engines; it has no pace, grid or picture")
@@ -271,27 +269,19 @@ def check_options(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -
 
 async def measure(arguments: argparse.Namespace) -> None:
     """Measure every combination, print the table and write the report."""
-    console = terminal()
-    model = tiny_model(arguments.shape, texts(arguments), arguments.cache / "models")
-    words = single_token_words(model)
-    cells: list[PairCell] = []
+    model = tiny_model(arguments.shape, tokenizer_texts(arguments), model_cache(arguments))
+    roles = [
+        Role(name, plugin=True, core=arguments.core + place, model=model)
+        for place, name in enumerate(("upstream", "downstream"))
+    ]
+    grid = list(product(arguments.prefix, arguments.upstream, arguments.concurrency))
     report = Report("handoff", arguments)
-    report.head(console)
-    async with local_engines() as engines:
-        settings = ["--max-total-tokens", "16000", *WITHOUT_OVERLAP]
-        a = await engines.start(model, core=arguments.core, arguments=settings, wait=False)
-        b = await engines.start(model, core=arguments.core + 1, arguments=settings)
-        await a.wait_until_ready()
-        async with EngineClient(a.url) as client_a, EngineClient(b.url) as client_b:
-            bench = PairBench(client_a, client_b, words, arguments.seed)
-            await bench.round("linked", arguments.prefix[0], 64, 1)
-            grid = product(arguments.prefix, arguments.upstream, arguments.concurrency)
-            for prefix, streamed, concurrency in grid:
-                cell = await measure_cell(bench, prefix, streamed, concurrency, arguments.repeats)
-                cells.append(cell)
-                console.print(
-                    f"{prefix} known, {streamed} streamed, C={concurrency}: "
-                    f"hidden {cell.hidden:.2f} (probe {cell.hidden_probe:.2f})"
-                )
-    console.print(table(cells))
-    report.save(console, {"cells": [asdict(cell) for cell in cells]})
+    async with report.connect(roles, _POOL_TOKENS) as engines:
+        words = single_token_words(model)
+        a, b = engines.clients.values()
+        bench = PairBench(a, b, words, arguments.seed)
+        with RoundPlayer(report.console, arguments.repeats, len(grid) * len(WAYS)) as player:
+            await bench.play_round("linked", arguments.prefix[0], 64, 1)
+            cells = [await measure_cell(bench, player, *workload) for workload in grid]
+    report.console.print(_make_table(cells))
+    report.save({"cells": [asdict(cell) for cell in cells]})

@@ -1,13 +1,13 @@
-"""The handoff of FlashAgents §6.1 (Figure 6), over a grid of workloads.
+"""Measure the handoff of FlashAgents §6.1 (Figure 6), over a grid of workloads.
 
-C pipelines at once: a known prefix shared by the C, an upstream agent's tokens arriving at
-so many per second, a suffix of 10 tokens, and the downstream's first token. T is the time
-from A's first token to B's (Eq. 6): sequential on stock SGLang with its fcfs policy and with
-lpm, and linked on FlashMoA.
+C pipelines run at once. In each, agent A writes tokens at a set rate, and agent B answers a prompt
+of a known prefix (shared by the C pipelines), A's tokens and a suffix of 10 tokens. T is the time
+from A's first token to B's first token (Eq. 6). It is measured sequentially on stock SGLang, with
+its scheduling policies fcfs and lpm, and linked on FlashMoA.
 
-By default the upstream agents are clocks, so that one engine suffices. With --upstream-decodes
-they really decode, on an engine of their own, and a third way is measured: what a client can do
-with any server, by stateless prefill requests.
+By default the agents A are clocks, so that one engine suffices. With --upstream-decodes they really
+decode, on a separate engine, and a third way is measured: what a client can do with any server, by
+stateless prefill requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Role, connected
-from flashmoa_bench.harness.report import Report, terminal
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.linking import decoding_upstream, heatmap
-from flashmoa_bench.linking.overlap import LINKED, GridSummary, HandoffCell, cell, summarise
+from flashmoa_bench.linking.overlap import (
+    LINKED,
+    GridSummary,
+    HandoffCell,
+    summarise_cell,
+    summarise_grid,
+)
 from flashmoa_bench.linking.pipelines import Ways, Workload, play_grid
 
 ROLES = (
@@ -39,7 +45,7 @@ _WAYS: Ways = {
     "lpm": ("lpm", "sequential"),
     LINKED: ("flashmoa", "linked"),
 }
-# TPS, prefix, upstream.
+# Values of TPS, prefix and upstream.
 _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
 _CONCURRENCY = [1, 2, 4, 8]
@@ -47,8 +53,8 @@ _FULL: _Grid = ([40.0, 80.0, 160.0], [256, 512, 1024, 2048], [32, 64, 96, 128, 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench handoff``; return the exit status."""
-    parser = command_line("handoff", __doc__, ROLES)
+    """Run ``flashmoa bench handoff`` and return the exit status."""
+    parser = make_parser("handoff", __doc__, ROLES)
     grid = parser.add_argument_group("the grid; 24 cells unless said otherwise")
     grid.add_argument("--full", action="store_true", help="240 cells")
     grid.add_argument("--tps", type=float, nargs="+", help="upstream tokens per second")
@@ -71,7 +77,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def workloads(arguments: argparse.Namespace) -> list[Workload]:
-    """Return the grid: what is not given is the default's or, with ``--full``, the large one's."""
+    """Return the grid's workloads.
+
+    Dimensions that are not given are those of the default grid or, with ``--full``, the large one.
+    """
     all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
     return [
         Workload(tps, prefix, upstream, concurrency)
@@ -83,30 +92,28 @@ def workloads(arguments: argparse.Namespace) -> list[Workload]:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = terminal()
     grid = workloads(arguments)
     report = Report("handoff", arguments)
     pool = max(workload.pool_tokens for workload in grid)
-    async with connected(ROLES, arguments, pool, console) as engines:
-        await report.describe(engines)
-        report.head(console)
+    async with report.connect(ROLES, pool) as engines:
         ways = {name: way for name, way in _WAYS.items() if way[0] in engines}
-        rounds = await play_grid(engines, grid, ways, arguments, console)
-    cells = [cell(workload, played) for workload, played in zip(grid, rounds, strict=True)]
-    show(cells, console)
+        rounds = await play_grid(engines, grid, ways, arguments, report.console)
+    cells = [
+        summarise_cell(workload, by_way) for workload, by_way in zip(grid, rounds, strict=True)
+    ]
+    show(cells, report.console)
     if arguments.picture:
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
         arguments.picture.write_text(heatmap.draw(cells, "Speed-up: T sequential / T linked"))
-        console.print(f"Heat map: {arguments.picture}")
+        report.console.print(f"Heat map: {arguments.picture}")
     report.save(
-        console,
-        {"cells": [asdict(one) for one in cells], "summary": asdict(summarise(cells))},
+        {"cells": [asdict(cell) for cell in cells], "summary": asdict(summarise_grid(cells))},
     )
 
 
 def show(cells: Sequence[HandoffCell], console: Console) -> None:
-    """Print the table and what it comes to."""
-    console.print(_table(cells))
+    """Print the table and its summary."""
+    console.print(_make_table(cells))
     console.print(
         "T: from A's first token to B's (Eq. 6). bound: min(T_A, P_B - floor), P_B what the "
         "better baseline adds to T_A, the floor B's first token when all that was known before A's "
@@ -114,28 +121,27 @@ def show(cells: Sequence[HandoffCell], console: Console) -> None:
         "hidden: T of the better baseline - T linked. late: prompt tokens left when B's request "
         "came.\n"
     )
-    _show_summary(summarise(cells), console)
+    _show_summary(summarise_grid(cells), console)
 
 
-def _table(cells: Sequence[HandoffCell]) -> Table:
+def _make_table(cells: Sequence[HandoffCell]) -> Table:
     title = "Handoff: TPS/Prefix/Upstream, seconds"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     ways = list(cells[0].speedup)
     names = ["workload", "C", *(f"T {way}" for way in ways), "T linked"]
     names += [f"vs {way}" for way in ways]
-    for name in (*names, "T_A", "P_B", "floor", "bound", "hidden", "fraction", "late"):
-        table.add_column(name, justify="right")
-    for one in cells:
-        fraction = one.hidden_fraction
-        times = (one.decode, one.prefill, one.floor, one.bound, one.hidden)
+    names += ["T_A", "P_B", "floor", "bound", "hidden", "fraction", "late"]
+    table = make_table(title, *names, box=SIMPLE_HEAD, padding=0)
+    for cell in cells:
+        fraction = cell.hidden_fraction
+        times = (cell.decode, cell.prefill, cell.floor, cell.bound, cell.hidden)
         table.add_row(
-            one.workload.label,
-            str(one.workload.concurrency),
-            *(f"{one.seconds[way]:.2f}" for way in (*ways, LINKED)),
-            *(f"{one.speedup[way]:.2f}x" for way in ways),
+            cell.workload.label,
+            str(cell.workload.concurrency),
+            *(f"{cell.seconds[way]:.2f}" for way in (*ways, LINKED)),
+            *(f"{cell.speedup[way]:.2f}x" for way in ways),
             *(f"{value:.2f}" for value in times),
-            f"{fraction:.2f}" if fraction is not None and one.is_worth_hiding else "-",
-            f"{one.late_tokens:.0f}",
+            f"{fraction:.2f}" if fraction is not None and cell.is_worth_hiding else "-",
+            f"{cell.late_tokens:.0f}",
         )
     return table
 

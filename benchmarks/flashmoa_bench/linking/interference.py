@@ -1,9 +1,10 @@
-"""The cost of FlashMoA's plugin and its prompt streams to other requests.
+"""Measure what FlashMoA's plugin and its prompt streams cost other requests.
 
 *Throughput*: the same mix of requests on stock SGLang and on an engine with the plugin and no
-stream open. *Latency*: a request that decodes alone, and beside prompt streams that fill on the
-same engine; the time between its tokens. *Pressure*: pipelines that together need more than the
-KV pool holds, linked and unlinked; it has an engine with a small pool to itself.
+stream open. *Latency*: the time between the tokens of a request that decodes alone, and of one that
+decodes while prompt streams fill on the same engine. *Pressure*: pipelines that together need more
+than the KV pool holds, linked and unlinked. It is measured by itself, because it needs an engine
+with a small pool.
 """
 
 from __future__ import annotations
@@ -18,30 +19,25 @@ from typing import Any
 
 import anyio
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.engine import EngineClient
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Engines, Role, connected
-from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask, random_ids
-from flashmoa_bench.harness.rounds import alternating
+from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 from flashmoa_bench.linking import latency, pressure
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
 GOAL_THROUGHPUT = 0.99
-# Tokens of the mix's prompts and answers, at least and at most.
+# Least and greatest number of tokens of the mix's prompts and answers.
 _MIX_PROMPT = (16, 256)
 _MIX_OUTPUT = (8, 48)
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens per second, of prompt and output; medians over rounds.
-
-    Attributes:
-        ratio: plugin over stock, median over pairs of rounds, one right after the other.
-    """
+    """Tokens per second, medians over rounds; ``ratios`` are plugin over stock, pair by pair."""
 
     stock: float
     plugin: float
@@ -50,8 +46,8 @@ class Throughput:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench interference``; return the exit status."""
-    parser = command_line("interference", __doc__, ROLES)
+    """Run ``flashmoa bench interference`` and return the exit status."""
+    parser = make_parser("interference", __doc__, ROLES)
     parser.add_argument(
         "--measure",
         nargs="+",
@@ -60,14 +56,18 @@ def main(arguments: Sequence[str]) -> int:
         help="pressure by itself: it needs an engine with a small KV pool",
     )
     mix = parser.add_argument_group("throughput")
-    mix.add_argument("--requests", type=positive, default=32, help="in a round")
+    mix.add_argument("--requests", type=positive, default=32, help="requests of a round")
     mix.add_argument("--concurrency", type=positive, default=8, help="requests at once")
     mix.add_argument("--pairs", type=positive, default=11, help="rounds on each engine")
     latency.add_options(parser)
     pressure.add_options(parser)
     both = parser.add_argument_group("latency and pressure")
-    both.add_argument("--prefix", type=positive, help="tokens known of each stream (2000; 400)")
-    both.add_argument("--tps", type=float, help="more tokens per second of each (50; 25)")
+    both.add_argument(
+        "--prefix", type=positive, help="tokens known of each stream (2000; pressure: 400)"
+    )
+    both.add_argument(
+        "--tps", type=float, help="tokens per second that each stream gets (50; pressure: 25)"
+    )
     chosen = parser.parse_args(arguments)
     is_pressure = "pressure" in chosen.measure
     if is_pressure and len(chosen.measure) > 1:
@@ -81,30 +81,33 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = terminal()
     report = Report("interference", arguments)
     is_pressure = "pressure" in arguments.measure
     pool = (
-        pressure.PressureLoad.of(arguments).pool_tokens if is_pressure else _pool_tokens(arguments)
+        pressure.PressureLoad.from_options(arguments).pool_tokens
+        if is_pressure
+        else _pool_tokens(arguments)
     )
     roles = ROLES if "throughput" in arguments.measure else ROLES[1:]
     results: dict[str, Any] = {}
-    async with connected(roles, arguments, pool, console) as engines:
-        await report.describe(engines)
-        report.head(console)
+    async with report.connect(roles, pool) as engines:
         if "throughput" in arguments.measure:
-            flow = await _measure_throughput(engines, arguments, console)
-            results["throughput"] = asdict(flow)
-            show_throughput(flow, console)
+            throughput = await _measure_throughput(engines, arguments, report.console)
+            results["throughput"] = asdict(throughput)
+            show_throughput(throughput, report.console)
         if "latency" in arguments.measure:
-            results["latency"] = await latency.measure(engines["flashmoa"], arguments, console)
+            results["latency"] = await latency.measure(
+                engines["flashmoa"], arguments, report.console
+            )
         if is_pressure:
-            results["pressure"] = await pressure.measure(engines["flashmoa"], arguments, console)
-    report.save(console, results)
+            results["pressure"] = await pressure.measure(
+                engines["flashmoa"], arguments, report.console
+            )
+    report.save(results)
 
 
 def _pool_tokens(arguments: argparse.Namespace) -> int:
-    """Return the KV for the streams, with what they may still receive, or for the mix."""
+    """Return the tokens of KV that the streams or the mix can need, whichever is more."""
     mix = arguments.concurrency * (_MIX_PROMPT[1] + _MIX_OUTPUT[1])
     return 4096 + max(latency.pool_tokens(arguments), mix)
 
@@ -116,17 +119,16 @@ async def _measure_throughput(
     lengths = [
         (dice.randint(*_MIX_PROMPT), dice.randint(*_MIX_OUTPUT)) for _ in range(arguments.requests)
     ]
-    found: dict[str, list[float]] = {"stock": [], "flashmoa": []}
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=2 * arguments.pairs)
-        for name in found:
-            await _play_mix(engines[name], lengths, arguments.concurrency, dice)
-        for name in alternating(arguments.pairs, list(found)):
-            bars.update(bar, description=f"throughput {name}")
-            done = await _play_mix(engines[name], lengths, arguments.concurrency, dice)
-            found[name].append(done)
-            bars.advance(bar)
-    return throughput(found["stock"], found["flashmoa"])
+
+    async def run(name: str) -> float:
+        return await _play_mix(engines[name], lengths, arguments.concurrency, dice)
+
+    names = ["stock", "flashmoa"]
+    with RoundPlayer(console, arguments.pairs, len(names)) as player:
+        for name in names:
+            await run(name)
+        rounds = await player.play(names, run, "throughput")
+    return compare(rounds["stock"], rounds["flashmoa"])
 
 
 async def _play_mix(
@@ -138,39 +140,37 @@ async def _play_mix(
     """Play one round on an empty cache, with fresh tokens.
 
     Args:
-        lengths: tokens of prompt and output of each request.
+        lengths: number of tokens of each request's prompt and output.
 
-    Returns: tokens per second, of prompt and output.
+    Returns: tokens of prompt and output per second.
     """
     await engine.flush_cache()
-    waiting = [(random_ids(dice, prompt), output) for prompt, output in lengths]
-    waiting.reverse()
+    requests = [(random_ids(dice, prompt), output) for prompt, output in lengths]
 
-    async def client() -> None:
-        while waiting:
-            prompt, output = waiting.pop()
-            await ask(engine, prompt, output)
+    async def send(request: tuple[list[int], int]) -> None:
+        prompt, output = request
+        await ask(engine, prompt, output)
 
     started = time.perf_counter()
-    async with anyio.create_task_group() as group:
-        for _ in range(concurrency):
-            group.start_soon(client)
+    await run_concurrently(send, requests, concurrency)
     return sum(map(sum, lengths)) / (time.perf_counter() - started)
 
 
-def throughput(stock: Sequence[float], plugin: Sequence[float]) -> Throughput:
-    """Compare the tokens per second of the rounds of each, in the order they were run."""
+def compare(stock: Sequence[float], plugin: Sequence[float]) -> Throughput:
+    """Compare the rounds of both engines; each is given as tokens per second, in their order."""
     ratios = tuple(b / a for a, b in zip(stock, plugin, strict=True))
     return Throughput(median(stock), median(plugin), median(ratios), ratios)
 
 
-def show_throughput(flow: Throughput, console: Console) -> None:
+def show_throughput(throughput: Throughput, console: Console) -> None:
     """Print the table."""
-    table = Table(title="Throughput without streams, tokens per second", title_justify="left")
-    for name in ("stock", "plugin", "plugin/stock", "least", "most", "goal"):
-        table.add_column(name, justify="right")
-    ratios = (flow.ratio, min(flow.ratios), max(flow.ratios))
-    cells = (f"{flow.stock:.0f}", f"{flow.plugin:.0f}", *(f"{ratio:.3f}" for ratio in ratios))
+    table = make_table(
+        "Throughput without streams, tokens per second",
+        *("stock", "plugin", "plugin/stock", "least", "most", "goal"),
+    )
+    ratios = (throughput.ratio, min(throughput.ratios), max(throughput.ratios))
+    rates = (throughput.stock, throughput.plugin)
+    cells = (*(f"{rate:.0f}" for rate in rates), *(f"{ratio:.3f}" for ratio in ratios))
     table.add_row(*cells, f">= {GOAL_THROUGHPUT}")
     console.print(table)
     console.print("plugin/stock: median over pairs of rounds, one right after the other.\n")

@@ -1,4 +1,4 @@
-"""A request that decodes while prompt streams fill on the same engine: the time between tokens."""
+"""Measure the time between a request's tokens while prompt streams fill on the same engine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from typing import Any
 
 import anyio
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import positive
-from flashmoa_bench.harness.report import progress
+from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
-from flashmoa_bench.harness.rounds import alternating, gaps, percentile
+from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile
 
 GOAL_P99 = 1.25
 _PROMPT_TOKENS = 32
-# Streams are fed for at most so long; the KV pool has room for that.
-_FED_SECONDS = 30
+# Streams are fed for at most this long. The KV pool has room for the tokens of that time.
+_FEEDING_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Streams that fill: their number, tokens known of each, tokens per second that each gets."""
+    """Streams that fill: their number, and each one's known tokens and tokens per second."""
 
     count: int
     prefix: int
@@ -37,8 +36,8 @@ class Streams:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedBeside:
-    """One round: seconds between a request's tokens, and stream tokens prefilled per second."""
+class LatencyRound:
+    """One round: seconds between the request's tokens, and stream tokens prefilled per second."""
 
     gaps: tuple[float, ...]
     stream_tokens_per_second: float
@@ -56,7 +55,7 @@ class TokenLatency:
 
 @dataclass(frozen=True, slots=True)
 class LatencyBesideStreams:
-    """A request alone and beside streams; ratios: beside over alone."""
+    """Compares a request alone with one beside streams; ratios are beside over alone."""
 
     alone: TokenLatency
     beside: TokenLatency
@@ -67,13 +66,17 @@ class LatencyBesideStreams:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part; ``--prefix`` and ``--tps`` come with the benchmark."""
     group = parser.add_argument_group("latency")
-    group.add_argument("--tokens", type=positive, default=512, help="that the request decodes")
-    group.add_argument("--streams", type=positive, default=8, help="that fill meanwhile")
+    group.add_argument(
+        "--tokens", type=positive, default=512, help="tokens that the request decodes"
+    )
+    group.add_argument(
+        "--streams", type=positive, default=8, help="streams that fill while it decodes"
+    )
 
 
 def pool_tokens(arguments: argparse.Namespace) -> int:
-    """Return the KV for the request and the streams, with what they may still receive."""
-    streams: int = arguments.streams * (arguments.prefix + _most_fed(arguments.tps))
+    """Return the tokens of KV that the request and the streams can need."""
+    streams: int = arguments.streams * (arguments.prefix + _max_fed_tokens(arguments.tps))
     return streams + int(arguments.tokens)
 
 
@@ -86,54 +89,55 @@ async def measure(
         "alone": Streams(0, arguments.prefix, arguments.tps),
         "beside": Streams(arguments.streams, arguments.prefix, arguments.tps),
     }
-    rounds: dict[str, list[DecodedBeside]] = {name: [] for name in streams}
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=2 * arguments.repeats)
-        await _decode_beside(engine, arguments.tokens, streams["alone"], dice)
-        for name in alternating(arguments.repeats, list(rounds)):
-            bars.update(bar, description=f"latency {name}")
-            played = await _decode_beside(engine, arguments.tokens, streams[name], dice)
-            rounds[name].append(played)
-            bars.advance(bar)
-    found = compare(rounds["alone"], rounds["beside"])
-    show(found, console)
-    return asdict(found)
+
+    async def run(name: str) -> LatencyRound:
+        return await _decode_beside(engine, arguments.tokens, streams[name], dice)
+
+    with RoundPlayer(console, arguments.repeats, len(streams)) as player:
+        await run("alone")
+        rounds = await player.play(list(streams), run, "latency")
+    latency = compare(rounds["alone"], rounds["beside"])
+    show(latency, console)
+    return asdict(latency)
 
 
 async def _decode_beside(
     engine: EngineClient, tokens: int, streams: Streams, dice: random.Random
-) -> DecodedBeside:
-    """Decode ``tokens`` tokens beside ``streams``, on an empty cache.
+) -> LatencyRound:
+    """Decode ``tokens`` tokens while ``streams`` fill, on an empty cache.
 
-    The streams are opened once the request's first token is there, and deleted after its last.
+    The streams are opened after the request's first token, and deleted after its last.
     """
     await engine.flush_cache()
-    answer, over, found = TimedAnswer(), anyio.Event(), 0.0
+    answer, is_done, stream_tps = TimedAnswer(), anyio.Event(), 0.0
 
     async def decode() -> None:
         await ask(engine, random_ids(dice, _PROMPT_TOKENS), tokens, into=answer)
-        over.set()
+        is_done.set()
 
     async with anyio.create_task_group() as group:
         group.start_soon(decode)
-        await answer.begun.wait()
-        found = await _fill(engine, streams, dice, over)
-    return DecodedBeside(tuple(gaps(answer.times)), found)
+        await answer.has_begun.wait()
+        stream_tps = await _fill(engine, streams, dice, is_done)
+    return LatencyRound(tuple(gaps(answer.times)), stream_tps)
 
 
 async def _fill(
-    engine: EngineClient, streams: Streams, dice: random.Random, over: anyio.Event
+    engine: EngineClient, streams: Streams, dice: random.Random, is_done: anyio.Event
 ) -> float:
-    """Fill the streams until ``over``; return the tokens prefilled per second, of all of them."""
+    """Fill the streams until ``is_done`` is set.
+
+    Returns: the tokens prefilled per second, in all streams together.
+    """
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
         feeders: list[Feeder] = []
         for _ in range(streams.count):
             known = random_ids(dice, streams.prefix)
-            more = random_ids(dice, _most_fed(streams.tps))
-            feeder = Feeder(engine, known, _paced(more, streams.tps, started))
+            text = random_ids(dice, _max_fed_tokens(streams.tps))
+            feeder = Feeder(engine, known, _make_source(text, streams.tps, started))
             feeders.append(await stack.enter_async_context(feeder))
-        await over.wait()
+        await is_done.wait()
         seconds, prefilled = time.perf_counter() - started, 0
         for feeder in feeders:
             if feeder.stream_id is not None:
@@ -141,38 +145,35 @@ async def _fill(
     return prefilled / seconds
 
 
-def _most_fed(tps: float) -> int:
-    """Return the tokens that a stream gets at most beyond its prefix."""
-    return int(tps * _FED_SECONDS)
+def _max_fed_tokens(tps: float) -> int:
+    """Return the most tokens that a stream gets beyond its prefix."""
+    return int(tps * _FEEDING_SECONDS)
 
 
-def _paced(text: list[int], tps: float, started: float) -> Callable[[], Sequence[int]]:
+def _make_source(text: list[int], tps: float, started: float) -> Callable[[], Sequence[int]]:
+    """Make a function that returns the tokens of ``text`` that are written by now."""
     return lambda: text[: int((time.perf_counter() - started) * tps)]
 
 
-def compare(
-    alone: Sequence[DecodedBeside], beside: Sequence[DecodedBeside]
-) -> LatencyBesideStreams:
+def compare(alone: Sequence[LatencyRound], beside: Sequence[LatencyRound]) -> LatencyBesideStreams:
     """Compare the rounds alone with those beside streams."""
-    before, after = _latency(alone), _latency(beside)
+    before, after = _summarise(alone), _summarise(beside)
     return LatencyBesideStreams(before, after, after.median / before.median, after.p99 / before.p99)
 
 
-def _latency(rounds: Sequence[DecodedBeside]) -> TokenLatency:
+def _summarise(rounds: Sequence[LatencyRound]) -> TokenLatency:
     return TokenLatency(
-        median=median(median(one.gaps) for one in rounds),
-        p99=median(percentile(one.gaps, 0.99) for one in rounds),
-        longest=median(max(one.gaps) for one in rounds),
-        stream_tokens_per_second=median(one.stream_tokens_per_second for one in rounds),
+        median=median(median(each.gaps) for each in rounds),
+        p99=median(percentile(each.gaps, 0.99) for each in rounds),
+        longest=median(max(each.gaps) for each in rounds),
+        stream_tokens_per_second=median(each.stream_tokens_per_second for each in rounds),
     )
 
 
 def show(latency: LatencyBesideStreams, console: Console) -> None:
     """Print the table."""
     title = "A request's time between tokens, ms"
-    table = Table(title=title, title_justify="left")
-    for name in ("", "median", "p99", "longest", "stream tokens/s"):
-        table.add_column(name, justify="right" if name else "left")
+    table = make_table(title, "", "median", "p99", "longest", "stream tokens/s")
     for name, figures in (("alone", latency.alone), ("beside streams", latency.beside)):
         times = (figures.median, figures.p99, figures.longest)
         cells = [f"{value * 1000:.1f}" for value in times]

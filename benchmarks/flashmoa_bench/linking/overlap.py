@@ -1,4 +1,4 @@
-"""The part of a handoff that was hidden, of what can be hidden (FlashAgents Eq. 2-6); pure."""
+"""Compute how much of a handoff was hidden, and how much could be (FlashAgents Eq. 2-6); pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from statistics import median
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
 
 LINKED = "linked"
-# A cell in which there is hardly anything to hide says nothing about how well it is hidden.
+# A cell with hardly anything to hide says nothing about how well it is hidden. The bound must be
+# above this share of the sequential time.
 WORTH_HIDING = 0.1
 WELL_HIDDEN = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffCell:
-    """One workload; medians over rounds, in seconds.
+    """The figures of one workload; medians over rounds, in seconds.
 
     Attributes:
-        seconds: T of Eq. 6 by way: each baseline, and ``linked``.
+        seconds: T of Eq. 6, by way: each baseline, and ``linked``.
         speedup: T of each baseline over T linked.
         decode: T_decode of A, as paced.
-        prefill: what the better baseline adds to it, P_B = T_seq - T_A.
-        floor: first token where all but the last upstream token and the suffix is cached.
+        prefill: time that the better baseline adds to it, P_B = T_seq - T_A.
+        floor: time to B's first token if everything before A's last token is cached.
         bound: min(decode, prefill - floor), Eq. 4.
-        hidden: seconds hidden, T_seq - T_linked.
-        hidden_fraction: of the bound; ``None`` where the bound is not above 0.
+        hidden: time that linking hides, T_seq - T_linked.
+        hidden_fraction: ``hidden`` over ``bound``; ``None`` unless the bound is above 0.
         late_tokens: prompt tokens left to compute when B's request came, linked.
     """
 
@@ -51,12 +52,14 @@ class HandoffCell:
         return self.bound > WORTH_HIDING * self.sequential
 
 
-def cell(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> HandoffCell:
+def summarise_cell(
+    workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]
+) -> HandoffCell:
     """Summarise the rounds of one workload; ``rounds`` are by way, ``linked`` among them."""
-    seconds = {way: median(one.seconds for one in group) for way, group in rounds.items()}
+    seconds = {way: median(each.seconds for each in group) for way, group in rounds.items()}
     linked = seconds[LINKED]
     sequential = min(value for way, value in seconds.items() if way != LINKED)
-    floor = median(one.floor or 0.0 for one in rounds[LINKED])
+    floor = median(each.floor or 0.0 for each in rounds[LINKED])
     decode = workload.decode_seconds
     prefill = sequential - decode
     bound = min(decode, prefill - floor)
@@ -71,19 +74,20 @@ def cell(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> H
         bound=bound,
         hidden=hidden,
         hidden_fraction=hidden / bound if bound > 0 else None,
-        late_tokens=median(one.late_tokens for one in rounds[LINKED]),
+        late_tokens=median(each.late_tokens for each in rounds[LINKED]),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GridSummary:
-    """All cells of a grid.
+    """The figures of all cells of a grid.
 
     Attributes:
-        won: by baseline, cells at least as fast as it.
+        cells: number of cells.
+        won: by baseline, the number of cells in which linking is at least as fast.
         speedups: by baseline, the least, the median and the greatest speed-up.
-        worth_hiding: cells whose bound is above a tenth of the sequential time.
-        well_hidden: of these, cells with a hidden fraction of at least 0.95.
+        worth_hiding: number of cells whose bound is above a tenth of the sequential time.
+        well_hidden: number of these cells with a hidden fraction of at least 0.95.
     """
 
     cells: int
@@ -93,9 +97,9 @@ class GridSummary:
     well_hidden: int
 
 
-def summarise(cells: Sequence[HandoffCell]) -> GridSummary:
-    by_way = {way: [one.speedup[way] for one in cells] for way in cells[0].speedup}
-    worth = [one for one in cells if one.is_worth_hiding]
+def summarise_grid(cells: Sequence[HandoffCell]) -> GridSummary:
+    by_way = {way: [cell.speedup[way] for cell in cells] for way in cells[0].speedup}
+    worth = [cell for cell in cells if cell.is_worth_hiding]
     return GridSummary(
         cells=len(cells),
         won={way: sum(value >= 1 for value in values) for way, values in by_way.items()},
@@ -103,5 +107,5 @@ def summarise(cells: Sequence[HandoffCell]) -> GridSummary:
             way: (min(values), median(values), max(values)) for way, values in by_way.items()
         },
         worth_hiding=len(worth),
-        well_hidden=sum((one.hidden_fraction or 0) >= WELL_HIDDEN for one in worth),
+        well_hidden=sum((cell.hidden_fraction or 0) >= WELL_HIDDEN for cell in worth),
     )

@@ -1,8 +1,8 @@
-"""A KV pool too small for its streams: what linking costs where memory is short.
+"""Measure what linking costs when the KV pool is too small for the streams.
 
-Stream2LLM found that naive streaming makes tails several times worse there. Pipelines with
-prompts of their own, which together need more than the pool holds, on one engine: linked, and
-not. The goal is a 99th percentile of at most 1.1 times.
+Stream2LLM found that naive streaming then makes tail latencies several times worse. Here pipelines
+that share nothing, and together need more than the pool holds, run on one engine, linked and
+unlinked. The goal is a 99th percentile of at most 1.1 times the unlinked one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import median
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness.command_line import positive
-from flashmoa_bench.harness.report import progress
+from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.requests import Feeder, ask, random_ids
-from flashmoa_bench.harness.rounds import alternating, percentile
-from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline, all_at_once, until
+from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
+from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline, sleep_until
 
 GOAL_P99 = 1.1
 
@@ -33,11 +33,12 @@ _WAYS: tuple[PressureWay, ...] = ("unlinked", "linked")
 
 @dataclass(frozen=True, slots=True)
 class PressureLoad:
-    """Pipelines at once, and tokens of each.
+    """Describes ``pipelines`` pipelines that run at once.
 
     Attributes:
+        prefix, upstream, output: tokens of each pipeline's prefix, upstream agent and answer.
         tps: tokens per second of each upstream agent.
-        over: what the pipelines need together, over what the pool holds.
+        over: tokens that the pipelines need together, over those that the pool holds.
     """
 
     pipelines: int
@@ -48,8 +49,8 @@ class PressureLoad:
     over: float
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> PressureLoad:
-        """Return what the command line asks for."""
+    def from_options(cls, arguments: argparse.Namespace) -> PressureLoad:
+        """Return the load that the command line asks for."""
         return cls(
             arguments.pipelines,
             arguments.prefix,
@@ -61,7 +62,7 @@ class PressureLoad:
 
     @property
     def pool_tokens(self) -> int:
-        """Return the size of a KV pool that is too small for them."""
+        """Return the size of a KV pool that is too small for them, in tokens."""
         each = self.prefix + self.upstream + SUFFIX_TOKENS + self.output
         return int(self.pipelines * each / self.over)
 
@@ -87,26 +88,29 @@ async def measure(
     engine: EngineClient, arguments: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Measure, print the table, and return the result for the report."""
-    load, dice = PressureLoad.of(arguments), random.Random(arguments.seed)
-    seconds: dict[PressureWay, list[float]] = {way: [] for way in _WAYS}
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=arguments.repeats * len(_WAYS))
-        await _round(engine, load, dice, "linked")
-        for way in alternating(arguments.repeats, _WAYS):
-            bars.update(bar, description=f"pressure {way}")
-            seconds[way] += await _round(engine, load, dice, way)
-            bars.advance(bar)
-    tails: dict[PressureWay, Tail] = {
-        way: Tail(median(one), percentile(one, 0.99)) for way, one in seconds.items()
-    }
+    load, dice = PressureLoad.from_options(arguments), random.Random(arguments.seed)
+
+    async def run(way: PressureWay) -> list[float]:
+        return await _play_round(engine, load, dice, way)
+
+    with RoundPlayer(console, arguments.repeats, len(_WAYS)) as player:
+        await run("linked")
+        rounds = await player.play(_WAYS, run, "pressure")
+    tails: dict[PressureWay, Tail] = {}
+    for way, each in rounds.items():
+        seconds = list(chain.from_iterable(each))
+        tails[way] = Tail(median(seconds), percentile(seconds, 0.99))
     show(tails, sum(rank.gave_way for rank in (await engine.info()).kv), console)
     return {way: asdict(tail) for way, tail in tails.items()}
 
 
-async def _round(
+async def _play_round(
     engine: EngineClient, load: PressureLoad, dice: random.Random, way: PressureWay
 ) -> list[float]:
-    """Play pipelines that start one after another, evenly over the time one upstream writes."""
+    """Play pipelines that start one after another, spread over the time of one upstream agent.
+
+    Returns: the seconds from each pipeline's start to B's last token.
+    """
     await engine.flush_cache()
     begin = time.perf_counter()
     spread = load.upstream / load.tps / load.pipelines
@@ -121,24 +125,22 @@ async def _round(
         for number in range(load.pipelines)
     ]
 
-    async def one(pipeline: Pipeline) -> float:
-        await until(pipeline.started)
+    async def run(pipeline: Pipeline) -> float:
+        await sleep_until(pipeline.started)
         if way == "unlinked":
-            await until(pipeline.end)
+            await sleep_until(pipeline.end)
             return (await ask(engine, pipeline.prompt, load.output)).last - pipeline.started
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-            await until(pipeline.end)
+            await sleep_until(pipeline.end)
             answer = await ask(engine, pipeline.prompt, load.output, feeder.claim())
             return answer.last - pipeline.started
 
-    return await all_at_once(one, pipelines)
+    return await run_concurrently(run, pipelines)
 
 
 def show(tails: Mapping[PressureWay, Tail], gave_way: int, console: Console) -> None:
     """Print the table."""
-    table = Table(title="A pool too small for its streams", title_justify="left")
-    for name in ("", "median", "p99"):
-        table.add_column(name, justify="right" if name else "left")
+    table = make_table("A pool too small for its streams", "", "median", "p99")
     for way, tail in tails.items():
         table.add_row(way, f"{tail.median:.2f} s", f"{tail.p99:.2f} s")
     base, linked = tails["unlinked"], tails["linked"]

@@ -1,8 +1,8 @@
-"""Streaming and shortest-job-first together (FlashAgents §6.6, Figure 9).
+"""Measure streaming and shortest-job-first together (FlashAgents §6.6, Figure 9).
 
-Workflows of three agents whose lengths are known, all on one engine that runs few requests
-at a time, so that there is a queue: stock SGLang in order of arrival, FlashMoA's
-shortest-job-first, its links, and both. Workflow latency over that of stock FCFS.
+Workflows of three agents, whose lengths are known, run on one engine. The engine runs few requests
+at a time, so that a queue forms. Workflow latency is measured with stock SGLang in order of arrival
+(FCFS), with FlashMoA's shortest-job-first, with its links and with both, and compared with FCFS.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
 from statistics import mean, median
 
 import anyio
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.engine import EngineClient
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Engines, Role, connected
-from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
-from flashmoa_bench.harness.rounds import alternating, percentile
+from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 
 _TASK_TOKENS = 32
 _SUFFIX_TOKENS = 10
@@ -34,14 +35,15 @@ ROLES = (
     Role("sjf", plugin=True, arguments=("--flashmoa-schedule", "sjf")),
 )
 FCFS = "fcfs"
-# By way: the engine's role, and whether its agents are linked.
+# The engine's role and whether the agents are linked, by way.
 _WAYS = {
     FCFS: ("stock", False),
     "sjf": ("sjf", False),
     "linked": ("flashmoa", True),
     "linked + sjf": ("sjf", True),
 }
-# Figure 9, of FCFS; the text gives one figure for both concurrencies except for the last.
+# Latency over that of FCFS in Figure 9, by concurrency. For the first two ways, the paper's text
+# gives one figure for both concurrencies.
 PAPER = {
     "sjf": {1: "0.65-0.70", 10: "0.65-0.70"},
     "linked": {1: "0.57", 10: "0.57"},
@@ -51,15 +53,15 @@ PAPER = {
 
 @dataclass(frozen=True, slots=True)
 class AgentProfile:
-    """An agent as profiling knows it: the tokens of its fixed prefix and of its output."""
+    """The number of tokens of an agent's fixed prefix and of its output."""
 
     prefix: int
     output: int
 
 
-Kind = tuple[AgentProfile, ...]
-# Three kinds of different length, so that there is a shortest job to put first.
-KINDS: tuple[Kind, ...] = (
+WorkflowKind = tuple[AgentProfile, ...]
+# The kinds differ in length, so that there is a shortest job to put first.
+KINDS: tuple[WorkflowKind, ...] = (
     (AgentProfile(96, 16), AgentProfile(192, 8), AgentProfile(128, 16)),
     (AgentProfile(256, 32), AgentProfile(384, 16), AgentProfile(512, 24)),
     (AgentProfile(384, 64), AgentProfile(768, 32), AgentProfile(512, 48)),
@@ -68,14 +70,14 @@ KINDS: tuple[Kind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """One agent's call: its prompt is ``prefix`` + what the agent before wrote + ``suffix``."""
+    """A call for ``output`` tokens; its prompt is ``prefix`` + the previous answer + ``suffix``."""
 
     prefix: list[int]
     suffix: list[int]
     output: int
 
 
-Job = tuple[AgentCall, ...]
+WorkflowCalls = tuple[AgentCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ class ScheduleRow:
 
     Attributes:
         mean: median over rounds of the mean over workflows.
-        p95: over the workflows of all rounds.
-        mean_of_fcfs, p95_of_fcfs: over those of stock FCFS at this concurrency.
+        p95: 95th percentile of the workflows of all rounds.
+        mean_of_fcfs, p95_of_fcfs: ``mean`` and ``p95`` over those of stock FCFS at this
+            concurrency.
     """
 
     way: str
@@ -97,11 +100,11 @@ class ScheduleRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench schedule``; return the exit status."""
-    parser = command_line("schedule", __doc__, ROLES)
+    """Run ``flashmoa bench schedule`` and return the exit status."""
+    parser = make_parser("schedule", __doc__, ROLES)
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 10])
     parser.add_argument(
-        "--max-running-requests", type=positive, default=4, help="of engines started here"
+        "--max-running-requests", type=positive, default=4, help="limit of engines started here"
     )
     parser.add_argument(
         "--prefixes",
@@ -114,70 +117,54 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = terminal()
     report = Report("schedule", arguments)
     limit = ("--max-running-requests", str(arguments.max_running_requests))
     roles = [replace(role, arguments=(*role.arguments, *limit)) for role in ROLES]
     pool = pool_tokens(max(arguments.concurrency))
-    async with connected(roles, arguments, pool, console) as engines:
-        await report.describe(engines)
-        report.head(console)
-        rounds = await _measure(engines, arguments, console)
+    async with report.connect(roles, pool) as engines:
+        rounds = await _measure(engines, arguments, report.console)
     rows = [row for count, by_way in rounds.items() for row in summarise(count, by_way)]
-    show(rows, console)
+    show(rows, report.console)
     kinds = [[asdict(agent) for agent in kind] for kind in KINDS]
-    report.save(console, {"rows": [asdict(row) for row in rows], "kinds": kinds})
+    report.save({"rows": [asdict(row) for row in rows], "kinds": kinds})
 
 
 async def _measure(
     engines: Engines, arguments: argparse.Namespace, console: Console
 ) -> dict[int, dict[str, list[list[float]]]]:
-    """Return workflow latencies by concurrency, way and round."""
+    """Return workflow latencies in seconds, by concurrency, way and round."""
     dice = random.Random(arguments.seed)
     shared = arguments.prefixes == "shared"
 
     async def run(way: str, count: int) -> list[float]:
         role, linked = _WAYS[way]
-        return await play_all(engines[role], batches(count, dice, shared=shared), linked=linked)
+        seconds: list[float] = []
+        for batch in make_batches(count, dice, shared=shared):
+            seconds += await play(engines[role], batch, linked=linked)
+        return seconds
 
-    rounds: dict[int, dict[str, list[list[float]]]] = {}
-    total = len(arguments.concurrency) * arguments.repeats * len(_WAYS)
-    with progress(console) as bars:
-        bar = bars.add_task("warming up", total=total)
+    counts: list[int] = arguments.concurrency
+    with RoundPlayer(console, arguments.repeats, len(counts) * len(_WAYS)) as player:
         for way in _WAYS:
-            await run(way, max(arguments.concurrency))
-        for count in arguments.concurrency:
-            rounds[count] = {way: [] for way in _WAYS}
-            for way in alternating(arguments.repeats, list(_WAYS)):
-                bars.update(bar, description=f"C={count} {way}")
-                rounds[count][way].append(await run(way, count))
-                bars.advance(bar)
-    return rounds
+            await run(way, max(counts))
+        return {
+            count: await player.play(list(_WAYS), partial(run, count=count), f"C={count}")
+            for count in counts
+        }
 
 
-def batches(count: int, dice: random.Random, *, shared: bool) -> list[list[Job]]:
-    """Make ``count`` workflows at once, as often as it takes for every kind to occur."""
-    times = max(1, -(-len(KINDS) // count))
-    all_of_them = workflows(count * times, dice, shared=shared)
-    return [all_of_them[i : i + count] for i in range(0, len(all_of_them), count)]
-
-
-async def play_all(
-    engine: EngineClient, batches: Sequence[Sequence[Job]], *, linked: bool
-) -> list[float]:
-    """Play the batches one after the other; return each workflow's seconds."""
-    seconds: list[float] = []
-    for batch in batches:
-        seconds += await play(engine, batch, linked=linked)
-    return seconds
+def make_batches(count: int, dice: random.Random, *, shared: bool) -> list[list[WorkflowCalls]]:
+    """Make batches of ``count`` workflows; as many batches as it takes for every kind to occur."""
+    batch_count = max(1, -(-len(KINDS) // count))
+    workflows = make_workflows(count * batch_count, dice, shared=shared)
+    return [workflows[i : i + count] for i in range(0, len(workflows), count)]
 
 
 def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:
-    """Summarise ``rounds``: by way, each round's workflow latencies; ``fcfs`` among them."""
-    means = {way: median(mean(one) for one in group) for way, group in rounds.items()}
+    """Summarise ``rounds``: each round's workflow latencies by way, ``fcfs`` among them."""
+    means = {way: median(mean(each) for each in group) for way, group in rounds.items()}
     tails = {
-        way: percentile([seconds for one in group for seconds in one], 0.95)
-        for way, group in rounds.items()
+        way: percentile(list(chain.from_iterable(group)), 0.95) for way, group in rounds.items()
     }
     return [
         ScheduleRow(
@@ -193,10 +180,9 @@ def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> li
 
 
 def show(rows: Sequence[ScheduleRow], console: Console) -> None:
-    """Print the table beside the paper's figures."""
-    table = Table(title="Workflow latency, seconds and of stock FCFS", title_justify="left")
-    for name in ("C", "", "mean", "of fcfs", "paper", "p95", "of fcfs"):
-        table.add_column(name, justify="left" if not name else "right")
+    """Print the table, with the paper's figures next to ours."""
+    title = "Workflow latency, seconds and of stock FCFS"
+    table = make_table(title, "C", "", "mean", "of fcfs", "paper", "p95", "of fcfs")
     for row in rows:
         paper = PAPER.get(row.way, {})
         table.add_row(
@@ -212,76 +198,76 @@ def show(rows: Sequence[ScheduleRow], console: Console) -> None:
     console.print("paper: Figure 9, other workflows on A100s; it gives means only.\n")
 
 
-def workflows(count: int, dice: random.Random, *, shared: bool) -> list[Job]:
+def make_workflows(count: int, dice: random.Random, *, shared: bool) -> list[WorkflowCalls]:
     """Make ``count`` workflows with fresh tokens, the kinds in turn.
 
     Args:
-        shared: workflows of a kind have the same prefixes, as agents of one role do; else
-            every workflow has its own.
+        shared: whether workflows of a kind have the same prefixes, as agents of one role do.
     """
-    fixed = [_prefixes(kind, dice) for kind in KINDS]
-    made: list[Job] = []
+    prefixes_of_kinds = [_make_prefixes(kind, dice) for kind in KINDS]
+    workflows: list[WorkflowCalls] = []
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
-        prefixes = fixed[number % len(KINDS)] if shared else _prefixes(kind, dice)
+        prefixes = prefixes_of_kinds[number % len(KINDS)] if shared else _make_prefixes(kind, dice)
         task = random_ids(dice, _TASK_TOKENS)
-        steps = [
+        calls = [
             AgentCall(prefix, random_ids(dice, _SUFFIX_TOKENS), agent.output)
             for prefix, agent in zip(prefixes, kind, strict=True)
         ]
-        first = AgentCall([*steps[0].prefix, *task], steps[0].suffix, steps[0].output)
-        made.append((first, *steps[1:]))
-    return made
+        first = AgentCall([*calls[0].prefix, *task], calls[0].suffix, calls[0].output)
+        workflows.append((first, *calls[1:]))
+    return workflows
 
 
-def _prefixes(kind: Kind, dice: random.Random) -> list[list[int]]:
+def _make_prefixes(kind: WorkflowKind, dice: random.Random) -> list[list[int]]:
     return [random_ids(dice, agent.prefix) for agent in kind]
 
 
 def pool_tokens(count: int) -> int:
-    """Return the KV that ``count`` workflows at once can need at most."""
+    """Return the most tokens of KV that ``count`` workflows at once can need."""
     most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in KINDS)
     return 4096 + count * most
 
 
-async def play(engine: EngineClient, batch: Sequence[Job], *, linked: bool) -> list[float]:
-    """Play all workflows at once on an empty cache; return the seconds to each one's last token."""
+async def play(
+    engine: EngineClient, batch: Sequence[WorkflowCalls], *, linked: bool
+) -> list[float]:
+    """Play all workflows at once on an empty cache.
+
+    Returns: the seconds from the start to each workflow's last token.
+    """
     await engine.flush_cache()
-    seconds = [0.0] * len(batch)
     started = time.perf_counter()
 
-    async def one(place: int) -> None:
-        run = _linked if linked else _sequential
-        await run(engine, batch[place])
-        seconds[place] = time.perf_counter() - started
+    async def run(workflow: WorkflowCalls) -> float:
+        await (_run_linked if linked else _run_sequentially)(engine, workflow)
+        return time.perf_counter() - started
 
-    async with anyio.create_task_group() as group:
-        for place in range(len(batch)):
-            group.start_soon(one, place)
-    return seconds
+    return await run_concurrently(run, batch)
 
 
-async def _sequential(engine: EngineClient, workflow: Job) -> None:
+async def _run_sequentially(engine: EngineClient, workflow: WorkflowCalls) -> None:
     before = TimedAnswer()
-    for step in workflow:
-        before = await ask(engine, [*step.prefix, *before.ids, *step.suffix], step.output)
+    for call in workflow:
+        before = await ask(engine, [*call.prefix, *before.ids, *call.suffix], call.output)
 
 
-async def _linked(engine: EngineClient, workflow: Job) -> None:
+async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
     """Open the later agents' streams at the start, and feed them what is being written."""
     answers = [TimedAnswer() for _ in workflow]
     async with AsyncExitStack() as stack:
         feeders: list[Feeder | None] = [None]
-        for before, step in zip(answers, workflow[1:], strict=False):
-            feeder = Feeder(engine, step.prefix, _written(before))
+        for before, call in zip(answers, workflow[1:], strict=False):
+            feeder = Feeder(engine, call.prefix, _make_source(before))
             feeders.append(await stack.enter_async_context(feeder))
         before = TimedAnswer()
-        for step, answer, feeder in zip(workflow, answers, feeders, strict=True):
-            prompt = [*step.prefix, *before.ids, *step.suffix]
+        for call, answer, feeder in zip(workflow, answers, feeders, strict=True):
+            prompt = [*call.prefix, *before.ids, *call.suffix]
             stream = feeder.claim() if feeder is not None else None
-            await ask(engine, prompt, step.output, stream, answer)
+            await ask(engine, prompt, call.output, stream, answer)
             before = answer
 
 
-def _written(answer: TimedAnswer) -> Callable[[], Sequence[int]]:
+def _make_source(answer: TimedAnswer) -> Callable[[], Sequence[int]]:
+    """Make a function that returns the tokens of an answer that are written by now."""
     return lambda: answer.ids

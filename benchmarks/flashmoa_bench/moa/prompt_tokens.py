@@ -1,4 +1,4 @@
-"""Prompt tokens of one question's agents, by how they were computed."""
+"""Count the prompt tokens of one question's agents, by how they were computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from flashmoa.observe import CallFinished, Event
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """``prompt = streamed + cached + late``; ``None`` where the engine does not say.
+    """Counts prompt tokens: ``prompt = streamed + cached + late``.
 
     Attributes:
-        streamed: computed by the request's own prompt stream before the request came.
-        cached: in the engine's radix cache by the work of other requests and streams.
-        late: computed when the request came.
+        prompt: all prompt tokens.
+        streamed: tokens that the request's own prompt stream computed before the request came.
+        cached: tokens that other requests and streams left in the engine's radix cache.
+        late: tokens computed after the request came.
+
+    Counts that the engine does not report are ``None``.
     """
 
     prompt: float
@@ -26,15 +29,16 @@ class PromptTokens:
     late: float | None
 
     @classmethod
-    def of(cls, usage: PromptUsage, reports: bool) -> PromptTokens:
-        """Return those of one request.
+    def from_usage(cls, usage: PromptUsage, has_cache_report: bool) -> PromptTokens:
+        """Return the counts of one request.
 
         Args:
-            reports: whether its engine runs with ``--enable-cache-report``. SGLang then leaves
-                out what is 0; without, all that no prompt stream was used for.
+            has_cache_report: whether its engine runs with ``--enable-cache-report``. With it,
+                SGLang omits counts that are 0. Without it, SGLang omits the counts of every
+                request that used no prompt stream.
         """
         cached, streamed = usage.cached_tokens, usage.streamed_tokens
-        if cached is None and reports:
+        if cached is None and has_cache_report:
             cached = 0
         if streamed is None and usage.prompt_stream is None:
             streamed = 0
@@ -45,34 +49,34 @@ class PromptTokens:
 
     @classmethod
     def total(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Return the sum of several."""
-        return cls._by(several, sum)
+        """Return the sum of several counts."""
+        return cls._fold(several, sum)
 
     @classmethod
     def mean(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Return the mean of at least one."""
-        return cls._by(several, fmean)
+        """Return the mean of at least one count."""
+        return cls._fold(several, fmean)
 
     @classmethod
-    def _by(
+    def _fold(
         cls, several: Sequence[PromptTokens], fold: Callable[[Sequence[float]], float]
     ) -> PromptTokens:
-        """Fold several into one; what is not known of one is not known of all."""
+        """Fold several counts into one; a count that one of them lacks becomes ``None``."""
 
-        def known(values: Sequence[float | None]) -> float | None:
-            said = [value for value in values if value is not None]
-            return fold(said) if len(said) == len(values) else None
+        def fold_known(values: Sequence[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return fold(known) if len(known) == len(values) else None
 
         return cls(
-            fold([one.prompt for one in several]),
-            known([one.streamed for one in several]),
-            known([one.cached for one in several]),
-            known([one.late for one in several]),
+            fold([each.prompt for each in several]),
+            fold_known([each.streamed for each in several]),
+            fold_known([each.cached for each in several]),
+            fold_known([each.late for each in several]),
         )
 
 
 class PromptListener:
-    """A listener to the calls of one question.
+    """Collects the prompt tokens of one question's calls, as a listener to their events.
 
     Args:
         reporting: URLs of the engines that run with ``--enable-cache-report``.
@@ -86,18 +90,18 @@ class PromptListener:
         if isinstance(event, CallFinished) and event.usage is not None:
             # The rounds of an agent on a staircase are LAYER.PLACE.ROUND.
             agent = ".".join(event.agent.split(".")[:2])
-            found = PromptTokens.of(event.usage, event.engine in self._reporting)
-            self._calls.setdefault(agent, []).append(found)
+            tokens = PromptTokens.from_usage(event.usage, event.engine in self._reporting)
+            self._calls.setdefault(agent, []).append(tokens)
 
     @property
     def by_agent(self) -> Mapping[str, PromptTokens]:
-        """Return the sums over each agent's requests, by ``LAYER.PLACE`` from 1."""
+        """Return the sum over each agent's requests, by ``LAYER.PLACE``, both counted from 1."""
         return {agent: PromptTokens.total(calls) for agent, calls in sorted(self._calls.items())}
 
 
-def layers(agents: Mapping[str, PromptTokens]) -> dict[int, list[PromptTokens]]:
-    """Return agents' prompts by their layer, from 1."""
-    found: dict[int, list[PromptTokens]] = {}
+def group_by_layer(agents: Mapping[str, PromptTokens]) -> dict[int, list[PromptTokens]]:
+    """Return the agents' prompts by their layers, which are counted from 1."""
+    layers: dict[int, list[PromptTokens]] = {}
     for agent, prompts in agents.items():
-        found.setdefault(int(agent.split(".")[0]), []).append(prompts)
-    return found
+        layers.setdefault(int(agent.split(".")[0]), []).append(prompts)
+    return layers

@@ -1,10 +1,11 @@
-"""The figures of many answers, way by way; pure."""
+"""Compute the figures of each way from its answers; pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import fmean, median, stdev
 
 from flashmoa_bench.family import SIZES
@@ -15,13 +16,13 @@ ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """A question answered in one way.
+class ScoredAnswer:
+    """A question's answer in one way.
 
     Attributes:
-        id, group: the question's.
-        score: 0 to 1; 0 where there was no answer.
-        outcome: ``None`` where there was no answer.
+        id, group: id and group of the question.
+        score: score from 0 to 1; 0 if there was no answer.
+        outcome: ``None`` if there was no answer.
     """
 
     id: str
@@ -32,25 +33,28 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class WayFigures:
-    """The figures of one way; what is by group has the mean of all questions under ``all``.
+    """The figures of one way; mappings by group have that of all questions under ``all``.
 
     Attributes:
-        seconds, first_token: medians over the timed questions.
-        relative, relative_first: medians of what a question took, over what the same question
-            took in the way that ``base`` and ``base_first`` name.
-        tokens_per_second: that the last agent wrote, from the question to the end, dropped words
-            included; median. dropped_words: mean.
-        prompts: by agent, means over the timed questions that it answered.
-        accuracy: mean score, if there is one. error: of the mean over all questions, one standard
-            error.
-        used: of the proposers of a size, the share whose answer was waited for; over the scored
+        seconds: median seconds to the end of the answer, over the timed questions, by group.
+        relative: median of a question's seconds over those of the same question in the way that
+            ``base`` names, by group.
+        first_token: median seconds to the first token of the answer.
+        relative_first: as ``relative``, for the first token and ``base_first``.
+        tokens_per_second: median of the tokens that the last agent wrote, with dropped words, over
+            the question's seconds.
+        dropped_words: mean number of words that a staircase dropped.
+        prompts: prompt tokens by agent, means over the timed questions.
+        accuracy: mean score by group; empty if nothing was scored.
+        error: one standard error of the mean score of all questions.
+        used: share of the proposers whose answers were waited for, by size and group; of the scored
             questions, if there are any.
-        deciding_on_path: mean over the timed questions of the share of their time by which
-            decisions about leaving early delayed the answer, see MixtureResult; next to nothing
-            where others wrote meanwhile whose answers were waited for.
-        decision: mean seconds of one decision, what it waited for included, of those that were
-            not overtaken by the last answer.
-        failed: questions without an answer.
+        deciding_on_path: share of a question's time by which decisions about leaving early delayed
+            the answer (see MixtureResult); mean over the timed questions. It is next to nothing if
+            other proposers, whose answers were waited for, still wrote during the decisions.
+        decision: mean seconds of one decision, with all waiting; without decisions that the last
+            answer overtook.
+        failed: number of questions without an answer.
     """
 
     way: MixtureWay
@@ -70,88 +74,87 @@ class WayFigures:
 
 
 def summarise(
-    timed: Mapping[MixtureWay, Sequence[Answered]],
-    scored: Mapping[MixtureWay, Sequence[Answered]] | None,
+    timed: Mapping[MixtureWay, Sequence[ScoredAnswer]],
+    scored: Mapping[MixtureWay, Sequence[ScoredAnswer]] | None,
     base: MixtureWay,
     base_first: MixtureWay,
 ) -> list[WayFigures]:
     """Return the figures of each way.
 
     Args:
-        timed: questions answered one at a time. scored: questions answered for their score, if
-            any were.
-        base, base_first: the ways that latencies and times to the first token are over.
+        timed: questions answered one at a time.
+        scored: questions answered for their score; ``None`` if there are none.
+        base, base_first: the ways that latencies and times to the first token are compared with.
     """
-    rows = [_row(way, timed, base, base_first) for way in timed]
-    return rows if scored is None else [_scored(row, scored[row.way]) for row in rows]
+    rows = [_summarise_way(way, timed, base, base_first) for way in timed]
+    return rows if scored is None else [_add_scores(row, scored[row.way]) for row in rows]
 
 
-def _scored(row: WayFigures, answered: Sequence[Answered]) -> WayFigures:
-    """Add what more questions tell than those that were timed."""
+def _add_scores(row: WayFigures, answers: Sequence[ScoredAnswer]) -> WayFigures:
+    """Add the figures of the questions that were answered for their score."""
     return replace(
         row,
-        accuracy=accuracy(answered),
-        error=_standard_error([one.score for one in answered]),
-        used=_used(answered),
-        failed=row.failed + _failed(answered),
+        accuracy=accuracy(answers),
+        error=_standard_error([answer.score for answer in answers]),
+        used=_used_shares(answers),
+        failed=row.failed + _count_failures(answers),
     )
 
 
-def _row(
+def _summarise_way(
     way: MixtureWay,
-    timed: Mapping[MixtureWay, Sequence[Answered]],
+    timed: Mapping[MixtureWay, Sequence[ScoredAnswer]],
     base: MixtureWay,
     base_first: MixtureWay,
 ) -> WayFigures:
-    outcomes = {one.group: list[MixtureOutcome]() for one in timed[way]}
-    for one in timed[way]:
-        if one.outcome is not None:
-            outcomes[one.group].append(one.outcome)
-    every = [outcome for group in outcomes.values() for outcome in group]
-    firsts = _ratios(timed[way], timed.get(base_first, ()), lambda outcome: outcome.first_token)
-    deciding = [one.deciding / one.seconds for one in every if one.deciding is not None]
-    decisions = [each for one in every for each in one.decisions]
+    answers = timed[way]
+    by_group = {answer.group: list[MixtureOutcome]() for answer in answers}
+    for answer in answers:
+        if answer.outcome is not None:
+            by_group[answer.group].append(answer.outcome)
+    outcomes = list(chain.from_iterable(by_group.values()))
+    firsts = _ratios(answers, timed.get(base_first, ()), lambda outcome: outcome.first_token)
+    deciding = [each.deciding / each.seconds for each in outcomes if each.deciding is not None]
+    decisions = [seconds for each in outcomes for seconds in each.decisions]
     return WayFigures(
         way,
-        seconds=_by_group({g: [o.seconds for o in found] for g, found in outcomes.items()}),
-        relative=_by_group(
-            _ratios(timed[way], timed.get(base, ()), lambda outcome: outcome.seconds)
-        ),
-        first_token=_median([outcome.first_token for outcome in every]),
-        relative_first=_by_group(firsts).get(ALL),
-        tokens_per_second=_median([one.tokens / one.seconds for one in every]),
-        dropped_words=_mean([one.dropped_words for one in every]),
-        prompts=_prompts(every),
-        used=_used(timed[way]),
+        seconds=_medians({name: [o.seconds for o in group] for name, group in by_group.items()}),
+        relative=_medians(_ratios(answers, timed.get(base, ()), lambda outcome: outcome.seconds)),
+        first_token=_median([each.first_token for each in outcomes]),
+        relative_first=_medians(firsts).get(ALL),
+        tokens_per_second=_median([each.tokens / each.seconds for each in outcomes]),
+        dropped_words=_mean([each.dropped_words for each in outcomes]),
+        prompts=_mean_prompts(outcomes),
+        used=_used_shares(answers),
         deciding_on_path=_mean(deciding) if deciding else None,
         decision=_mean(decisions) if decisions else None,
-        failed=_failed(timed[way]),
+        failed=_count_failures(answers),
     )
 
 
-def _prompts(outcomes: Sequence[MixtureOutcome]) -> dict[str, PromptTokens]:
-    found: dict[str, list[PromptTokens]] = {}
+def _mean_prompts(outcomes: Sequence[MixtureOutcome]) -> dict[str, PromptTokens]:
+    by_agent: dict[str, list[PromptTokens]] = {}
     for outcome in outcomes:
-        for agent, prompts in outcome.prompts.items():
-            found.setdefault(agent, []).append(prompts)
-    return {agent: PromptTokens.mean(several) for agent, several in found.items()}
+        for agent, tokens in outcome.prompts.items():
+            by_agent.setdefault(agent, []).append(tokens)
+    return {agent: PromptTokens.mean(tokens) for agent, tokens in by_agent.items()}
 
 
-def _failed(answered: Sequence[Answered]) -> int:
-    return sum(one.outcome is None for one in answered)
+def _count_failures(answers: Sequence[ScoredAnswer]) -> int:
+    return sum(answer.outcome is None for answer in answers)
 
 
-def accuracy(scored: Sequence[Answered]) -> dict[str, float]:
+def accuracy(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return the mean score of each group, and of all questions."""
     groups: dict[str, list[float]] = {}
-    for one in scored:
-        groups.setdefault(one.group, []).append(one.score)
-    found = {group: fmean(scores) for group, scores in groups.items()}
-    return found | {ALL: _mean([one.score for one in scored])}
+    for answer in answers:
+        groups.setdefault(answer.group, []).append(answer.score)
+    means = {group: fmean(scores) for group, scores in groups.items()}
+    return means | {ALL: _mean([answer.score for answer in answers])}
 
 
 def verdict(rows: Sequence[WayFigures]) -> str | None:
-    """Tell whether asking several models is more accurate than the best of them alone.
+    """Say in a sentence whether several models are more accurate than the best of them alone.
 
     ``None`` if that was not measured.
     """
@@ -160,45 +163,47 @@ def verdict(rows: Sequence[WayFigures]) -> str | None:
     several = [row for row in scored if row.way not in SIZES]
     if not alone or not several:
         return None
-    one, other = (max(each, key=lambda row: row.accuracy[ALL]) for each in (alone, several))
-    is_better = other.accuracy[ALL] > one.accuracy[ALL]
+    model, mixture = (max(rows, key=lambda row: row.accuracy[ALL]) for rows in (alone, several))
+    is_better = mixture.accuracy[ALL] > model.accuracy[ALL]
     return (
-        f"{other.way}, the most accurate that asks several models ({other.accuracy[ALL]:.1%}), is "
-        f"{'more' if is_better else 'not more'} accurate than {one.way} alone "
-        f"({one.accuracy[ALL]:.1%}); one standard error is {other.error:.1%}."
+        f"{mixture.way}, the most accurate that asks several models ({mixture.accuracy[ALL]:.1%}), "
+        f"is {'more' if is_better else 'not more'} accurate than {model.way} alone "
+        f"({model.accuracy[ALL]:.1%}); one standard error is {mixture.error:.1%}."
     )
 
 
 def _ratios(
-    way: Sequence[Answered], base: Sequence[Answered], of: Callable[[MixtureOutcome], float]
+    way: Sequence[ScoredAnswer],
+    base: Sequence[ScoredAnswer],
+    value: Callable[[MixtureOutcome], float],
 ) -> dict[str, list[float]]:
-    """Return, of questions that both answered, what this way took over what the other took."""
-    others = {one.id: one.outcome for one in base}
+    """Return this way's value over that of ``base``, for each question that both answered."""
+    base_outcomes = {answer.id: answer.outcome for answer in base}
     ratios: dict[str, list[float]] = {}
-    for one in way:
-        other = others.get(one.id)
-        if one.outcome is not None and other is not None:
-            ratios.setdefault(one.group, []).append(of(one.outcome) / of(other))
+    for answer in way:
+        base_outcome = base_outcomes.get(answer.id)
+        if answer.outcome is not None and base_outcome is not None:
+            ratio = value(answer.outcome) / value(base_outcome)
+            ratios.setdefault(answer.group, []).append(ratio)
     return ratios
 
 
-def _by_group(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the medians of each group, and of all together; none of an empty one."""
-    every = [value for values in found.values() for value in values]
-    medians = {group: median(values) for group, values in found.items() if values}
-    return medians | ({ALL: median(every)} if every else {})
+def _medians(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the medians of each group and of all together; an empty group has none."""
+    medians = {name: median(values) for name, values in groups.items() if values}
+    return medians | ({ALL: median(chain.from_iterable(groups.values()))} if medians else {})
 
 
-def _used(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
+def _used_shares(answers: Sequence[ScoredAnswer]) -> dict[str, dict[str, float]]:
     """Return the shares of proposers whose answers were waited for, by size and group."""
     asked, used = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for one in answered:
-        if one.outcome is None:
+    for answer in answers:
+        if answer.outcome is None:
             continue
-        for group in (one.group, ALL):
-            for size, count in one.outcome.asked.items():
+        for group in (answer.group, ALL):
+            for size, count in answer.outcome.asked.items():
                 asked[size, group] += count
-                used[size, group] += one.outcome.used.get(size, 0)
+                used[size, group] += answer.outcome.used.get(size, 0)
     shares: dict[str, dict[str, float]] = {}
     for (size, group), count in asked.items():
         shares.setdefault(size, {})[group] = used[size, group] / count

@@ -1,7 +1,7 @@
-"""One question answered in several ways: by a model alone, by mixtures, by staircases.
+"""Answer one question in several ways: by a model alone, by mixtures, by staircases.
 
-Each way of the tree adds one thing to the way before it (Faster-MoA §5.3), so that they can be
-told apart.
+Each way of the tree adds one technique to the way before it (Faster-MoA §5.3), so that each one's
+effect can be seen.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ WAYS: dict[MixtureWay, str] = {
     "as published": "early exit by Algorithm 1 to the letter: one answer may suffice",
     "one layer": "three proposers and an aggregator on stock SGLang, to compare staircases with",
     "staircase": "its aggregator writes along; each proposer's text in one piece (contiguous)",
-    "appended": "chunks behind each other, round by round (rounds): less is prefilled again",
+    "appended": "chunks after each other, round by round (rounds): less is prefilled again",
     "interleaved": "chunks and what was written from them in turns: hardly any is prefilled again",
 }
-# End to end over all-to-all. Faster-MoA (arXiv 2512.18126) §5.3: reductions of at most some 62, 76
-# and 90 %, on six H200; "fully integrated" has Algorithm 1's early exit.
+# The paper's latency over that of all-to-all. Faster-MoA (arXiv 2512.18126) §5.3 reports reductions
+# of at most some 62, 76 and 90 %, on six H200; "fully integrated" has Algorithm 1's early exit.
 PAPER: dict[MixtureWay, float] = {"tree": 0.38, "tree + overlap": 0.24, "as published": 0.10}
-# To the first token, over waiting for whole answers. Staircase Streaming (arXiv 2510.05059),
-# abstract: a reduction of up to 93 %.
+# The time to the first token over that of waiting for whole answers. The abstract of Staircase
+# Streaming (arXiv 2510.05059) reports a reduction of up to 93 %.
 PAPER_FIRST: dict[MixtureWay, float] = {"staircase": 0.07}
 
 _SHAPES: dict[MixtureWay, str] = {
@@ -87,17 +87,18 @@ _STOCK: frozenset[MixtureWay] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MixtureOutcome:
-    """A question answered in one way.
+    """The answer to a question in one way, and its figures.
 
     Attributes:
-        seconds: from the question to the last token. first_token: to the first one.
-        tokens: that the last agent wrote. dropped_words: of these, words that were not shown, since
-            they repeated the end of what was there.
-        prompts: how every agent's prompts were computed; agents are ``LAYER.PLACE``, from 1.
-        asked, used: proposers by size, and those of them whose answer was waited for.
-        decisions: seconds that each decision about leaving early took, waits included.
-        deciding: seconds by which they delayed the answer, see MixtureResult; ``None`` without
-            early exit.
+        seconds, first_token: time from the question to the last and to the first token.
+        tokens: number of tokens that the last agent wrote.
+        dropped_words: number of its words that were not shown, because they repeated the end of the
+            text before them.
+        prompts: how each agent's prompts were computed, by ``LAYER.PLACE``, both counted from 1.
+        asked, used: number of proposers, and of those whose answer was waited for, by size.
+        decisions: seconds of each decision about leaving early, with all waiting.
+        deciding: seconds by which the decisions delayed the answer (see MixtureResult); ``None``
+            without early exit.
     """
 
     text: str
@@ -114,15 +115,15 @@ class MixtureOutcome:
 
 @dataclass(frozen=True, slots=True)
 class MixtureSetup:
-    """What all ways of answering have in common.
+    """Answers questions in all ways, with the same engines, prompts and parameters.
 
     Attributes:
-        engines, stock: by size, with the plugin and without.
-        models: names by which the engines serve them.
+        engines, stock: engines with the plugin and without, by size.
+        models: names by which the engines serve their models, by size.
         reporting: URLs of the engines that run with ``--enable-cache-report``.
-        prompts: of aggregators, by layout. layout: the one that mixtures use.
-        schedule: of staircases' chunks.
-        proposing, final: sampling parameters of agents that others read, and of the last one.
+        prompts: returns the aggregators' prompt for a layout.
+        layout, schedule: layout of mixtures' prompts, and sizes of staircases' chunks.
+        proposing, final: sampling parameters of agents that others read, and of the last agent.
     """
 
     engines: Mapping[str, EngineClient]
@@ -148,49 +149,51 @@ class MixtureSetup:
     async def ask(self, way: MixtureWay, question: str) -> MixtureOutcome:
         """Answer a question in one way.
 
-        Raises: MixtureFailed, EngineError.
+        Raises: MixtureFailed if a mixture has no answer; EngineError if an engine fails a model
+            that is asked alone.
         """
         if way in SIZES:
-            return await self._alone(way, question)
+            return await self._ask_model(way, question)
         if way in _ORDERS:
-            return await self._climb(way, question)
-        return await self._mix(way, question)
+            return await self._ask_staircase(way, question)
+        return await self._ask_mixture(way, question)
 
     def _model(self, way: MixtureWay, size: str, sampling: Mapping[str, Any]) -> Model:
         engines = self.stock if way in _STOCK else self.engines
         return Model(engines[size], self.models[size], sampling)
 
     def _proposers(self, way: MixtureWay, width: int) -> list[Model]:
-        """Return small, medium and large in turn, so that every cluster has one of each."""
+        """Return small, medium and large models in turn, so that every cluster has one of each."""
         return [self._model(way, SIZES[n % 3], self.proposing) for n in range(width)]
 
-    async def _alone(self, size: MixtureWay, question: str) -> MixtureOutcome:
+    async def _ask_model(self, size: MixtureWay, question: str) -> MixtureOutcome:
         model = self._model(size, size, self.final)
         prompts = PromptListener(self.reporting)
-        firsts: list[float] = []
+        first_tokens: list[float] = []
         began = time.time()
 
-        def note(event: Event) -> None:
+        def note_first_token(event: Event) -> None:
             if isinstance(event, FirstToken):
-                firsts.append(event.at)
+                first_tokens.append(event.at)
 
-        async with Workflow(model.engine, ahead="nothing", listener=both(note, prompts)) as flow:
-            asked = [{"role": "user", "content": question}]
-            answer = flow.ask(asked, model=model.model, name="1.1", **model.sampling)
+        listener = both(note_first_token, prompts)
+        async with Workflow(model.engine, ahead="nothing", listener=listener) as flow:
+            messages = [{"role": "user", "content": question}]
+            answer = flow.ask(messages, model=model.model, name="1.1", **model.sampling)
             text = await answer
         ended = time.time()
         tokens = answer.usage.completion_tokens if answer.usage is not None else 0
-        first = (firsts or [ended])[0] - began
+        first = (first_tokens or [ended])[0] - began
         return MixtureOutcome(text, ended - began, first, tokens, prompts.by_agent)
 
-    async def _mix(self, way: MixtureWay, question: str) -> MixtureOutcome:
+    async def _ask_mixture(self, way: MixtureWay, question: str) -> MixtureOutcome:
         shape = _SHAPES[way]
         widths = [int(width) for width in shape.replace("x", "-").split("-")]
         aggregator = self._model(way, AGGREGATOR, self.proposing)
         between = [[aggregator] * width for width in widths[1:-1]]
         ahead: Ahead = "nothing" if way in _STOCK else "text"
         prompts = PromptListener(self.reporting)
-        early_exit = leaving(way, self.early_exit, question)
+        early_exit = choose_early_exit(way, self.early_exit, question)
         mixture = MixtureOfAgents(
             [self._proposers(way, widths[0]), *between, [self._model(way, AGGREGATOR, self.final)]],
             shape,
@@ -216,7 +219,7 @@ class MixtureSetup:
             deciding=result.deciding if early_exit is not None else None,
         )
 
-    async def _climb(self, way: MixtureWay, question: str) -> MixtureOutcome:
+    async def _ask_staircase(self, way: MixtureWay, question: str) -> MixtureOutcome:
         order = _ORDERS[way]
         prompts = PromptListener(self.reporting)
         staircase = Staircase(
@@ -238,14 +241,18 @@ class MixtureSetup:
         )
 
 
-def leaving(way: MixtureWay, policy: EarlyExit, question: str) -> EarlyExit | None:
-    """Return what decides about leaving early in a way; ``policy`` is that of the command line."""
-    # Every mixture has a coin of its own: with one seed all questions would draw the same.
+def choose_early_exit(way: MixtureWay, policy: EarlyExit, question: str) -> EarlyExit | None:
+    """Return the policy by which a way leaves early; ``None`` if it does not.
+
+    Args:
+        policy: policy of the command line.
+    """
+    # Each question gets a different seed, so that they do not all draw the same random numbers.
     policy = replace(policy, seed=policy.seed + zlib.crc32(question.encode()))
     if way == "full":
         return policy
     if way == "as published":
         return EarlyExit.as_published(policy.embedder, policy.seed)
-    if way == "undecided":  # Q stays below 1.
+    if way == "undecided":  # Q stays below 1, so that this never leaves.
         return replace(policy, rule="threshold", threshold=1.0)
     return None

@@ -1,9 +1,10 @@
-"""Experts on the device and in host memory: tokens per forward against throughput (MoE-Prefill §4).
+"""Measure throughput with experts on the device and in host memory (MoE-Prefill §4).
 
-The same prompts in forwards of ever more tokens, on an engine whose experts are on the device and
-on one that copies them there, layer by layer. The longer a forward, the more of the copying is
-hidden; what is not is exposed. A batch is answered with one token each, and is one forward. A third
-engine has its experts on the device and keeps no KV (§6.3): what that saves is in the second table.
+The same prompts are prefilled in forwards of several sizes, by an engine with its experts on the
+device and by one that copies them there, layer by layer. The longer a forward, the more of the
+copying is hidden; the rest is exposed. Each batch is one forward, and each prompt is answered with
+one token. A third engine has its experts on the device and keeps no KV (§6.3); the second table
+shows how much memory that saves.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import anyio
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Engines, Role, connected, peak_resident
-from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Engines, Role, peak_resident
+from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask_batch, random_ids
-from flashmoa_bench.harness.rounds import alternating
+from flashmoa_bench.harness.rounds import RoundPlayer
 
 RESIDENT, H2D, KV_FREE = "resident", "h2d", "kv_free"
-# A CUDA graph looks for experts where they were when it was made.
+# A CUDA graph would look for experts where they were when the graph was captured.
 _NO_GRAPHS = "--disable-cuda-graph"
 _KEEP_NOTHING = (
     "--flashmoa-kv-cache", "off", "--disable-radix-cache", "--chunked-prefill-size", "-1",
@@ -47,12 +48,13 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """Forwards of one size on one engine; seconds are medians over rounds.
+    """The figures of forwards of one size on one engine; seconds are medians over rounds.
 
     Attributes:
-        exposed: seconds longer than with the experts on the device.
-        teraflops: per second, by the model's shape; ``None`` where that is not known.
-        mfu: these over the peak, where it was given.
+        of_resident: throughput over that with the experts on the device.
+        exposed: seconds that the forward takes longer than with the experts on the device.
+        teraflops: teraFLOPs per second; ``None`` if the model's shape is unknown.
+        mfu: ``teraflops`` over the device's peak; ``None`` if that is not given.
     """
 
     way: str
@@ -70,10 +72,11 @@ class EngineMemory:
     """The memory that one engine takes for a model, in bytes.
 
     Attributes:
-        device_experts: on the device. host_experts: in host memory.
-        misses: how often a layer waited for experts that were not on their way.
-        kv: the pool.
-        peak: the scheduler process's resident memory at most, where it was started here.
+        device_experts, host_experts: experts on the device and in host memory.
+        misses: how often a layer waited for experts that were not being copied.
+        kv: the KV pool.
+        peak: most memory that the scheduler process had resident; ``None`` unless the engine was
+            started here.
     """
 
     way: str
@@ -85,121 +88,130 @@ class EngineMemory:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench asyncep``; return the exit status."""
-    parser = command_line("asyncep", __doc__, ROLES)
+    """Run ``flashmoa bench asyncep`` and return the exit status."""
+    parser = make_parser("asyncep", __doc__, ROLES)
     parser.set_defaults(shape="experts")
     parser.add_argument(
-        "--tokens", type=positive, nargs="+", default=[256, 1024, 4096], help="of a forward"
+        "--tokens", type=positive, nargs="+", default=[256, 1024, 4096], help="tokens of a forward"
     )
     parser.add_argument("--prompt", type=positive, default=1024, help="tokens of each prompt")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, for its MFU")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device, for the MFU")
     parser.add_argument(
-        "--model-config", type=Path, metavar="FILE", help="config.json, where it is not found"
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="its config.json, if the engine's is not on this machine",
     )
     anyio.run(_main, parser.parse_args(arguments))
     return 0
 
 
 async def _main(options: argparse.Namespace) -> None:
-    console, report = terminal(), Report("asyncep", options)
+    report = Report("asyncep", options)
     most = max(options.tokens)
     sizes = ("--chunked-prefill-size", str(most), "--max-prefill-tokens", str(most))
     options.engine_arguments = [*sizes, *options.engine_arguments]
-    async with connected(ROLES, options, 2 * most, console) as engines:
-        await report.describe(engines)
-        report.head(console)
-        apart = await _difference(engines, random.Random(options.seed))
-        seconds = await _measure(engines, options, console)
-        memory = await _memory(engines)
-        config = options.model_config or await _config(engines[RESIDENT])
+    async with report.connect(ROLES, 2 * most) as engines:
+        differences = await _compare_logprobs(engines, random.Random(options.seed))
+        seconds = await _measure(engines, options, report.console)
+        memory = await _fetch_memory(engines)
+        config = options.model_config or await _find_config(engines[RESIDENT])
     rows = summarise(seconds, options, config)
-    show(rows, memory, console)
-    for way, most in apart.items():
-        console.print(f"{way}'s log-probabilities differ by {most:.1e} at most.")
+    show(rows, memory, report.console)
+    for way, difference in differences.items():
+        report.console.print(f"{way}'s log-probabilities differ by {difference:.1e} at most.")
     report.save(
-        console,
         {
             "rows": [asdict(row) for row in rows],
-            "memory": [asdict(one) for one in memory],
-            "logprobs_apart": apart,
+            "memory": [asdict(engine) for engine in memory],
+            "logprobs_apart": differences,
             "seconds": seconds,
         },
     )
 
 
-async def _difference(engines: Engines, dice: random.Random) -> dict[str, float]:
-    """Return the largest difference of one prompt's log-probabilities from the first engine's."""
+async def _compare_logprobs(engines: Engines, dice: random.Random) -> dict[str, float]:
+    """Return how far one prompt's log-probabilities are from those of the first engine, at most."""
     prompt, rest = random_ids(dice, _COMPARED_TOKENS), random_ids(dice, _COMPARED_TOKENS)
-    told = {
+    logprobs = {
         way: (await client.next_logprobs(prompt, continuation=rest)).continuation
         for way, client in engines.clients.items()
     }
-    expected = told.pop(RESIDENT)
+    expected = logprobs.pop(RESIDENT)
     return {
-        way: max(abs(one - other) for one, other in zip(each, expected, strict=True))
-        for way, each in told.items()
+        way: max(abs(value - known) for value, known in zip(values, expected, strict=True))
+        for way, values in logprobs.items()
     }
 
 
-def batch(tokens: int, prompt: int, dice: random.Random) -> list[list[int]]:
-    """Make random prompts of ``prompt`` tokens, the last one shorter, ``tokens`` in all."""
-    lengths = [min(prompt, tokens - begin) for begin in range(0, tokens, prompt)]
-    return [random_ids(dice, length) for length in lengths]
+def make_batch(tokens: int, prompt: int, dice: random.Random) -> list[list[int]]:
+    """Make random prompts of ``tokens`` tokens in all."""
+    return [random_ids(dice, length) for length in _prompt_lengths(tokens, prompt)]
 
 
+def _prompt_lengths(tokens: int, prompt: int) -> list[int]:
+    """Return the lengths of a batch's prompts: ``prompt`` tokens each, the last one fewer."""
+    return [min(prompt, tokens - begin) for begin in range(0, tokens, prompt)]
+
+
+# The seconds of each round, by way and by tokens of a forward.
 Seconds = dict[str, dict[int, list[float]]]
 
 
 async def _measure(engines: Engines, options: argparse.Namespace, console: Console) -> Seconds:
     dice = random.Random(options.seed)
     ways = list(engines.clients)
-    seconds: Seconds = {way: {size: [] for size in options.tokens} for way in ways}
-    with progress(console) as bars:
-        bar = bars.add_task("", total=options.repeats * len(ways) * len(options.tokens))
-        for size in options.tokens:
-            bars.update(bar, description=f"{size} tokens, warming up")
+    sizes: list[int] = options.tokens
+    seconds: Seconds = {way: {} for way in ways}
+
+    async def run(way: str, size: int) -> float:
+        return await _run_batch(engines[way], make_batch(size, options.prompt, dice))
+
+    with RoundPlayer(console, options.repeats, len(ways) * len(sizes)) as player:
+        for size in sizes:
             for way in ways:
-                await _forward(engines[way], batch(size, options.prompt, dice))
-            bars.update(bar, description=f"{size} tokens")
-            for way in alternating(options.repeats, ways):
-                prompts = batch(size, options.prompt, dice)
-                seconds[way][size].append(await _forward(engines[way], prompts))
-                bars.advance(bar)
+                await run(way, size)
+            rounds = await player.play(ways, partial(run, size=size), f"{size} tokens")
+            for way, each in rounds.items():
+                seconds[way][size] = each
     return seconds
 
 
-async def _forward(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the seconds until the last of one batch has its first token."""
+async def _run_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> float:
+    """Return the seconds until the last prompt of a batch has its first token."""
     await engine.flush_cache()
     started = time.perf_counter()
     answers = await ask_batch(engine, prompts)
     return max(answer.first for answer in answers) - started
 
 
-async def _memory(engines: Engines) -> list[EngineMemory]:
-    """Return each engine's memory; one without copies has all experts on the device."""
-    told = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
-    experts = [rank.experts for rank in told.values() if rank.experts is not None]
-    whole = next((one.resident + one.on_host for one in experts), None)
-    found: list[EngineMemory] = []
-    for way, rank in told.items():
-        one = rank.experts
+async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
+    """Return each engine's memory.
+
+    An engine that copies no experts does not report them: it has all of them on the device.
+    """
+    ranks = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
+    reported = [rank.experts for rank in ranks.values() if rank.experts is not None]
+    whole = next((experts.resident + experts.on_host for experts in reported), None)
+    memory: list[EngineMemory] = []
+    for way, rank in ranks.items():
+        experts = rank.experts
         started = engines.started.get(way)
-        found.append(
+        memory.append(
             EngineMemory(
                 way=way,
-                device_experts=whole if one is None else one.resident + one.in_slots,
-                host_experts=0 if one is None else one.on_host,
-                misses=0 if one is None else one.misses,
+                device_experts=whole if experts is None else experts.resident + experts.in_slots,
+                host_experts=0 if experts is None else experts.on_host,
+                misses=0 if experts is None else experts.misses,
                 kv=rank.kv_bytes,
                 peak=None if started is None else peak_resident(started.pid),
             )
         )
-    return found
+    return memory
 
 
-async def _config(engine: EngineClient) -> Path | None:
-    """Return the model's ``config.json``, if it is on this machine."""
+async def _find_config(engine: EngineClient) -> Path | None:
+    """Return the model's ``config.json``; ``None`` if it is not on this machine."""
     path = (await engine.info()).model.get("path")
     config = Path(path) / "config.json" if path else None
     return config if config is not None and await anyio.Path(config).exists() else None
@@ -208,23 +220,23 @@ async def _config(engine: EngineClient) -> Path | None:
 def summarise(
     seconds: Seconds, options: argparse.Namespace, config: Path | None
 ) -> list[ForwardRow]:
-    """Return rows by size, the engine with its experts on the device first."""
+    """Return the rows by size, the engine with its experts on the device first."""
     rows: list[ForwardRow] = []
     for size in options.tokens:
         base = median(seconds[RESIDENT][size])
         work = flops(config, size, options.prompt)
         for way, by_size in seconds.items():
-            took = median(by_size[size])
-            rate = None if work is None else work / took / 1e12
+            typical = median(by_size[size])
+            rate = None if work is None else work / typical / 1e12
             peak = options.peak_tflops
             rows.append(
                 ForwardRow(
                     way=way,
                     tokens=size,
-                    seconds=took,
-                    tokens_per_second=size / took,
-                    of_resident=base / took,
-                    exposed=took - base,
+                    seconds=typical,
+                    tokens_per_second=size / typical,
+                    of_resident=base / typical,
+                    exposed=typical - base,
                     teraflops=rate,
                     mfu=None if rate is None or peak is None else rate / peak,
                 )
@@ -233,9 +245,9 @@ def summarise(
 
 
 def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
-    """Return the FLOPs of one batch; ``None`` if the model's shape is not known.
+    """Return the FLOPs of one batch; ``None`` if the model's shape is unknown.
 
-    Raises: EngineError for a file that is no model's configuration.
+    Raises: EngineError if the file is not a model's configuration.
     """
     if config is None:
         return None
@@ -245,15 +257,13 @@ def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
         return None
     except (ValueError, AttributeError) as error:
         raise EngineError(f"{config} is not a model's config.json: {error}") from error
-    lengths = (min(prompt, tokens - begin) for begin in range(0, tokens, prompt))
-    return sum(measure.work(0, length) for length in lengths)
+    return sum(measure.work(0, length) for length in _prompt_lengths(tokens, prompt))
 
 
 def show(rows: Sequence[ForwardRow], memory: Sequence[EngineMemory], console: Console) -> None:
     """Print both tables."""
-    table = Table(title="Forwards", title_justify="left")
-    for name in ("tokens", "way", "ms", "tokens/s", "of resident", "exposed", "TFLOP/s", "MFU"):
-        table.add_column(name, justify="left" if name == "way" else "right")
+    columns = ("tokens", "way", "ms", "tokens/s", "of resident", "exposed", "TFLOP/s", "MFU")
+    table = make_table("Forwards", *columns, left=("way",))
     for row in rows:
         table.add_row(
             f"{row.tokens:,}",
@@ -262,20 +272,18 @@ def show(rows: Sequence[ForwardRow], memory: Sequence[EngineMemory], console: Co
             f"{row.tokens_per_second:,.0f}",
             f"{row.of_resident:.2f}",
             f"{row.exposed * 1000:,.1f} ms" if row.way == H2D else "",
-            _or_nothing(row.teraflops, "{:.3g}"),
-            _or_nothing(row.mfu, "{:.1%}"),
+            _format(row.teraflops, "{:.3g}"),
+            _format(row.mfu, "{:.1%}"),
         )
     console.print(table)
-    table = Table(title="EngineMemory, MiB", title_justify="left")
-    table.add_column("")
-    for name in ("experts on the device", "on the host", "misses", "KV pool", "peak of process"):
-        table.add_column(name, justify="right")
-    for one in memory:
-        sizes = (one.device_experts, one.host_experts, one.kv, one.peak)
-        device, host, kv, peak = (_or_nothing(size and size / _MIB, "{:,.1f}") for size in sizes)
-        table.add_row(one.way, device, host, f"{one.misses:,}", kv, peak)
+    columns = ("experts on the device", "on the host", "misses", "KV pool", "peak of process")
+    table = make_table("Memory, MiB", "", *columns)
+    for engine in memory:
+        sizes = (engine.device_experts, engine.host_experts, engine.kv, engine.peak)
+        device, host, kv, peak = (_format(size and size / _MIB, "{:,.1f}") for size in sizes)
+        table.add_row(engine.way, device, host, f"{engine.misses:,}", kv, peak)
     console.print(table)
 
 
-def _or_nothing(value: float | None, form: str) -> str:
+def _format(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)

@@ -1,10 +1,10 @@
-"""Prefill-only requests in bulk: stock SGLang and FlashMoA (MoE-Prefill §8.2, Table 2).
+"""Measure prefill-only requests on stock SGLang and on FlashMoA (MoE-Prefill §8.2, Table 2).
 
-The paper's mix of datasets, with synthetic texts and so many times fewer requests, so many at a
-time. Stock SGLang generates one token for each, in order of arrival (fcfs) and by the longest
-cached prefix (lpm); FlashMoA scores two candidates. Then the same on two engines with the plugin:
-in turn, behind sglang-router if it is installed, and behind FlashMoA's router, which hears the
-engines' KV events.
+The requests are the paper's mix of datasets, with synthetic texts and fewer requests. On one
+engine, stock SGLang generates one token for each, in order of arrival (fcfs) and by the longest
+cached prefix (lpm), and FlashMoA scores two candidates. On two engines, FlashMoA scores them with
+the engines in turn, behind sglang-router (if it is installed), and behind FlashMoA's router, which
+listens to the engines' KV events.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import free_port
-from flashmoa_bench.harness import routers as gateways
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Engines, Role, connected
-from flashmoa_bench.harness.report import Report, progress, terminal
-from flashmoa_bench.harness.rounds import alternating
+from flashmoa_bench.harness import routers
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report
+from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
+from flashmoa_bench.harness.rounds import RoundPlayer
 from flashmoa_bench.prefill.mix import TABLE_2, Dataset, prompts
 from flashmoa_bench.prefill.passes import (
-    AskFunction,
-    OneToken,
     PrefillAnswer,
     PrefillPass,
     PrefillRequest,
-    Scored,
+    ScoreSender,
+    SendFunction,
+    TokenSender,
+    median_seconds,
     play,
-    seconds_of,
     show,
     summarise,
     unique_tokens,
@@ -48,25 +49,26 @@ ROLES = (
     Role(OURS, plugin=True, core=0),
     Role(SECOND, plugin=True, core=1, optional=True),
 )
-# One engine against the best of stock SGLang; two engines against taking turns.
-GOALS = {OURS: 1.35, gateways.OURS: 1.16}
-# Every vocabulary has these ids, and none has special tokens among them.
-_FIRST_ID, _IDS = 1000, 3000
-_SECONDS = 600.0
+# Throughput over the better stock policy on one engine, and over taking turns on two engines.
+GOALS = {OURS: 1.35, routers.OURS: 1.16}
+_TIMEOUT_SECONDS = 600.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench prefill-only``; return the exit status."""
-    parser = command_line("prefill_only", __doc__, ROLES)
+    """Run ``flashmoa bench prefill-only`` and return the exit status."""
+    parser = make_parser("prefill_only", __doc__, ROLES)
     parser.set_defaults(shape="small")
     parser.add_argument(
-        "--scale", type=float, default=0.004, help="of Table 2's 73,800 requests (37.9M tokens)"
+        "--scale", type=float, default=0.004, help="share of Table 2's 73,800 requests"
     )
     parser.add_argument(
-        "--lengths", type=float, default=0.25, help="of prompts and forwards, over the paper's"
+        "--lengths",
+        type=float,
+        default=0.25,
+        help="lengths of prompts and forwards over the paper's",
     )
     parser.add_argument(
-        "--longest", type=positive, default=32_000, help="prompt's tokens; a model's context"
+        "--longest", type=positive, default=32_000, help="tokens of a prompt: a model's context"
     )
     parser.add_argument(
         "--spread", type=float, default=0.05, help="part of the mix in which siblings come"
@@ -78,68 +80,68 @@ def main(arguments: Sequence[str]) -> int:
         "--forward", type=positive, default=8192, help="tokens of a forward at --lengths 1"
     )
     parser.add_argument(
-        "--stock-forward", type=positive, help="the same of stock engines, where it is another"
+        "--stock-forward", type=positive, help="the same for stock engines, if different"
     )
-    parser.add_argument("--kv-tokens", type=positive, default=65_536, help="of engines' caches")
+    parser.add_argument("--kv-tokens", type=positive, default=65_536, help="tokens of a cache")
     anyio.run(_main, parser.parse_args(arguments))
     return 0
 
 
 async def _main(options: argparse.Namespace) -> None:
-    console, report = terminal(), Report("prefill_only", options)
-    requests = mixed(options)
+    report = Report("prefill_only", options)
+    requests = make_requests(options)
     async with (
-        connected(_roles(options), options, options.kv_tokens, console) as engines,
-        httpx.AsyncClient(timeout=_SECONDS) as http,
+        report.connect(_make_roles(options), options.kv_tokens) as engines,
+        httpx.AsyncClient(timeout=_TIMEOUT_SECONDS) as http,
     ):
-        await report.describe(engines)
-        report.head(console)
-        bench = _Bench(engines, requests, options, http)
-        expected, one = await bench.one_engine(console)
-        two = await bench.two_engines(expected, console) if SECOND in engines else {}
+        bench = _PrefillBench(engines, requests, options, http, report.console)
+        expected = await bench.ask_stock_engine()
+        one_engine = await bench.measure_one_engine(expected)
+        two_engines = await bench.measure_two_engines(expected) if SECOND in engines else {}
     unique, tokens = unique_tokens(requests), sum(len(request.ids) for request in requests)
-    console.print(f"{len(requests):,} requests, {tokens:,} tokens, {unique:,} unique\n")
-    stock = min((way for way in one if way != OURS), key=lambda way: seconds_of(one[way]))
+    report.console.print(f"{len(requests):,} requests, {tokens:,} tokens, {unique:,} unique\n")
+    stock_ways = [way for way in one_engine if way != OURS]
+    fastest = min(stock_ways, key=lambda way: median_seconds(one_engine[way]))
     tables = {
-        "one engine": summarise(one, stock, expected, unique),
-        "two engines": summarise(two, IN_TURN, expected, unique) if two else [],
+        "one engine": summarise(one_engine, fastest, expected, unique),
+        "two engines": summarise(two_engines, IN_TURN, expected, unique) if two_engines else [],
     }
     for title, rows in tables.items():
-        show(title, rows, GOALS, console)
+        show(title, rows, GOALS, report.console)
     mix = {"requests": len(requests), "tokens": tokens, "unique": unique}
     rows = {title: [asdict(row) for row in rows] for title, rows in tables.items()}
-    report.save(console, {"mix": mix, **rows})
+    report.save({"mix": mix, **rows})
 
 
-def _roles(options: argparse.Namespace) -> list[Role]:
-    """Return the roles with the forwards of this run, which are as long as its prompts."""
+def _make_roles(options: argparse.Namespace) -> list[Role]:
+    """Return the roles with this run's size of a forward, which is scaled like the prompts."""
 
-    def forwards(role: Role) -> tuple[str, ...]:
-        asked = options.forward if role.plugin else options.stock_forward or options.forward
-        tokens = str(max(1, round(asked * options.lengths)))
+    def arguments(role: Role) -> tuple[str, ...]:
+        size = options.forward if role.plugin else options.stock_forward or options.forward
+        tokens = str(max(1, round(size * options.lengths)))
         sizes = ("--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens)
-        return (*role.arguments, *sizes, *(_events() if role.plugin else ()))
+        return (*role.arguments, *sizes, *(_event_arguments() if role.plugin else ()))
 
-    return [replace(role, arguments=forwards(role)) for role in ROLES]
-
-
-def _events() -> tuple[str, str]:
-    """Return the arguments that have an engine tell routers of its cache."""
-    told = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}"}
-    return "--kv-events-config", json.dumps(told)
+    return [replace(role, arguments=arguments(role)) for role in ROLES]
 
 
-def mixed(options: argparse.Namespace) -> list[PrefillRequest]:
+def _event_arguments() -> tuple[str, str]:
+    """Return the arguments with which an engine publishes events about its cache."""
+    config = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}"}
+    return "--kv-events-config", json.dumps(config)
+
+
+def make_requests(options: argparse.Namespace) -> list[PrefillRequest]:
     """Return the mix at the scale of this run."""
-    table = tuple(_scaled(one, options.lengths, options.longest) for one in TABLE_2)
+    table = tuple(_scale(dataset, options.lengths, options.longest) for dataset in TABLE_2)
     return [
-        PrefillRequest(one.name, [_FIRST_ID + token % _IDS for token in one.tokens])
-        for one in prompts(options.scale, options.spread, options.seed, table)
+        PrefillRequest(prompt.name, [FIRST_ID + token % ID_COUNT for token in prompt.tokens])
+        for prompt in prompts(options.scale, options.spread, options.seed, table)
     ]
 
 
-def _scaled(dataset: Dataset, lengths: float, longest: int) -> Dataset:
-    """Scale the range and the mean of a dataset's prompts; what is then too long is the longest."""
+def _scale(dataset: Dataset, lengths: float, longest: int) -> Dataset:
+    """Scale the lengths of a dataset's prompts, to at most ``longest`` tokens."""
 
     def tokens(count: int) -> int:
         return round(count * lengths)
@@ -154,8 +156,17 @@ def _scaled(dataset: Dataset, lengths: float, longest: int) -> Dataset:
     )
 
 
-class _Bench:
-    """The runs of all ways, in turn."""
+@dataclass(frozen=True, slots=True)
+class _PrefillWay:
+    """How the requests are sent to the engines: by senders in turn, or through a named router."""
+
+    engines: Sequence[EngineClient]
+    senders: Sequence[SendFunction] = ()
+    router: str | None = None
+
+
+class _PrefillBench:
+    """Plays all passes of all ways."""
 
     def __init__(
         self,
@@ -163,71 +174,68 @@ class _Bench:
         requests: Sequence[PrefillRequest],
         options: argparse.Namespace,
         http: httpx.AsyncClient,
+        console: Console,
     ) -> None:
         self._engines = engines
         self._requests = requests
         self._options = options
         self._http = http
+        self._console = console
 
-    async def one_engine(
-        self, console: Console
-    ) -> tuple[dict[str, PrefillAnswer], dict[str, list[PrefillPass]]]:
-        """Return what stock SGLang answers with log-probabilities, and every way's passes."""
+    async def ask_stock_engine(self) -> dict[str, PrefillAnswer]:
+        """Return the answers of stock SGLang with log-probabilities, to compare others with."""
         stock = self._engines[FCFS]
-        first = _Way([stock], [OneToken(self._http, stock.url, logprobs=True)])
-        expected = dict((await self._pass(first, {})).answers)
+        way = _PrefillWay([stock], [TokenSender(self._http, stock.url, logprobs=True)])
+        return dict((await self._play_pass(way, {})).answers)
+
+    async def measure_one_engine(
+        self, expected: Mapping[str, PrefillAnswer]
+    ) -> dict[str, list[PrefillPass]]:
+        """Return the passes of stock SGLang's policies and of FlashMoA, on one engine each."""
         ways = {
-            name: _Way([self._engines[name]], [OneToken(self._http, self._engines[name].url)])
+            name: _PrefillWay(
+                [self._engines[name]], [TokenSender(self._http, self._engines[name].url)]
+            )
             for name in (FCFS, LPM)
             if name in self._engines
         }
         ours = self._engines[OURS]
-        ways[OURS] = _Way([ours], [_scored(ours, expected)])
-        return expected, await self._rounds(ways, expected, console)
+        ways[OURS] = _PrefillWay([ours], [_make_scorer(ours, expected)])
+        return await self._play_rounds(ways, expected)
 
-    async def two_engines(
-        self, expected: Mapping[str, PrefillAnswer], console: Console
+    async def measure_two_engines(
+        self, expected: Mapping[str, PrefillAnswer]
     ) -> dict[str, list[PrefillPass]]:
         """Return the passes of each router, over the same two engines."""
         both = [self._engines[OURS], self._engines[SECOND]]
-        ways = {IN_TURN: _Way(both, [_scored(engine, expected) for engine in both])}
-        ways |= {name: _Way(both, gateway=name) for name in gateways.available()}
-        return await self._rounds(ways, expected, console)
+        ways = {IN_TURN: _PrefillWay(both, [_make_scorer(engine, expected) for engine in both])}
+        ways |= {name: _PrefillWay(both, router=name) for name in routers.installed_routers()}
+        return await self._play_rounds(ways, expected)
 
-    async def _rounds(
-        self, ways: Mapping[str, _Way], expected: Mapping[str, PrefillAnswer], console: Console
+    async def _play_rounds(
+        self, ways: Mapping[str, _PrefillWay], expected: Mapping[str, PrefillAnswer]
     ) -> dict[str, list[PrefillPass]]:
-        passes: dict[str, list[PrefillPass]] = {name: [] for name in ways}
-        with progress(console) as bars:
-            bar = bars.add_task("warming up", total=self._options.repeats * len(ways))
-            for way in ways.values():
-                await self._pass(way, expected)
-            for name in alternating(self._options.repeats, list(ways)):
-                bars.update(bar, description=name)
-                passes[name].append(await self._pass(ways[name], expected))
-                bars.advance(bar)
-        return passes
+        async def run(name: str) -> PrefillPass:
+            return await self._play_pass(ways[name], expected)
 
-    async def _pass(self, way: _Way, expected: Mapping[str, PrefillAnswer]) -> PrefillPass:
+        with RoundPlayer(self._console, self._options.repeats, len(ways)) as player:
+            for name in ways:
+                await run(name)
+            return await player.play(list(ways), run)
+
+    async def _play_pass(
+        self, way: _PrefillWay, expected: Mapping[str, PrefillAnswer]
+    ) -> PrefillPass:
         for engine in way.engines:
             await engine.flush_cache()
-        at_once = self._options.concurrency * len(way.engines)
-        if way.gateway is None:
-            return await play(way.asks, self._requests, at_once)
+        limit = self._options.concurrency * len(way.engines)
+        if way.router is None:
+            return await play(way.senders, self._requests, limit)
         urls = [engine.url for engine in way.engines]
-        # A router that has seen the prompts before believes them cached: a new one each time.
-        async with gateways.gateway(way.gateway, urls) as url, EngineClient(url) as client:
-            return await play([_scored(client, expected)], self._requests, at_once)
+        # Each pass has a new router: one that has seen the prompts would believe them cached.
+        async with routers.start_router(way.router, urls) as url, EngineClient(url) as client:
+            return await play([_make_scorer(client, expected)], self._requests, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How the engines are asked: directly, or through a gateway."""
-
-    engines: Sequence[EngineClient]
-    asks: Sequence[AskFunction] = ()
-    gateway: str | None = None
-
-
-def _scored(engine: EngineClient, expected: Mapping[str, PrefillAnswer]) -> AskFunction:
-    return Scored(engine, {name: answer.token for name, answer in expected.items()})
+def _make_scorer(engine: EngineClient, expected: Mapping[str, PrefillAnswer]) -> ScoreSender:
+    return ScoreSender(engine, {name: answer.token for name, answer in expected.items()})

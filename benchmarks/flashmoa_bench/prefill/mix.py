@@ -1,8 +1,8 @@
-"""A synthetic mix of prefill-only requests with the shapes of MoE-Prefill's Table 2; pure.
+"""Generate a synthetic mix of prefill-only requests like that of MoE-Prefill's Table 2; pure.
 
-The paper gives each dataset's requests, tokens, range of lengths, and says whether much, little or
-something in between is shared. How it is shared is assumed here: an instruction that all requests
-of a dataset begin with, and documents that several of them are about.
+For each dataset, the paper gives the number of requests and tokens and the range of lengths, and
+says whether prompts share much, little or something in between. How they share is assumed here: all
+requests of a dataset begin with an instruction, and several requests are about one document.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One row of Table 2, and what is assumed of it.
+    """One row of Table 2, and our assumptions about it.
 
     Attributes:
-        requests, tokens: in total.
-        shortest, longest: of a request, in tokens.
-        share: of prefixes, as the paper has it.
-        instruction: tokens that all requests begin with; assumed.
-        siblings: requests about one document; assumed.
-        own: tokens behind the document that are a sibling's own; assumed.
+        requests, tokens: their numbers, in total.
+        shortest, longest: range of a request's tokens.
+        share: how much prefixes are shared, in the paper's words.
+        instruction: number of tokens that all requests begin with; assumed.
+        siblings: number of requests about one document; assumed.
+        own: number of tokens after the document that only one sibling has; assumed.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Dataset:
     own: int = 0
 
     def length(self, dice: random.Random) -> int:
-        """Draw a length within the range, with the dataset's mean."""
+        """Draw a length within the range, so that the mean is that of the dataset."""
         mean = self.tokens / self.requests
         power = (self.longest - self.shortest) / (mean - self.shortest) - 1
         return round(self.shortest + (self.longest - self.shortest) * dice.random() ** power)
@@ -60,7 +60,7 @@ TABLE_2 = (
 
 @dataclass(frozen=True, slots=True)
 class MixRequest:
-    """A request of the mix: its name, dataset and prompt."""
+    """A request of the mix, with its prompt as the router's blocks."""
 
     name: str
     dataset: str
@@ -69,7 +69,7 @@ class MixRequest:
 
 @dataclass(frozen=True, slots=True)
 class MixPrompt:
-    """A request's tokens, random numbers of 32 bits each."""
+    """A request of the mix, with its prompt as tokens: random numbers of 32 bits each."""
 
     name: str
     dataset: str
@@ -79,62 +79,64 @@ class MixPrompt:
 def mix(
     scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
 ) -> list[MixRequest]:
-    """Return the whole mix, interleaved.
+    """Return the whole mix, with the datasets interleaved.
 
     Args:
-        scale: of Table 2's numbers of requests.
-        spread: within what part of the whole mix the siblings of a document come, 0 to 1.
+        scale: share of Table 2's requests that the mix has.
+        spread: part of the whole mix, 0 to 1, within which the siblings of a document come.
     """
-    return _mixed(scale, spread, seed, table, _as_blocks)
+    return _generate(scale, spread, seed, table, _to_blocks)
 
 
 def prompts(
     scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
 ) -> list[MixPrompt]:
-    """Return the same mix as its tokens."""
-    return _mixed(scale, spread, seed, table, lambda prompt: prompt)
+    """Return the same mix as :func:`mix`, with prompts as tokens."""
+    return _generate(scale, spread, seed, table, lambda prompt: prompt)
 
 
-def _as_blocks(prompt: MixPrompt) -> MixRequest:
+def _to_blocks(prompt: MixPrompt) -> MixRequest:
     return MixRequest(prompt.name, prompt.dataset, token_blocks(prompt.tokens))
 
 
-def _mixed(
+def _generate(
     scale: float,
     spread: float,
     seed: int,
     table: tuple[Dataset, ...],
-    make: Callable[[MixPrompt], T],
+    convert: Callable[[MixPrompt], T],
 ) -> list[T]:
-    """Return each request as ``make`` makes it, at once: tokens of the whole mix are not kept."""
+    """Return the requests, each converted at once, so that not all tokens are in memory."""
     dice = random.Random(seed)
     placed: list[tuple[float, str, T]] = []
     for dataset in table:
         for document in _documents(dataset, scale, dice):
             begin = dice.random() * (1 - spread)
-            placed += [(begin + dice.random() * spread, one.name, make(one)) for one in document]
-    placed.sort(key=lambda one: one[:2])
-    return [one for *_, one in placed]
+            placed += [(begin + dice.random() * spread, one.name, convert(one)) for one in document]
+    placed.sort(key=lambda entry: entry[:2])
+    return [request for _place, _name, request in placed]
 
 
 def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[list[MixPrompt]]:
-    """Yield each document's requests."""
-    instruction = _tokens(dataset.instruction, dice)
+    """Yield the requests about each document."""
+    instruction = _random_tokens(dataset.instruction, dice)
     count = max(1, round(dataset.requests * scale))
     for begin in range(0, count, dataset.siblings):
-        document = instruction + _tokens(
+        document = instruction + _random_tokens(
             max(0, dataset.length(dice) - dataset.instruction - dataset.own), dice
         )
         siblings = range(begin, min(begin + dataset.siblings, count))
         yield [
             MixPrompt(
-                f"{dataset.name}-{number}", dataset.name, document + _tokens(dataset.own, dice)
+                f"{dataset.name}-{number}",
+                dataset.name,
+                document + _random_tokens(dataset.own, dice),
             )
             for number in siblings
         ]
 
 
-def _tokens(count: int, dice: random.Random) -> array[int]:
-    made: array[int] = array("I")
-    made.frombytes(dice.randbytes(count * made.itemsize))
-    return made
+def _random_tokens(count: int, dice: random.Random) -> array[int]:
+    tokens: array[int] = array("I")
+    tokens.frombytes(dice.randbytes(count * tokens.itemsize))
+    return tokens

@@ -1,29 +1,31 @@
-"""Passes of prefill-only requests: as one generated token each and as scores; their tables."""
+"""Send prefill-only requests, as one generated token each or as scores, and tabulate the passes.
+
+A pass sends all requests once.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import anyio
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.engine import BadAnswer, EngineClient
 from flashmoa.scoring import Scorer
-from flashmoa_bench.harness.rounds import percentile
+from flashmoa_bench.harness.report import make_table
+from flashmoa_bench.harness.rounds import percentile, run_concurrently
 
 _ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """A prompt, as token ids."""
+    """A prompt of token ids."""
 
     name: str
     ids: list[int]
@@ -34,8 +36,9 @@ class PrefillAnswer:
     """The answer to a request.
 
     Attributes:
-        token: the likeliest first token. logprob: its natural logarithm, if it was told.
-        seconds: from sending it to the answer.
+        token: the likeliest first token.
+        logprob: natural logarithm of its probability; ``None`` if the engine does not report it.
+        seconds: time from sending the request to its answer.
     """
 
     token: int
@@ -45,16 +48,16 @@ class PrefillAnswer:
     seconds: float = 0.0
 
 
-AskFunction = Callable[[PrefillRequest], Awaitable[PrefillAnswer]]
+SendFunction = Callable[[PrefillRequest], Awaitable[PrefillAnswer]]
 
 
-class OneToken:
-    """A request as SGLang is asked without FlashMoA: one greedy token.
+class TokenSender:
+    """Asks SGLang for one greedy token, as it is asked without FlashMoA.
 
     Args:
-        http: with the same limits as an :class:`~flashmoa.engine.EngineClient` has: where it keeps
-            many connections, looking through them takes longer than a small model's forwards.
-        logprobs: ask for its log-probability, too.
+        http: a client with the limits of an :class:`~flashmoa.engine.EngineClient`. With more
+            connections, looking through them would take longer than a small model's forwards.
+        logprobs: whether to ask for the token's log-probability, too.
     """
 
     def __init__(self, http: httpx.AsyncClient, url: str, *, logprobs: bool = False) -> None:
@@ -65,25 +68,26 @@ class OneToken:
     async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
         """Ask for one token.
 
-        Raises: BadAnswer for anything but a token.
+        Raises: BadAnswer if the engine answers with anything else.
         """
         body = {"input_ids": request.ids, "sampling_params": _ONE_TOKEN, **self._more}
         answer = await self._http.post(self._url, json=body)
         try:
-            told = answer.raise_for_status().json()
-            meta: Mapping[str, Any] = told["meta_info"]
+            content = answer.raise_for_status().json()
+            meta: Mapping[str, Any] = content["meta_info"]
             logprob = meta["output_token_logprobs"][0][0] if self._more else None
             prompt, cached = int(meta["prompt_tokens"]), int(meta["cached_tokens"])
-            return PrefillAnswer(int(told["output_ids"][0]), logprob, prompt, cached)
+            return PrefillAnswer(int(content["output_ids"][0]), logprob, prompt, cached)
         except (httpx.HTTPStatusError, ValueError, LookupError) as error:
             raise BadAnswer(f"{self._url} answered {answer.text[:200]!r}") from error
 
 
-class Scored:
-    """A request to :mod:`flashmoa.scoring`: the likelier of two candidates.
+class ScoreSender:
+    """Asks :mod:`flashmoa.scoring` for the likelier of two candidates.
 
     Args:
-        likeliest: a prompt's likeliest first token, by its name; the first candidate.
+        likeliest: the likeliest first token of each request, by its name. It is the first
+            candidate.
     """
 
     def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
@@ -104,64 +108,57 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """All requests once. ``answers``: by their names."""
+    """The answers to all requests, by the requests' names."""
 
     seconds: float
     answers: Mapping[str, PrefillAnswer]
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(one.prompt_tokens for one in self.answers.values())
+        return sum(answer.prompt_tokens for answer in self.answers.values())
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - sum(one.cached_tokens for one in self.answers.values())
+        return self.prompt_tokens - sum(answer.cached_tokens for answer in self.answers.values())
 
 
 async def play(
-    ways: Sequence[AskFunction], requests: Sequence[PrefillRequest], at_once: int
+    senders: Sequence[SendFunction], requests: Sequence[PrefillRequest], limit: int
 ) -> PrefillPass:
-    """Send all requests in their order, ``at_once`` of them at a time; several ways take turns."""
-    waiting = list(enumerate(requests))
-    waiting.reverse()
-    answers: dict[str, PrefillAnswer] = {}
+    """Send all requests in their order, at most ``limit`` at a time; the senders take turns."""
 
-    async def client() -> None:
-        while waiting:
-            number, request = waiting.pop()
-            sent = time.perf_counter()
-            answer = await ways[number % len(ways)](request)
-            seconds = time.perf_counter() - sent
-            answers[request.name] = PrefillAnswer(
-                answer.token, answer.logprob, answer.prompt_tokens, answer.cached_tokens, seconds
-            )
+    async def send(numbered: tuple[int, PrefillRequest]) -> PrefillAnswer:
+        number, request = numbered
+        sent = time.perf_counter()
+        answer = await senders[number % len(senders)](request)
+        return replace(answer, seconds=time.perf_counter() - sent)
 
     started = time.perf_counter()
-    async with anyio.create_task_group() as group:
-        for _ in range(at_once):
-            group.start_soon(client)
-    return PrefillPass(time.perf_counter() - started, answers)
+    answers = await run_concurrently(send, list(enumerate(requests)), limit)
+    seconds = time.perf_counter() - started
+    return PrefillPass(seconds, {r.name: a for r, a in zip(requests, answers, strict=True)})
 
 
 def unique_tokens(requests: Sequence[PrefillRequest]) -> int:
-    """Return the tokens of a radix tree with all prompts: what has to be computed at least."""
+    """Return the tokens of a radix tree with all prompts, the least that has to be computed."""
     prompts = sorted(request.ids for request in requests)
-    shared = sum(_common(before, after) for before, after in pairwise(prompts))
+    shared = sum(_common_length(before, after) for before, after in pairwise(prompts))
     return sum(map(len, prompts)) - shared
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How answers compare with those expected.
+    """Compares answers with the expected ones.
 
     Attributes:
-        answers: that were compared. same: of these, with the same likeliest token.
-        logprob: the largest difference of a log-probability, where they were told.
+        answers: number of answers.
+        same: number of them with the same likeliest token.
+        logprob: largest difference of a log-probability, of those that engines report.
     """
 
     answers: int
@@ -171,28 +168,30 @@ class Agreement:
 
 def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPass]) -> Agreement:
     """Compare all answers in ``passes`` with those in ``expected``, by their names."""
-    found = [(expected[name], one) for each in passes for name, one in each.answers.items()]
-    apart = [
-        abs(one.logprob - other.logprob)
-        for one, other in found
-        if one.logprob is not None and other.logprob is not None
+    pairs = [(expected[name], answer) for each in passes for name, answer in each.answers.items()]
+    differences = [
+        abs(known.logprob - answer.logprob)
+        for known, answer in pairs
+        if known.logprob is not None and answer.logprob is not None
     ]
     return Agreement(
-        answers=len(found),
-        same=sum(one.token == other.token for one, other in found),
-        logprob=max(apart, default=None),
+        answers=len(pairs),
+        same=sum(known.token == answer.token for known, answer in pairs),
+        logprob=max(differences, default=None),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
-    """One way; medians over rounds.
+    """The figures of one way; medians over rounds.
 
     Attributes:
-        seconds: until everything was answered. rounds: of each round.
-        computed: prompt tokens that were computed. duplicates: these over the unique ones.
-        p50, p99: seconds of a request, over all rounds.
-        gain: the throughput over that of the reference.
+        seconds: time until everything was answered.
+        rounds: that time in each round.
+        computed: number of prompt tokens that were computed.
+        duplicates: ``computed`` over the number of unique prompt tokens.
+        p50, p99: percentiles of a request's seconds, over all rounds.
+        gain: throughput over that of the reference.
     """
 
     way: str
@@ -217,46 +216,42 @@ def summarise(
     """Summarise each way's passes.
 
     Args:
-        reference: the way that gains are over.
-        unique: tokens of all prompts, each shared one counted once.
+        reference: the way that others are compared with.
+        unique: number of tokens of all prompts, each shared one counted once.
     """
-    base = seconds_of(passes[reference])
+    base = median_seconds(passes[reference])
     rows: list[PassRow] = []
-    for way, each in passes.items():
-        seconds, computed = seconds_of(each), median(one.computed_tokens for one in each)
-        waited = [answer.seconds for one in each for answer in one.answers.values()]
+    for way, group in passes.items():
+        seconds, computed = median_seconds(group), median(each.computed_tokens for each in group)
+        waits = [answer.seconds for each in group for answer in each.answers.values()]
         rows.append(
             PassRow(
                 way=way,
                 seconds=seconds,
-                rounds=[one.seconds for one in each],
-                tokens_per_second=each[0].prompt_tokens / seconds,
-                requests_per_second=len(each[0].answers) / seconds,
+                rounds=[each.seconds for each in group],
+                tokens_per_second=group[0].prompt_tokens / seconds,
+                requests_per_second=len(group[0].answers) / seconds,
                 computed=computed,
                 duplicates=computed / unique,
-                p50=percentile(waited, 0.5),
-                p99=percentile(waited, 0.99),
+                p50=percentile(waits, 0.5),
+                p99=percentile(waits, 0.99),
                 gain=base / seconds,
-                agreement=agreement(expected, each),
+                agreement=agreement(expected, group),
             )
         )
     return rows
 
 
-def seconds_of(passes: Sequence[PrefillPass]) -> float:
-    """Return the median of their lengths."""
-    return median(one.seconds for one in passes)
+def median_seconds(passes: Sequence[PrefillPass]) -> float:
+    return median(each.seconds for each in passes)
 
 
 def show(title: str, rows: Sequence[PassRow], goals: Mapping[str, float], console: Console) -> None:
-    """Print one table; nothing where there are no rows. ``goals``: gains, by way."""
+    """Print one table, unless there are no rows; ``goals`` are gains that ways should reach."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left")
     columns = ("seconds", "tokens/s", "requests/s", "computed", "of unique", "p50", "p99")
-    table.add_column("")
-    for name in (*columns, "gain", "goal", "same", "logprobs"):
-        table.add_column(name, justify="right")
+    table = make_table(title, "", *columns, "gain", "goal", "same", "logprobs")
     for row in rows:
         same = row.agreement
         table.add_row(

@@ -1,9 +1,9 @@
-"""Engines that only take time, and a replay of requests over them; pure and deterministic.
+"""Simulate engines and replay requests over them; pure and deterministic.
 
-An engine computes in forwards of up to so many tokens, in order of arrival, chunking long prompts;
-a forward takes its FLOPs over the engine's rate, and never less than its floor: that of weights
-which are transferred meanwhile (MoE-Prefill §6.2). Blocks can be shared from the moment they are
-scheduled, as in vLLM, and with FlashMoA's plugin in SGLang.
+A simulated engine computes requests in order of arrival, in forwards of limited size, and chunks
+long prompts. A forward takes its work over the engine's rate, but at least the engine's floor: the
+time to transfer the weights (MoE-Prefill §6.2). Requests can share blocks as soon as these are
+scheduled, as in vLLM, and in SGLang with FlashMoA's plugin.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.flops import Measure
@@ -24,12 +25,11 @@ class Machine:
     """The hardware and the settings of a simulated engine.
 
     Attributes:
-        measure: of its work.
+        measure: measures the work of a forward.
         rate: work per second.
-        batch_tokens: of one forward at most.
-        cache_blocks: that its cache holds.
-        floor: seconds of a forward at least.
-        reports: whether it says what it stores and evicts.
+        batch_tokens, floor: most tokens and least seconds of a forward.
+        cache_blocks: most blocks that its cache holds.
+        reports: whether it reports the blocks that it stores and evicts.
     """
 
     measure: Measure
@@ -45,40 +45,44 @@ class Machine:
 
 
 class Cache:
-    """Blocks by their last use; a prompt's end goes before its beginning."""
+    """Holds blocks, and evicts those used longest ago; of a prompt, the last block first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
+        # The keys are ordered by last use.
         self._held: dict[int, None] = {}
 
     def match(self, hashes: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks are held."""
         for place, block in enumerate(hashes):
             if block not in self._held:
                 return place
         return len(hashes)
 
     def use(self, hashes: Sequence[int]) -> list[int]:
-        """Put these blocks into the cache as the last used; return those that had to go for it."""
+        """Hold a prompt's blocks as the last used ones; return those evicted for them."""
         for block in reversed(hashes):
             self._held.pop(block, None)
             self._held[block] = None
         surplus = max(0, len(self._held) - self._capacity)
-        gone = [block for block, _ in zip(self._held, range(surplus), strict=False)]
-        for block in gone:
+        evicted = list(islice(self._held, surplus))
+        for block in evicted:
             del self._held[block]
-        return gone
+        return evicted
 
 
 @dataclass(slots=True)
 class _Job:
-    ask: MixRequest
+    """A request in an engine's queue, and how many of its tokens and blocks are computed."""
+
+    request: MixRequest
     done: int = 0
     blocks_done: int = 0
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward: how long it takes, what it stores and evicts, and whose prompts it completes."""
+    """One forward: its seconds, the blocks it stores and evicts, and the prompts it completes."""
 
     seconds: float
     stored: list[int] = field(default_factory=list[int])
@@ -87,7 +91,13 @@ class Step:
 
 
 class SimulatedEngine:
-    """An engine that adds up ``cached`` and ``prompt`` tokens, ``work`` and ``busy`` seconds."""
+    """Computes requests in simulated time, and counts tokens, work, seconds and forwards.
+
+    Attributes:
+        cached, prompt: tokens that were cached, and tokens of all prompts.
+        work: work of all forwards, as ``machine.measure`` measures it.
+        busy: seconds of all forwards.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -96,11 +106,11 @@ class SimulatedEngine:
         self._cache = Cache(machine.cache_blocks)
         self._queue: deque[_Job] = deque()
 
-    def submit(self, ask: MixRequest) -> None:
-        self._queue.append(_Job(ask))
+    def submit(self, request: MixRequest) -> None:
+        self._queue.append(_Job(request))
 
     def step(self) -> Step | None:
-        """Compute the next forward, if there is anything to compute."""
+        """Compute the next forward; return ``None`` if there is nothing to compute."""
         if not self._queue:
             return None
         step, room, work = Step(0.0), self.machine.batch_tokens, 0
@@ -108,13 +118,13 @@ class SimulatedEngine:
             job = self._queue[0]
             if job.done == 0:
                 self._admit(job)
-            tokens = min(room, job.ask.blocks.length - job.done)
+            tokens = min(room, job.request.blocks.length - job.done)
             work += self.machine.measure.work(job.done, job.done + tokens)
             room -= tokens
             job.done += tokens
             self._store(job, step)
-            if job.done >= job.ask.blocks.length:
-                step.completed.append(self._queue.popleft().ask)
+            if job.done >= job.request.blocks.length:
+                step.completed.append(self._queue.popleft().request)
         step.seconds = max(self.machine.floor, work / self.machine.rate)
         self.work += work
         self.busy += step.seconds
@@ -122,14 +132,14 @@ class SimulatedEngine:
         return step
 
     def _admit(self, job: _Job) -> None:
-        blocks = job.ask.blocks
+        blocks = job.request.blocks
         job.blocks_done = self._cache.match(blocks.hashes)
         job.done = blocks.cached_tokens(job.blocks_done)
         self.cached += job.done
         self.prompt += blocks.length
 
     def _store(self, job: _Job, step: Step) -> None:
-        blocks = job.ask.blocks
+        blocks = job.request.blocks
         whole = min(job.done // blocks.size, len(blocks.hashes))
         step.stored += blocks.hashes[job.blocks_done : whole]
         job.blocks_done = max(whole, job.blocks_done)
@@ -138,15 +148,15 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """A replay's result.
+    """The result of a replay.
 
     Attributes:
-        seconds: until the last prompt was computed.
-        tokens: of all prompts.
-        cached: of these, not computed.
-        work: done by all engines.
-        imbalance: the busiest engine's seconds over the mean.
-        steps: forwards of all engines.
+        seconds: simulated time until the last prompt was computed.
+        tokens: number of tokens of all prompts.
+        cached: number of these that were cached and not computed.
+        work: work of all engines.
+        imbalance: busy time of the busiest engine over the mean.
+        steps: number of forwards of all engines.
     """
 
     seconds: float
@@ -167,47 +177,52 @@ class ReplayOutcome:
 
 
 def replay(
-    asks: Iterable[MixRequest],
+    requests: Iterable[MixRequest],
     policy: Policy,
     machines: Mapping[str, Machine],
     *,
     saturation: int | None = None,
     concurrency: int,
 ) -> ReplayOutcome:
-    """Replay all requests as fast as they go, ``concurrency`` of them at a time.
+    """Replay all requests, of which ``concurrency`` are in progress at a time.
 
     Args:
-        saturation: ``T`` of every engine, for policies that look at it.
+        saturation: ``T`` of every engine, for policies that use it.
+
+    Raises: RuntimeError if the policy leaves requests without an engine.
     """
-    return _Replay(policy, machines, saturation).run(deque(asks), concurrency)
+    return _Replay(policy, machines, saturation).run(deque(requests), concurrency)
 
 
 class _Replay:
+    """Advances simulated time from the end of one forward to the next."""
+
     def __init__(
         self, policy: Policy, machines: Mapping[str, Machine], saturation: int | None
     ) -> None:
         self._policy = policy
         self._engines = {name: SimulatedEngine(machine) for name, machine in machines.items()}
-        # Forwards that run, by when they end.
+        # The forwards in progress, with the time when each ends and the engine's name; a heap.
         self._running: list[tuple[float, str, Step]] = []
         self._idle = set(self._engines)
-        self._asks: dict[str, MixRequest] = {}
-        self._queue: list[WaitingRequest] = []
+        # The requests in progress; ``_unrouted`` are those that have no engine yet.
+        self._requests: dict[str, MixRequest] = {}
+        self._unrouted: list[WaitingRequest] = []
         for name, machine in machines.items():
             policy.join(name, machine.traits(saturation))
 
     def run(self, coming: deque[MixRequest], concurrency: int) -> ReplayOutcome:
         now = 0.0
-        self._feed(coming, concurrency, now)
+        self._advance(coming, concurrency, now)
         while self._running:
             now, name, step = heapq.heappop(self._running)
             self._finish(name, step)
-            self._feed(coming, concurrency, now)
-        if self._asks:
-            raise RuntimeError(f"{len(self._asks)} requests never had an engine")
-        return self._outcome(now)
+            self._advance(coming, concurrency, now)
+        if self._requests:
+            raise RuntimeError(f"{len(self._requests)} requests never had an engine")
+        return self._summarise(now)
 
-    def _outcome(self, seconds: float) -> ReplayOutcome:
+    def _summarise(self, seconds: float) -> ReplayOutcome:
         engines = self._engines.values()
         busy = [engine.busy for engine in engines]
         return ReplayOutcome(
@@ -219,16 +234,16 @@ class _Replay:
             steps=sum(engine.steps for engine in engines),
         )
 
-    def _feed(self, coming: deque[MixRequest], concurrency: int, now: float) -> None:
-        """Let in what may be open, route what can be, and have idle engines begin."""
-        while coming and len(self._asks) < concurrency:
-            ask = coming.popleft()
-            self._asks[ask.name] = ask
-            self._queue.append(WaitingRequest(ask.name, ask.blocks))
-        placed = self._policy.route(self._queue)
-        self._queue = [one for one in self._queue if one.request not in placed]
-        for request, engine in placed.items():
-            self._engines[engine].submit(self._asks[request])
+    def _advance(self, coming: deque[MixRequest], concurrency: int, now: float) -> None:
+        """Admit as many requests as may be in progress, route them, and start idle engines."""
+        while coming and len(self._requests) < concurrency:
+            request = coming.popleft()
+            self._requests[request.name] = request
+            self._unrouted.append(WaitingRequest(request.name, request.blocks))
+        routed = self._policy.route(self._unrouted)
+        self._unrouted = [waiting for waiting in self._unrouted if waiting.request not in routed]
+        for name, engine in routed.items():
+            self._engines[engine].submit(self._requests[name])
         for name in sorted(self._idle):
             if (step := self._engines[name].step()) is not None:
                 self._idle.discard(name)
@@ -246,7 +261,7 @@ class _Replay:
 
 
 def best_hit_rate(prompts: Iterable[Blocks]) -> float:
-    """Return the hit rate of one engine whose cache forgets nothing."""
+    """Return the hit rate of a single engine that evicts nothing."""
     seen: set[int] = set()
     cached = total = 0
     for blocks in prompts:

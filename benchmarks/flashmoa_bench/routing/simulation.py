@@ -1,4 +1,4 @@
-"""Routing policies on simulated engines with the shape of Qwen3-235B-A22B: figures and tables.
+"""Compare routing policies on simulated engines with the shape of Qwen3-235B-A22B.
 
 Nothing is computed and nothing is timed; the same seed gives the same figures.
 """
@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from flashmoa.router.blocks import BLOCK_TOKENS
 from flashmoa.router.flops import saturation, true_flops
 from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa_bench.harness.command_line import positive
-from flashmoa_bench.harness.report import Report, progress, terminal
+from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
 from flashmoa_bench.routing.engines import Machine, ReplayOutcome, best_hit_rate, replay
 
@@ -47,7 +46,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyRow:
-    """One policy over so many engines; ``speedup``: over random."""
+    """The figures of one policy (see :class:`ReplayOutcome`); ``speedup``: over policy random."""
 
     engines: int
     policy: str
@@ -61,28 +60,26 @@ class PolicyRow:
 
 def measure(options: argparse.Namespace) -> None:
     """Replay the mix with every policy, print the table and write the report."""
-    console = terminal()
     report = Report("router", options)
-    report.head(console)
-    asks = mix(options.scale, options.spread, options.seed)
+    report.print_head()
+    requests = mix(options.scale, options.spread, options.seed)
     rows: list[PolicyRow] = []
-    with progress(console) as bars:
+    with progress_bar(report.console) as bars:
         bar = bars.add_task("", total=len(options.engines) * len(POLICIES))
         for engines in options.engines:
             outcomes: dict[str, ReplayOutcome] = {}
             for policy in POLICIES:
                 bars.update(bar, description=f"{engines} engines, {policy}")
-                outcomes[policy] = run(policy, asks, engines, options)
+                outcomes[policy] = run(policy, requests, engines, options)
                 bars.advance(bar)
             rows += summarise(engines, outcomes)
-    best = best_hit_rate(ask.blocks for ask in asks)
-    show(rows, asks, best, console)
+    best = best_hit_rate(request.blocks for request in requests)
+    show(rows, requests, best, report.console)
     report.save(
-        console,
         {
             "rows": [asdict(row) for row in rows],
             "best_hit_rate": best,
-            "datasets": [asdict(one) for one in TABLE_2],
+            "datasets": [asdict(dataset) for dataset in TABLE_2],
         },
     )
 
@@ -90,20 +87,24 @@ def measure(options: argparse.Namespace) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the simulation."""
     group = parser.add_argument_group("the mix of requests")
-    group.add_argument("--scale", type=float, default=0.4, help="of Table 2's 73,800 requests")
+    group.add_argument(
+        "--scale", type=float, default=0.4, help="share of Table 2's 73,800 requests"
+    )
     group.add_argument(
         "--spread", type=float, default=0.05, help="part of the mix in which siblings come"
     )
     engine = parser.add_argument_group("the simulated engines")
-    engine.add_argument("--engines", type=positive, nargs="+", default=[2, 8], help="how many")
-    engine.add_argument("--tflops", type=float, default=680.0, help="that they reach")
-    engine.add_argument("--batch-tokens", type=positive, default=16384, help="of a forward")
-    engine.add_argument("--kv-tokens", type=positive, default=400_000, help="of their caches")
+    engine.add_argument(
+        "--engines", type=positive, nargs="+", default=[2, 8], help="number of engines"
+    )
+    engine.add_argument("--tflops", type=float, default=680.0, help="speed of an engine")
+    engine.add_argument("--batch-tokens", type=positive, default=16384, help="tokens of a forward")
+    engine.add_argument("--kv-tokens", type=positive, default=400_000, help="tokens of a cache")
     engine.add_argument(
         "--floor",
         type=float,
         default=0.56,
-        help="seconds of a forward at least: weights in transfer",
+        help="least seconds of a forward, for the transfer of weights",
     )
     engine.add_argument(
         "--margin", type=float, default=1.2, help="kappa of the saturation threshold"
@@ -111,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    policy: str, asks: Sequence[MixRequest], engines: int, options: argparse.Namespace
+    policy: str, requests: Sequence[MixRequest], engines: int, options: argparse.Namespace
 ) -> ReplayOutcome:
     """Replay the mix with one policy."""
     machine = Machine(
@@ -130,7 +131,7 @@ def run(
         exposed=machine.floor / full,
     )
     return replay(
-        asks,
+        requests,
         POLICIES[policy](options.seed),
         {f"engine {number}": replace(machine) for number in range(engines)},
         saturation=limit,
@@ -140,29 +141,28 @@ def run(
 
 def summarise(engines: int, outcomes: dict[str, ReplayOutcome]) -> Iterator[PolicyRow]:
     """Yield a row for each policy; ``outcomes`` are by policy, ``random`` among them."""
-    floor = outcomes["random"].throughput
-    for policy, one in outcomes.items():
+    base = outcomes["random"].throughput
+    for policy, outcome in outcomes.items():
         yield PolicyRow(
             engines=engines,
             policy=policy,
-            throughput=one.throughput,
-            speedup=one.throughput / floor,
-            hit_rate=one.hit_rate,
-            seconds=one.seconds,
-            imbalance=one.imbalance,
-            steps=one.steps,
+            throughput=outcome.throughput,
+            speedup=outcome.throughput / base,
+            hit_rate=outcome.hit_rate,
+            seconds=outcome.seconds,
+            imbalance=outcome.imbalance,
+            steps=outcome.steps,
         )
 
 
 def show(
-    rows: Sequence[PolicyRow], asks: Sequence[MixRequest], best: float, console: Console
+    rows: Sequence[PolicyRow], requests: Sequence[MixRequest], best: float, console: Console
 ) -> None:
     """Print the table."""
-    tokens = sum(ask.blocks.length for ask in asks)
-    title = f"{len(asks):,} requests, {tokens / 1e6:.1f}M tokens, simulated"
-    table = Table(title=title, title_justify="left")
-    for name in ("engines", "policy", "tokens/s", "of random", "hits", "makespan", "imbalance"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    tokens = sum(request.blocks.length for request in requests)
+    title = f"{len(requests):,} requests, {tokens / 1e6:.1f}M tokens, simulated"
+    names = ("engines", "policy", "tokens/s", "of random", "hits", "makespan", "imbalance")
+    table = make_table(title, *names, left=("policy",))
     for row in rows:
         table.add_row(
             str(row.engines),

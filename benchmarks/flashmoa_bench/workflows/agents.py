@@ -1,7 +1,7 @@
-"""The agents of FlashAgents' three workflows: a chain, mapreduce and slides (§6.2, 6.3).
+"""Build the agents of FlashAgents' three workflows: a chain, mapreduce and slides (§6.2, 6.3).
 
-They are those of ``examples/``, where each is a program by itself: there for users to copy, here
-to be measured.
+They are the agents of ``examples/``. There each workflow is a complete program for users to copy;
+this package is installed without the examples, and has the agents in the form to be measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
 _ANALYST = f"You read papers and outline talks. The outline has {SLIDES} lines, one for each slide."
 _WRITER = "You write slides of a talk about the paper above: a heading, then three points."
 _DESIGNER = f"You choose the layout of each slide of a talk: {', '.join(_LAYOUTS)}."
-# Regular expressions keep any model to the form, an untrained one, too.
+# Regular expressions that even an untrained model's answers match.
 _NUMBER = re.compile(r"\d+\. ")
 _LINE = r"[^\x00-\x1f]{12,40}"
 _OUTLINE = "".join(rf"{number}\. {_LINE}\n" for number in range(1, SLIDES + 1))
@@ -57,7 +57,7 @@ _CHOICES = "".join(rf"{number}\. ({'|'.join(_LAYOUTS)})\n" for number in range(1
 
 
 def chain(small: Client, large: Client) -> RoundRobinGroupChat:
-    """Build a team of four travel agents in a row; only the last one uses the large model."""
+    """Build a chain of four travel agents, of which only the last one uses the large model."""
     guide = GUIDE.read_text()
     agents: list[ChatAgent | Team] = [
         AssistantAgent(
@@ -74,15 +74,15 @@ def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> Grap
     """Build a team of three reviewers and a meta-reviewer, which uses the large model.
 
     Args:
-        sequential: run the reviewers one after the other, to compare with.
+        sequential: whether the reviewers run one after the other.
     """
     paper = PAPER.read_text()
     reviewers = [
-        _filtered(AssistantAgent(name, small, system_message=f"{paper}\n\n{role}"), [])
+        _filter_messages(AssistantAgent(name, small, system_message=f"{paper}\n\n{role}"), [])
         for name, role in REVIEWERS.items()
     ]
     meta = AssistantAgent("meta", large, system_message=f"{paper}\n\n{_META}")
-    reader = _filtered(meta, list(REVIEWERS))
+    reader = _filter_messages(meta, list(REVIEWERS))
     graph = DiGraphBuilder()
     for agent in (*reviewers, reader):
         graph.add_node(agent)
@@ -95,12 +95,14 @@ def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> Grap
     return GraphFlow([*reviewers, reader], graph=graph.build())
 
 
-def _filtered(agent: AssistantAgent, sources: Sequence[str]) -> MessageFilterAgent:
+def _filter_messages(agent: AssistantAgent, sources: Sequence[str]) -> MessageFilterAgent:
     """Show an agent the task, then one message of each source, always in this order.
 
-    The first review can then flow into the meta-reviewer's prompt as it is written.
+    The first review can then be streamed into the meta-reviewer's prompt while it is written.
     """
-    filters = [PerSourceFilter(source=one, position="last", count=1) for one in ("user", *sources)]
+    filters = [
+        PerSourceFilter(source=source, position="last", count=1) for source in ("user", *sources)
+    ]
     return MessageFilterAgent(agent.name, agent, MessageFilterConfig(per_source=filters))
 
 
@@ -110,66 +112,66 @@ async def slides(
     """Write a talk about the paper: an outline, twelve slides at once, a layout for each.
 
     Args:
-        eager: begin a slide when its point of the outline is complete; by default, as all
-            frameworks do it, when the whole outline is.
+        eager: whether a slide is begun when its point of the outline is complete. All frameworks
+            wait for the whole outline.
 
     Returns: the slides' texts.
     """
     paper = PAPER.read_text()
     outline = flow.ask(
-        _asked(f"{paper}\n\n{_ANALYST}", f"Outline a talk {topic}."),
+        _make_messages(f"{paper}\n\n{_ANALYST}", f"Outline a talk {topic}."),
         engine=small,
         name="analyst",
-        **_constrained(_OUTLINE, 900),
+        **_make_sampling(_OUTLINE, 900),
     )
     points = [flow.text(f"point {number}") for number in range(1, SLIDES + 1)]
-    written = [
+    answers = [
         flow.ask(
-            _asked(f"{paper}\n\n{_WRITER}", f"Write the slide about this point: {point}"),
+            _make_messages(f"{paper}\n\n{_WRITER}", f"Write the slide about this point: {point}"),
             engine=large,
             name=f"slide {number}",
-            **_constrained(_SLIDE, 300),
+            **_make_sampling(_SLIDE, 300),
         )
         for number, point in enumerate(points, 1)
     ]
     layouts = flow.ask(
-        _asked(_DESIGNER, f"The outline:\n{outline}"),
+        _make_messages(_DESIGNER, f"The outline:\n{outline}"),
         engine=small,
         name="designer",
-        **_constrained(_CHOICES, 400),
+        **_make_sampling(_CHOICES, 400),
     )
     await _split(outline, points, eager=eager)
-    texts = [await slide for slide in written]
+    texts = [await answer for answer in answers]
     await layouts
     return texts
 
 
-def _asked(system: str, task: str) -> list[dict[str, str]]:
+def _make_messages(system: str, task: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": task}]
 
 
-def _constrained(form: str, tokens: int) -> dict[str, Any]:
-    return {"temperature": 0, "max_tokens": tokens, "regex": form}
+def _make_sampling(pattern: str, tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens, "regex": pattern}
 
 
 async def _split(outline: Answer, points: Sequence[Text], *, eager: bool) -> None:
     """Write each line of the outline, without its number, into its point as it arrives."""
-    waiting, line = iter(points), ""
-    point = next(waiting)
+    remaining, line = iter(points), ""
+    point = next(remaining)
     async for piece in outline:
-        *ended, line = (line + piece).split("\n")
-        for one in ended:
-            _add(point, one)
+        *complete_lines, line = (line + piece).split("\n")
+        for complete_line in complete_lines:
+            _write_rest(point, complete_line)
             if eager:
                 point.close()
-            point = next(waiting, point)
-        _add(point, line)
+            point = next(remaining, point)
+        _write_rest(point, line)
     for point in points:
         point.close()
 
 
-def _add(point: Text, line: str) -> None:
-    """Write what of its line a point does not have yet."""
+def _write_rest(point: Text, line: str) -> None:
+    """Write the part of the outline's line, without its number, that ``point`` does not have."""
     number = _NUMBER.match(line)
     if number is not None:
         point.write(line[number.end() :].removeprefix(point.written))

@@ -1,15 +1,16 @@
-"""Chain, mapreduce and slides (FlashAgents §6.2 and 6.3, Figure 7), one and eight at once.
+"""Measure chain, mapreduce and slides (FlashAgents §6.2 and 6.3, Figure 7), one and eight at once.
 
-They run on two engines, a small model's and a larger one's, once with stock SGLang and once with
-the plugin. Each way of running them adds one thing to the way before it.
+They run on two engines, one with a small model and one with a larger one, with stock SGLang and
+with the plugin. Each way of running them adds one technique to the way before it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import mean, median
 
 import anyio
@@ -17,17 +18,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa_bench.harness.command_line import command_line, positive
-from flashmoa_bench.harness.engines import Engines, Role, connected
-from flashmoa_bench.harness.report import Report, progress, terminal
-from flashmoa_bench.harness.rounds import alternating
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.rounds import RoundPlayer
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
 from flashmoa_bench.workflows.ways import (
     STOCK,
     WAYS,
     AgentWorkflow,
     Clients,
-    Played,
+    WorkflowRun,
     WorkflowWay,
     agent_workflows,
     greedy_client,
@@ -40,22 +41,25 @@ ROLES = (
     Role("stock_small", plugin=False, shape="small", core=0, optional=True),
     Role("stock_large", plugin=False, shape="large", core=1, optional=True),
 )
-# Every copy has room, even where none of them shares anything.
+# Every copy has room, even if the copies share nothing.
 _POOL = 60_000
 
-WorkflowRounds = Mapping[WorkflowWay, Sequence[Sequence[Played]]]
+# The runs of a round's copies, by way and round.
+WorkflowRounds = Mapping[WorkflowWay, Sequence[Sequence[WorkflowRun]]]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRow:
-    """One workflow at one number of copies; by way, medians over rounds of the mean over copies.
+    """The figures of one workflow and number of copies.
 
     Attributes:
-        seconds: from a copy's start to its last token.
-        response: from the last token the last agents had to wait for to their own last one.
-        same_texts: of all texts, those that are as in the first round of ``unlinked``.
-        texts: how many there are.
-        paper: FlashAgents' latency over its baseline's, if it has one.
+        seconds: time from a copy's start to its last token, by way: the median over rounds of the
+            mean over copies.
+        response: the same for the time from the last token that the last agents had to wait for to
+            their own last one.
+        same_texts: number of texts that are the same as in the first round of the first way.
+        texts: number of all texts.
+        paper: FlashAgents' latency over its baseline's; ``None`` if the paper does not have it.
     """
 
     workflow: str
@@ -67,114 +71,112 @@ class WorkflowRow:
     paper: float | None
 
     def relative(self, way: WorkflowWay, base: WorkflowWay) -> float | None:
-        """Return the latency over that of another way."""
+        """Return the latency of a way over that of ``base``; ``None`` unless both were measured."""
         if way not in self.seconds or base not in self.seconds:
             return None
         return self.seconds[way] / self.seconds[base]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench workflows``; return the exit status."""
-    parser = command_line("workflows", __doc__, ROLES)
-    known = [workflow.name for workflow in agent_workflows()]
-    parser.add_argument("--workflows", nargs="+", choices=known, default=known, metavar="NAME")
+    """Run ``flashmoa bench workflows`` and return the exit status."""
+    parser = make_parser("workflows", __doc__, ROLES)
+    names = [workflow.name for workflow in agent_workflows()]
+    parser.add_argument("--workflows", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
-        "--copies", type=positive, nargs="+", help="at once; by default as the paper has them"
+        "--copies", type=positive, nargs="+", help="copies at once; by default as in the paper"
     )
     parser.add_argument(
-        "--tokens", type=positive, default=48, help="what an agent of a team writes"
+        "--tokens", type=positive, default=48, help="number that an agent of a team writes"
     )
-    parser.add_argument("--model", default="default", help="as the engines serve it")
+    parser.add_argument("--model", default="default", help="name by which the engines serve it")
     anyio.run(_main, parser.parse_args(arguments))
     return 0
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    console = terminal()
     report = Report("workflows", arguments)
     async with (
-        connected(ROLES, arguments, _POOL, console, [GUIDE, PAPER]) as engines,
+        report.connect(ROLES, _POOL, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
     ):
-        await report.describe(engines)
-        report.head(console)
-        clients = _clients(engines, arguments)
+        clients = _make_clients(engines, arguments)
         for pair in clients.values():
             stack.push_async_callback(pair.close)
-        chosen = [one for one in agent_workflows() if one.name in arguments.workflows]
-        rows = await _measure(chosen, clients, arguments, console)
-    show(rows, console)
-    report.save(console, {"rows": [asdict(row) for row in rows]})
+        workflows = [each for each in agent_workflows() if each.name in arguments.workflows]
+        rows = await _measure(workflows, clients, arguments, report.console)
+    show(rows, report.console)
+    report.save({"rows": [asdict(row) for row in rows]})
 
 
-def _clients(engines: Engines, arguments: argparse.Namespace) -> dict[bool, Clients]:
+def _make_clients(engines: Engines, arguments: argparse.Namespace) -> dict[bool, Clients]:
     """Return the clients by whether their engines have the plugin."""
 
-    def pair(small: str, large: str) -> Clients:
+    def make_pair(small: str, large: str) -> Clients:
         urls = (engines[name].url for name in (small, large))
         return Clients(*(greedy_client(url, arguments.model, arguments.tokens) for url in urls))
 
-    found = {True: pair("small", "large")}
+    clients = {True: make_pair("small", "large")}
     if "stock_small" in engines and "stock_large" in engines:
-        found[False] = pair("stock_small", "stock_large")
-    return found
+        clients[False] = make_pair("stock_small", "stock_large")
+    return clients
 
 
 async def _measure(
-    chosen: Sequence[AgentWorkflow],
+    workflows: Sequence[AgentWorkflow],
     clients: Mapping[bool, Clients],
     arguments: argparse.Namespace,
     console: Console,
 ) -> list[WorkflowRow]:
-    plan = [(one, copies) for one in chosen for copies in arguments.copies or one.paper]
-    ways: dict[str, list[WorkflowWay]] = {
-        one.name: [way for way in one.ways if (way not in STOCK) in clients] for one in chosen
-    }
-    total = sum(len(ways[one.name]) for one, _ in plan) * arguments.repeats
+    grid: list[tuple[AgentWorkflow, int, list[WorkflowWay]]] = [
+        (workflow, copies, [way for way in workflow.ways if (way not in STOCK) in clients])
+        for workflow in workflows
+        for copies in arguments.copies or workflow.paper
+    ]
+
+    async def run(way: WorkflowWay, workflow: AgentWorkflow, copies: int) -> list[WorkflowRun]:
+        return await play(workflow, clients[way not in STOCK], way, copies)
+
     rows: list[WorkflowRow] = []
-    with progress(console) as bars:
-        bar = bars.add_task("", total=total)
-        for one, copies in plan:
-            bars.update(bar, description=f"{one.name}, {copies} at once")
-            rounds: dict[WorkflowWay, list[list[Played]]] = {way: [] for way in ways[one.name]}
-            for way in rounds:  # A round that is not counted.
-                await play(one, clients[way not in STOCK], way, copies)
-            for way in alternating(arguments.repeats, list(rounds)):
-                rounds[way].append(await play(one, clients[way not in STOCK], way, copies))
-                bars.advance(bar)
-            rows.append(_row(one, copies, rounds))
+    total = sum(len(ways) for _workflow, _copies, ways in grid)
+    with RoundPlayer(console, arguments.repeats, total) as player:
+        for workflow, copies, ways in grid:
+            play_once = partial(run, workflow=workflow, copies=copies)
+            for way in ways:  # This round is not counted.
+                await play_once(way)
+            label = f"{workflow.name}, {copies} at once:"
+            rows.append(_make_row(workflow, copies, await player.play(ways, play_once, label)))
     return rows
 
 
-def _row(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> WorkflowRow:
+def _make_row(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> WorkflowRow:
     expected = next(iter(rounds.values()))[0]
-    texts = [
+    comparisons = [
         text == expected[copy].texts.get(agent)
-        for played in rounds.values()
-        for one in played
-        for copy, run in enumerate(one)
+        for way_rounds in rounds.values()
+        for runs in way_rounds
+        for copy, run in enumerate(runs)
         for agent, text in run.texts.items()
     ]
+
+    def middle(value: Callable[[WorkflowRun], float]) -> dict[WorkflowWay, float]:
+        return {way: median(mean(map(value, runs)) for runs in rounds[way]) for way in rounds}
+
     return WorkflowRow(
         workflow.name,
         copies,
-        seconds={
-            way: median(mean(r.seconds for r in one) for one in rounds[way]) for way in rounds
-        },
-        response={
-            way: median(mean(r.response for r in one) for one in rounds[way]) for way in rounds
-        },
-        same_texts=sum(texts),
-        texts=len(texts),
+        seconds=middle(lambda run: run.seconds),
+        response=middle(lambda run: run.response),
+        same_texts=sum(comparisons),
+        texts=len(comparisons),
         paper=workflow.paper.get(copies),
     )
 
 
 def show(rows: Sequence[WorkflowRow], console: Console) -> None:
-    """Print the tables, and what their columns are."""
+    """Print the tables, and explain their columns."""
     ways: list[WorkflowWay] = [way for way in WAYS if any(way in row.seconds for row in rows)]
     base: WorkflowWay = "unlinked" if "unlinked" in ways else "shared"
-    console.print(_latencies(rows, ways, base))
+    console.print(_latency_table(rows, ways, base))
     for way in ways:
         console.print(f"  {way}: {WAYS[way]}", highlight=False)
     console.print(
@@ -182,7 +184,7 @@ def show(rows: Sequence[WorkflowRow], console: Console) -> None:
         "one agent at a time.\n",
         highlight=False,
     )
-    console.print(_responses(rows, ways))
+    console.print(_response_table(rows, ways))
     for row in rows:
         console.print(
             f"{row.workflow}, {row.copies} at once: {row.same_texts} of {row.texts} texts are the "
@@ -191,40 +193,36 @@ def show(rows: Sequence[WorkflowRow], console: Console) -> None:
         )
 
 
-def _latencies(
+def _latency_table(
     rows: Sequence[WorkflowRow], ways: Sequence[WorkflowWay], base: WorkflowWay
 ) -> Table:
-    title = "End to end, seconds"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for name in ("workflow", "N", *ways, "linked/sequential", "paper"):
-        table.add_column(name, justify="left" if name == "workflow" else "right")
+    columns = ("workflow", "N", *ways, "linked/sequential", "paper")
+    table = make_table("End to end, seconds", *columns, left=("workflow",), box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(
             row.workflow,
             str(row.copies),
-            *(_cell(row.seconds.get(way), row.relative(way, base)) for way in ways),
-            _change(row.relative("linked", "sequential")),
-            _change(row.paper),
+            *(_format_cell(row.seconds.get(way), row.relative(way, base)) for way in ways),
+            _format_change(row.relative("linked", "sequential")),
+            _format_change(row.paper),
         )
     return table
 
 
-def _responses(rows: Sequence[WorkflowRow], ways: Sequence[WorkflowWay]) -> Table:
+def _response_table(rows: Sequence[WorkflowRow], ways: Sequence[WorkflowWay]) -> Table:
     title = "Response: from the last token that the last agents waited for to their own, seconds"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for name in ("workflow", "N", *ways):
-        table.add_column(name, justify="left" if name == "workflow" else "right")
+    table = make_table(title, "workflow", "N", *ways, left=("workflow",), box=SIMPLE_HEAD)
     for row in rows:
-        cells = (_cell(row.response.get(way), None) for way in ways)
+        cells = (_format_cell(row.response.get(way), None) for way in ways)
         table.add_row(row.workflow, str(row.copies), *cells)
     return table
 
 
-def _cell(seconds: float | None, relative: float | None) -> str:
+def _format_cell(seconds: float | None, relative: float | None) -> str:
     if seconds is None:
         return ""
     return f"{seconds:.2f}" + (f" ({relative - 1:+.0%})" if relative not in (None, 1) else "")
 
 
-def _change(relative: float | None) -> str:
+def _format_change(relative: float | None) -> str:
     return "" if relative is None else f"{relative - 1:+.1%}"

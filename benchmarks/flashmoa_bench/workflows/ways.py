@@ -1,7 +1,7 @@
-"""Workflows played in several ways and several copies at once.
+"""Play workflows in several ways, and several copies at once.
 
-Figure 7 of FlashAgents has one number for what several techniques achieve together. Here each way
-adds one of them to the way before it, so that they can be told apart.
+Figure 7 of FlashAgents has one number for several techniques together. Here each way adds one
+technique to the way before it, so that each one's effect can be seen.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
-import anyio
 from autogen_agentchat.teams import BaseGroupChat
 
 from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import CallFinished, Event, Listener
+from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.workflows import agents
 
 WorkflowWay = Literal["sequential", "unlinked", "shared", "warmed", "linked", "eager"]
@@ -54,7 +55,7 @@ class Clients:
         await self.large.engine.flush_cache()
 
     async def close(self) -> None:
-        """Close both."""
+        """Close both clients."""
         await self.small.close()
         await self.large.close()
 
@@ -62,7 +63,7 @@ class Clients:
 def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionClient:
     """Make a client whose answers can be compared token for token.
 
-    They have ``tokens`` tokens each, at temperature 0.
+    Each answer has ``tokens`` tokens, at temperature 0.
     """
     return FlashMoAChatCompletionClient(
         model=model,
@@ -74,13 +75,14 @@ def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionCl
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """One copy of a workflow, played once.
+class WorkflowRun:
+    """The times and texts of one copy of a workflow.
 
     Attributes:
-        seconds: from its start to its last token.
-        response: from the last token that the last agents had to wait for to their own last one.
-        texts: what the agents wrote, by their names.
+        seconds: time from the copy's start to its last token.
+        response: seconds from the last token that the last agents had to wait for to their own
+            last one.
+        texts: the agents' answers, by the agents' names.
     """
 
     seconds: float
@@ -92,8 +94,9 @@ class AgentWorkflow(Protocol):
     """A workflow that can be played.
 
     Attributes:
+        ways: ways in which it can be played.
         paper: FlashAgents' latency over that of its baseline, by number of copies.
-        upstream: the agents that the last ones wait for.
+        upstream: names of the agents that the last ones wait for.
     """
 
     name: str
@@ -101,17 +104,17 @@ class AgentWorkflow(Protocol):
     paper: Mapping[int, float]
     upstream: Collection[str]
 
-    async def run(self, clients: Clients, way: WorkflowWay, copy: int, tell: Listener) -> None:
-        """Play copy number ``copy``, whose events ``tell`` is called with."""
+    async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
+        """Play copy number ``copy``, which differs from the others, and report its events."""
         ...
 
 
 class TeamWorkflow:
-    """An AutoGen team as a workflow.
+    """Plays an AutoGen team as a workflow.
 
     Args:
-        build: makes the team.
-        one_by_one: makes the team with its agents one after the other, if they are not anyway.
+        build: makes the team; its name is the workflow's.
+        build_sequential: makes the team with its agents one after the other, if that is different.
     """
 
     def __init__(
@@ -122,22 +125,24 @@ class TeamWorkflow:
         task: str,
         upstream: Collection[str],
         paper: Mapping[int, float],
-        one_by_one: Callable[..., BaseGroupChat] | None = None,
+        build_sequential: Callable[..., BaseGroupChat] | None = None,
     ) -> None:
         self.name = build.__name__
         self.upstream = upstream
         self.paper = paper
         self._build = build
-        self._one_by_one = one_by_one
+        self._build_sequential = build_sequential
         self._task = task
         rest: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked")
-        self.ways: tuple[WorkflowWay, ...] = ("sequential", *rest) if one_by_one else rest
+        self.ways: tuple[WorkflowWay, ...] = ("sequential", *rest) if build_sequential else rest
 
-    async def run(self, clients: Clients, way: WorkflowWay, copy: int, tell: Listener) -> None:
-        """Play one copy; its task differs from that of the others."""
-        build = self._one_by_one if way == "sequential" and self._one_by_one else self._build
+    async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
+        """Play one copy, whose task has the copy's number."""
+        build = self._build
+        if way == "sequential" and self._build_sequential is not None:
+            build = self._build_sequential
         team = build(clients.small, clients.large)
-        linked = attach(team, _AHEAD[way], tell)
+        linked = attach(team, _AHEAD[way], listener)
         try:
             await team.run(task=f"{self._task} This is request {copy}.")
         finally:
@@ -145,36 +150,30 @@ class TeamWorkflow:
 
 
 def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
-    """Link a team, or only watch it where ``ahead`` is ``"nothing"``."""
+    """Link a team, or only watch it if ``ahead`` is ``"nothing"``."""
     if ahead == "nothing":
         return watch(team, listener)
     return link(team, stream=ahead == "text", listener=listener)
 
 
 class SlidesWorkflow:
-    """Slides (FlashAgents §6.3), written with the plain API."""
+    """Plays the slides workflow (FlashAgents §6.3), which uses the plain API."""
 
     name = "pptagent"
     ways: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked", "eager")
     upstream: Collection[str] = ("analyst",)
     paper: Mapping[int, float] = {1: 0.759}
 
-    async def run(self, clients: Clients, way: WorkflowWay, copy: int, tell: Listener) -> None:
-        """Play one copy; its topic differs from that of the others."""
+    async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
+        """Play one copy, whose topic has the copy's number."""
         small, large = clients.small.engine, clients.large.engine
-        async with Workflow(small, ahead=_AHEAD[way], listener=tell) as flow:
+        async with Workflow(small, ahead=_AHEAD[way], listener=listener) as flow:
             topic = f"for engineers, number {copy}"
             await agents.slides(flow, small, large, topic=topic, eager=way == "eager")
 
 
-def _sequential_mapreduce(
-    small: FlashMoAChatCompletionClient, large: FlashMoAChatCompletionClient
-) -> BaseGroupChat:
-    return agents.mapreduce(small, large, sequential=True)
-
-
 def agent_workflows() -> list[AgentWorkflow]:
-    """Return those of FlashAgents §6.2 and 6.3, with the latencies of its Figure 7."""
+    """Return the workflows of FlashAgents §6.2 and 6.3, with the latencies of its Figure 7."""
     return [
         TeamWorkflow(
             agents.chain, agents.TRIP, list(agents.TRAVEL_AGENTS)[:-1], {1: 0.982, 8: 0.881}
@@ -184,7 +183,7 @@ def agent_workflows() -> list[AgentWorkflow]:
             agents.REVIEW,
             list(agents.REVIEWERS),
             {1: 0.597, 8: 0.853},
-            _sequential_mapreduce,
+            partial(agents.mapreduce, sequential=True),
         ),
         SlidesWorkflow(),
     ]
@@ -192,26 +191,24 @@ def agent_workflows() -> list[AgentWorkflow]:
 
 async def play(
     workflow: AgentWorkflow, clients: Clients, way: WorkflowWay, copies: int
-) -> list[Played]:
-    """Play ``copies`` of a workflow at once, on empty caches."""
+) -> list[WorkflowRun]:
+    """Play ``copies`` copies of a workflow at once, on empty caches."""
     await clients.flush()
-    played: list[Played | None] = [None] * copies
 
-    async def one(copy: int) -> None:
+    async def run(copy: int) -> WorkflowRun:
         events: list[Event] = []
         started = time.time()
         await workflow.run(clients, way, copy, events.append)
-        played[copy] = _played(events, started, workflow.upstream)
+        return _summarise_run(events, started, workflow.upstream)
 
-    async with anyio.create_task_group() as group:
-        for copy in range(copies):
-            group.start_soon(one, copy)
-    return [one for one in played if one is not None]
+    return await run_concurrently(run, range(copies))
 
 
-def _played(events: Sequence[Event], started: float, upstream: Collection[str]) -> Played:
+def _summarise_run(
+    events: Sequence[Event], started: float, upstream: Collection[str]
+) -> WorkflowRun:
     finished = [event for event in events if isinstance(event, CallFinished)]
     ended = max(event.at for event in finished)
     handed_over = max(event.at for event in finished if event.agent in upstream)
     texts = {event.agent: event.text for event in finished}
-    return Played(ended - started, ended - handed_over, texts)
+    return WorkflowRun(ended - started, ended - handed_over, texts)

@@ -34,7 +34,7 @@ def build(edges: Any) -> Workflow:
     return builder.build()
 
 
-def test_a_fan_in_keeps_its_order() -> None:
+def test_a_fan_in_delivers_messages_in_the_order_of_its_edges() -> None:
     def edges(builder: WorkflowBuilder, s: Node, a: Node, b: Node, c: Node, d: Node) -> None:
         builder.add_fan_out_edges(s, [a, b, c]).add_fan_in_edges([c, a, b], d)
 
@@ -49,7 +49,7 @@ def test_a_fan_in_keeps_its_order() -> None:
     assert deliveries[0].make_message(["x"]) == "x"
 
 
-def test_uncertain_and_double_deliveries_are_left_out() -> None:
+def test_conditional_and_double_deliveries_are_left_out() -> None:
     def edges(builder: WorkflowBuilder, s: Node, a: Node, b: Node, c: Node, d: Node) -> None:
         builder.add_edge(s, a, condition=lambda text: bool(text)).add_edge(s, b)
         builder.add_edge(b, c).add_edge(a, d).add_edge(c, d)

@@ -1,4 +1,4 @@
-"""link(workflow) on real SGLang: same answers, and B's prompt computed while A writes."""
+"""Test ``link(workflow)`` on real engines: same answers, and B's prompt computed while A writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flashmoa.observe import (
 )
 from flashmoa.observe.calls import calls
 from flashmoa.observe.trace import read
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Pair = tuple[FlashMoAChatClient, FlashMoAChatClient]
@@ -103,7 +103,9 @@ def statuses(events: list[Event]) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_sequential(clients: Pair, guide: str, stream: bool) -> None:
+async def test_a_linked_sequence_answers_as_unlinked(
+    clients: Pair, guide: str, stream: bool
+) -> None:
     plain = await run(chain(clients, guide), stream)
     events: list[Event] = []
     workflow = chain(clients, guide)
@@ -159,7 +161,9 @@ def panel(clients: Pair, guide: str) -> Workflow:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_concurrent_with_an_aggregator(clients: Pair, guide: str, stream: bool) -> None:
+async def test_linked_concurrent_agents_and_their_aggregator_answer_as_unlinked(
+    clients: Pair, guide: str, stream: bool
+) -> None:
     async def answer(workflow: Workflow) -> list[Any]:
         if not stream:
             return (await workflow.run(TASK)).get_outputs()
@@ -186,7 +190,9 @@ async def test_user_code_is_not_run_unless_included(clients: Pair, guide: str) -
     assert "merge" not in {event.agent for event in events if isinstance(event, LinkOpened)}
 
 
-async def test_an_aggregator_that_asks_a_client_itself(clients: Pair, guide: str) -> None:
+async def test_an_aggregator_that_calls_a_client_directly_is_linked(
+    clients: Pair, guide: str
+) -> None:
     ran: list[int] = []
 
     def build() -> Workflow:
@@ -208,7 +214,7 @@ async def test_an_aggregator_that_asks_a_client_itself(clients: Pair, guide: str
     link(workflow, include=["merge"], listener=events.append)
     assert (await workflow.run(TASK)).get_outputs() == plain
     assert statuses(events)["merge"] == "hit"
-    assert ran == [2, 2, 2]  # Unlinked, on a copy, and for real.
+    assert ran == [2, 2, 2]  # The aggregator ran unlinked, on a copy, and in the linked run.
 
 
 async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> None:
@@ -268,7 +274,7 @@ async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
     assert statuses(events)["third"] == "hit"
 
 
-async def test_a_failure_ends_the_links(clients: Pair, guide: str) -> None:
+async def test_a_failed_run_ends_its_links(clients: Pair, guide: str) -> None:
     bad = [agent("planner", clients[0], guide), agent("local", clients[0], guide, tokens=-5)]
     last = agent("summary", clients[1], guide)
     workflow = SequentialBuilder(participants=[*bad, last]).build()
@@ -281,7 +287,7 @@ async def test_a_failure_ends_the_links(clients: Pair, guide: str) -> None:
     closed = {event.agent: event.reason for event in events if isinstance(event, LinkClosed)}
     assert closed["summary"] == "abort"
     for client in clients:
-        assert (await settled(client.engine)).pinned_streams == 0
+        assert (await wait_until_idle(client.engine)).pinned_streams == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -301,7 +307,7 @@ async def test_cancelling_a_run_ends_its_links(clients: Pair, guide: str, stream
     with pytest.raises(asyncio.CancelledError):
         await running
     for client in clients:
-        await settled(client.engine)
+        await wait_until_idle(client.engine)
     with anyio.fail_after(30):
         while not any(isinstance(event, LinkClosed) for event in events):  # noqa: ASYNC110
             await anyio.sleep(0.02)
@@ -317,10 +323,10 @@ async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) 
             break
     del events, event
     for client in clients:
-        await settled(client.engine)
+        await wait_until_idle(client.engine)
 
 
-async def test_a_plain_server_works_unlinked_and_says_so_once(
+async def test_a_plain_server_works_unlinked_with_one_warning(
     plain_engine: LocalEngine,
     guide: str,
     caplog: pytest.LogCaptureFixture,
@@ -341,7 +347,7 @@ async def test_a_plain_server_works_unlinked_and_says_so_once(
     assert len(warnings) == 1
 
 
-async def test_only_what_can_be_linked_is_taken(clients: Pair, guide: str) -> None:
+async def test_link_refuses_objects_that_it_cannot_link(clients: Pair, guide: str) -> None:
     with pytest.raises(TypeError, match="build it"):
         link(SequentialBuilder(participants=[agent("one", clients[0], guide)]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nobody"):
@@ -362,6 +368,6 @@ async def test_a_run_is_traced(clients: Pair, guide: str, tmp_path: Path) -> Non
     assert read(file) == events and len(calls(events)) == 3
 
 
-async def test_a_serialized_client(clients: Pair) -> None:
+async def test_a_serialized_client_has_only_its_settings(clients: Pair) -> None:
     saved = clients[0].to_dict()
     assert saved["base_url"].endswith("/v1") and not {"engine", "linked_workflows"} & saved.keys()

@@ -25,7 +25,7 @@ BuildTeam = Callable[[], BaseGroupChat]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One agent's call; times in Unix seconds."""
+    """One agent's call; times are Unix seconds."""
 
     agent: str
     started: float
@@ -83,7 +83,7 @@ def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
 async def run_once(
     build: BuildTeam, clients: Sequence[FlashMoAChatCompletionClient], task: str, mode: Mode
 ) -> Run:
-    """Run a fresh team once on engines with empty caches."""
+    """Run a new team once, on engines with empty caches."""
     for client in clients:
         await client.engine.flush_cache()
     return await run_team(build(), task, mode)

@@ -1,4 +1,4 @@
-"""The AutoGen client on real SGLang."""
+"""Test the AutoGen client on a real engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flashmoa import FailurePolicy
 from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +46,7 @@ async def chat(engine: LocalEngine) -> AsyncGenerator[FlashMoAChatCompletionClie
     await made.close()
 
 
-async def test_an_answer_and_its_usage(chat: FlashMoAChatCompletionClient) -> None:
+async def test_an_answer_has_its_usage(chat: FlashMoAChatCompletionClient) -> None:
     result = await chat.create(HELLO)
     assert isinstance(result.content, str) and result.content
     assert result.finish_reason == "length"
@@ -83,7 +83,7 @@ async def test_a_stop_string_ends_the_answer(
     await stopping.close()
 
 
-async def test_json_and_structured_output(engine: LocalEngine) -> None:
+async def test_json_and_structured_output_are_valid(engine: LocalEngine) -> None:
     class Plan(BaseModel):
         walking: bool
         town: Literal["Pokhara", "Patan"]
@@ -128,7 +128,7 @@ async def test_a_required_tool_is_called(engine: LocalEngine) -> None:
         await client.close()
 
 
-async def test_tools_that_need_not_be_called(chat: FlashMoAChatCompletionClient) -> None:
+async def test_optional_tools_need_not_be_called(chat: FlashMoAChatCompletionClient) -> None:
     async def look(place: str) -> str:
         return place
 
@@ -139,14 +139,14 @@ async def test_tools_that_need_not_be_called(chat: FlashMoAChatCompletionClient)
         assert isinstance(result.content, str)
 
 
-async def test_logprobs(chat: FlashMoAChatCompletionClient) -> None:
+async def test_logprobs_are_returned_on_request(chat: FlashMoAChatCompletionClient) -> None:
     result = await chat.create(HELLO, extra_create_args={"logprobs": True, "top_logprobs": 2})
     assert result.logprobs is not None
     assert len(result.logprobs) == 8
     assert all(entry.logprob <= 0 for entry in result.logprobs)
 
 
-async def test_images_follow_model_info(engine: LocalEngine) -> None:
+async def test_images_are_accepted_if_model_info_has_vision(engine: LocalEngine) -> None:
     pixel = Image.from_base64(
         "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     )
@@ -171,14 +171,14 @@ async def test_cancelling_stops_the_engine(engine: LocalEngine, client: EngineCl
     token.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await settled(client)
+    await wait_until_idle(client)
 
     token = CancellationToken()
     with pytest.raises(asyncio.CancelledError):
         async for item in endless.create_stream(prompt, cancellation_token=token):
             assert item
             token.cancel()
-    await settled(client)
+    await wait_until_idle(client)
     await endless.close()
 
 
@@ -188,7 +188,7 @@ async def test_leaving_a_stream_stops_the_engine(engine: LocalEngine, client: En
         async for item in items:
             assert item
             break
-    await settled(client)
+    await wait_until_idle(client)
     await endless.close()
 
 
@@ -237,7 +237,7 @@ async def test_token_counts_are_the_engines(chat: FlashMoAChatCompletionClient) 
     assert chat.remaining_tokens(HELLO) == 32768 - usage.prompt_tokens
 
 
-async def test_the_default_base_url(
+async def test_the_default_base_url_is_a_local_engine_or_openai_base_url(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
@@ -247,7 +247,7 @@ async def test_the_default_base_url(
     assert FlashMoAChatCompletionClient(model="gpt-4o").model_info["vision"]
 
 
-async def test_model_info_is_asked_of_the_engine(
+async def test_model_info_comes_from_the_engine(
     engine: LocalEngine, downstream: LocalEngine
 ) -> None:
     """The first engine has a parser for tool calls, the second has none."""

@@ -1,4 +1,4 @@
-"""Teams on engines with chat templates of the main families: predicted, and answered the same."""
+"""Test teams on the main families' chat templates: predicted, and answered the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoa.observe import Event
 from tests.chat_templates import ALTERNATING, TEMPLATES
 from tests.integration.autogen.exactness import count, finished_calls, mostly_hit
 from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
-from tests.integration.support import settled, special_engine
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -23,19 +23,19 @@ def sorted_messages(result: TaskResult) -> list[tuple[str, str]]:
     return sorted((message.source, message.to_text()) for message in result.messages)
 
 
-# One family shows that templates are served at all; each needs an engine.
+# One family is tested by default, because each needs an engine of its own.
 ONE, *OTHERS = TEMPLATES
 FAMILIES = [ONE, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_teams_over_a_family(
+async def test_teams_on_a_familys_template_are_predicted_and_answer_the_same(
     engines: LocalEngines, model: Path, tmp_path: Path, guide: str, family: str
 ) -> None:
     template = tmp_path / f"{family}.jinja"
     template.write_text(TEMPLATES[family])
     arguments = ["--chat-template", str(template), "--enable-cache-report"]
-    async with special_engine(engines, model, *arguments) as engine:
+    async with start_special_engine(engines, model, *arguments) as engine:
         client = Client(
             model="tiny",
             base_url=engine.url,
@@ -47,7 +47,7 @@ async def test_teams_over_a_family(
         try:
             for build in (round_robin, filtered_fan):
                 await compare(client, build, guide[:800], family)
-            await settled(client.engine)
+            await wait_until_idle(client.engine)
         finally:
             await client.close()
 

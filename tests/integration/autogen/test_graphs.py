@@ -1,4 +1,4 @@
-"""GraphFlow at random: speeds and graphs. Every prompt is predicted."""
+"""Test GraphFlow with random graphs and speeds: every prompt is predicted."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str)
         first, *calls = await run(team, guide[number % 10 * 50 : 700])
         assert first == CallOutcome("chair", None, first.late_tokens)
         assert {call.agent for call in calls} == {"rev0", "rev1", "rev2", "meta"}
-        count("fan-out and fan-in, random speeds", calls)
+        count_outcomes("fan-out and fan-in, random speeds", calls)
         assert {call.status for call in calls} <= {"hit", "late"}
-    await settled(speeds[0].engine)
+    await wait_until_idle(speeds[0].engine)
 
 
 @st.composite
@@ -102,12 +102,14 @@ def graphs(draw: st.DrawFn) -> Edges:
 
 @given(edges=graphs(), seed=st.integers(0, 1 << 16))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=list(HealthCheck))
-async def test_any_graph(speeds: list[Client], guide: str, edges: Edges, seed: int) -> None:
+async def test_any_graph_is_predicted(
+    speeds: list[Client], guide: str, edges: Edges, seed: int
+) -> None:
     names = [f"a{number}" for number in range(1 + max(end for _, end in edges))]
     team = flow(agents(random.Random(seed), speeds, names), edges)
     first, *calls = await run(team, guide[seed % 10 * 50 : 700])
     assert first.agent == "a0" and first.status is None
     assert {call.agent for call in calls} == set(names[1:])
-    count("graphs made by hypothesis", calls)
+    count_outcomes("graphs made by hypothesis", calls)
     assert {call.status for call in calls} <= {"hit", "late"}
-    await settled(speeds[0].engine)
+    await wait_until_idle(speeds[0].engine)

@@ -1,4 +1,4 @@
-"""link(team) on real SGLang: same answers, and B's prompt computed while A writes."""
+"""Test ``link(team)`` on real engines: same answers, and B's prompt computed while A writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
 from flashmoa.observe.trace import read
 from tests.integration.autogen.runs import Mode, Run, run_once
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -97,11 +97,11 @@ async def test_warming_sends_no_upstream_text(clients: tuple[Client, Client], gu
     run = await run_once(lambda: chain(clients, guide), clients, "Go.", "warmed")
     for turn in run.turns[2:]:
         assert turn.usage is not None and turn.usage.late_tokens is not None
-        # At least the two upstream texts that warming does not know.
+        # At least the two upstream texts are missing, which warming does not send.
         assert turn.usage.late_tokens > 24
 
 
-async def test_nothing_is_left_after_a_run(
+async def test_a_run_leaves_nothing_behind(
     clients: tuple[Client, Client],
     guide: str,
     client: EngineClient,
@@ -116,8 +116,8 @@ async def test_nothing_is_left_after_a_run(
     await team.run(task=guide[:500])
     # The team was stopped by its condition, so that the agent whose turn was next never spoke.
     await linked.close()
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
     assert {type(event) for event in events} >= {LinkOpened, LinkClosed, CallFinished}
 
 
@@ -148,12 +148,12 @@ async def test_cancelling_a_team_ends_its_links(
             await team.run(task="Go.", cancellation_token=token)
     for one in endless:
         await one.close()
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
-async def test_a_plain_server_works_unlinked_and_says_so_once(
+async def test_a_plain_server_works_unlinked_with_one_warning(
     plain_engine: LocalEngine,
     guide: str,
     caplog: pytest.LogCaptureFixture,
@@ -176,7 +176,7 @@ async def test_a_plain_server_works_unlinked_and_says_so_once(
     assert len(warnings) == 1
 
 
-async def test_an_agent_that_calls_tools_is_waited_for(
+async def test_the_answer_of_an_agent_with_tools_is_not_streamed(
     clients: tuple[Client, Client], guide: str
 ) -> None:
     """Its text is not streamed as it is written; the answers stay the same."""
@@ -197,7 +197,7 @@ async def test_an_agent_that_calls_tools_is_waited_for(
     assert linked.turns[-1].usage.prompt_stream.status == "hit"
 
 
-async def test_only_what_can_be_linked_is_taken(clients: tuple[Client, Client]) -> None:
+async def test_link_refuses_objects_that_it_cannot_link(clients: tuple[Client, Client]) -> None:
     with pytest.raises(TypeError, match="AssistantAgent"):
         link(AssistantAgent("one", model_client=clients[0]))  # type: ignore[arg-type]
     others = OpenAIChatCompletionClient(model="gpt-4o", api_key="none")
@@ -227,4 +227,4 @@ async def test_a_run_is_traced(
     assert read(file) == events
     with pytest.raises(OSError):
         link(team, trace=tmp_path / "nowhere" / "run.jsonl")
-    await settled(client)
+    await wait_until_idle(client)

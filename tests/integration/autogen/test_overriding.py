@@ -15,7 +15,7 @@ from tests.integration.autogen import overriding
 from tests.integration.autogen.exactness import CallOutcome, finished_calls, mostly_hit
 from tests.integration.autogen.overriding import Build
 from tests.integration.autogen.teams import Client
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -55,7 +55,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
         extra_body={"ignore_eos": True},
     )
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 

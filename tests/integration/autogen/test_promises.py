@@ -30,7 +30,7 @@ from flashmoa import UpstreamCancelled
 from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -123,7 +123,9 @@ async def mixture(client: Client, task: str, promises: bool) -> Any:
     return last[0]
 
 
-async def test_a_program_is_linked_by_one_line(clients: Callable[..., Client], guide: str) -> None:
+async def test_a_program_with_promises_answers_as_without(
+    clients: Callable[..., Client], guide: str
+) -> None:
     client = clients()
     await client.engine.flush_cache()
     plain = await mixture(client, guide[:600], promises=False)
@@ -134,7 +136,7 @@ async def test_a_program_is_linked_by_one_line(clients: Callable[..., Client], g
     assert linked.usage.prompt_tokens == plain.usage.prompt_tokens
     # Most of its three upstream texts was prefilled before the call.
     assert linked.usage.streamed_tokens
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
 
 
 async def test_a_promise_is_replaced_by_its_text(clients: Callable[..., Client]) -> None:
@@ -154,7 +156,7 @@ async def test_a_failed_promise_fails_its_readers(
     promised = await broken.promise([UserMessage(content="Go.", source="user")])
     with pytest.raises(Exception, match="must be at least 0"):
         await client.create([UserMessage(content=f"{guide[:500]} {promised.content}", source="u")])
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
 
 
 async def test_a_refused_reader_releases_its_stream(
@@ -164,10 +166,10 @@ async def test_a_refused_reader_releases_its_stream(
     promised = await client.promise([UserMessage(content="Go.", source="user")])
     with pytest.raises(Exception, match="must be at least 0"):
         await broken.create([UserMessage(content=f"{guide[:500]} {promised.content}", source="u")])
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
 
 
-async def test_closing_a_client_ends_what_it_promised(
+async def test_closing_a_client_ends_its_promises(
     clients: Callable[..., Client], guide: str
 ) -> None:
     client, other = clients(max_tokens=20000), clients()
@@ -181,12 +183,10 @@ async def test_closing_a_client_ends_what_it_promised(
     await client.close()
     with pytest.raises(UpstreamCancelled):
         await other.result(str(reading.content))
-    await settled(other.engine)
+    await wait_until_idle(other.engine)
 
 
-async def test_a_cancelled_reader_waits_no_longer(
-    clients: Callable[..., Client], guide: str
-) -> None:
+async def test_a_cancelled_reader_stops_waiting(clients: Callable[..., Client], guide: str) -> None:
     client, other, token = clients(max_tokens=20000), clients(), CancellationToken()
     promised = await client.promise([UserMessage(content="Go.", source="user")])
     asked = [UserMessage(content=f"{guide[:500]} {promised.content}", source="user")]
@@ -201,7 +201,7 @@ async def test_a_cancelled_reader_waits_no_longer(
         with anyio.fail_after(30), pytest.raises(asyncio.CancelledError):
             await other.create(asked, cancellation_token=token)
     await client.close()
-    await settled(other.engine)
+    await wait_until_idle(other.engine)
     with pytest.raises(RuntimeError, match="closed"):
         await client.promise(asked)
 
@@ -218,7 +218,7 @@ async def test_cancelling_one_promise_leaves_the_others(clients: Callable[..., C
     with pytest.raises(UpstreamCancelled):
         await client.result(str(cancelled.content))
     assert await client.result(str(other.content)) == (await client.create(asked)).content
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
 
 
 async def test_promises_made_at_once_end_with_their_client(clients: Callable[..., Client]) -> None:
@@ -230,10 +230,10 @@ async def test_promises_made_at_once_end_with_their_client(clients: Callable[...
         with pytest.raises(UpstreamCancelled):
             await client.result(str(promise.content))
     async with EngineClient(client.engine.url) as engine:
-        await settled(engine)
+        await wait_until_idle(engine)
 
 
-async def test_marks_are_found_wherever_text_is(
+async def test_marks_are_replaced_in_all_kinds_of_messages(
     clients: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = clients()
@@ -255,4 +255,4 @@ async def test_marks_are_found_wherever_text_is(
     lost = "\u27e6promise-1:0123456789abcdef\u27e7"
     await client.create([UserMessage(content=lost, source="user")])
     assert f"{lost} stays as it is" in caplog.text
-    await settled(client.engine)
+    await wait_until_idle(client.engine)

@@ -1,4 +1,4 @@
-"""Teams that are run again, reset, or stopped: no link outlives what it was made for."""
+"""Test teams that run again, are reset, or stop: no link outlives the run that it was made for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, Link
 from tests.integration.autogen import overriding
 from tests.integration.autogen.exactness import count, finished_calls
 from tests.integration.autogen.teams import Build, Client, agent
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     )
     await client.engine.flush_cache()
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
@@ -154,7 +154,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
     assert {call.status for call in finished_calls(events)} <= {None, "hit", "late"}
 
 
-async def test_links_for_a_next_run_that_does_not_come_end(
+async def test_links_for_a_next_run_end_if_it_does_not_come(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa.autogen._link_planner._NEXT_RUN_SECONDS", 0.5)
@@ -188,7 +188,7 @@ async def test_all_first_agents_of_the_next_run_are_linked(
     assert {call.status for call in calls} <= {None, "hit", "late"}
 
 
-async def test_a_declined_agent_is_linked_once_the_reason_is_gone(
+async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
     model_client: Client, guide: str
 ) -> None:
     """A message of a user-defined class is not turned into text; the next one is a stock one."""

@@ -18,7 +18,7 @@ from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from tests.integration.autogen.exactness import CallOutcome, count, finished_calls, mostly_hit
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Client, agent
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     )
     await client.engine.flush_cache()
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
@@ -76,7 +76,7 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
 
     calls, _ = await run(team, guide[:900])
     assert [call.agent for call in calls] == ["alice", "bob"] * 4 + ["alice"]
-    count("swarm", calls[1:])
+    count_outcomes("swarm", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
     message = UserMessage(
         content="Transferred to alice, adopting the role of alice immediately.", source="bob"
@@ -111,7 +111,7 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
 
     calls, events = await run(team, guide[:900])
     assert {call.agent for call in calls} == {"planner", "analyst", "writer"}
-    count("swarm of three", calls[1:])
+    count_outcomes("swarm of three", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
     assert not [event for event in events if isinstance(event, LinkDeclined)]
     # An agent is not linked while the speaker cannot hand off to it.
@@ -141,5 +141,5 @@ async def test_messages_next_to_a_handoff_are_not_mispredicted(
 
     calls, _ = await run(team, guide[:900])
     assert len(calls) > 3
-    count("swarm, more beside the handoff", calls[1:])
+    count_outcomes("swarm, more beside the handoff", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])

@@ -1,4 +1,4 @@
-"""Every stock team linked on real SGLang: each prompt predicted, each answer the same."""
+"""Test every stock team linked on a real engine: prompts are predicted, answers are the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.integration.autogen.teams import (
     society,
     streaming,
 )
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -109,10 +109,10 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     assert linked.messages[-1] == last
     first, *calls = linked.calls
     assert first.agent == unlinked and first.status is None
-    count(build.__name__, calls)
+    count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     [(selecting, ["(manager)"]), (nested, ["one", "in1"]), (society, ["one", "in1"])],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-async def test_teams_whose_messages_are_partly_unknown(
+async def test_teams_with_partly_unknown_messages_are_never_mispredicted(
     model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: list[str]
 ) -> None:
     """Unknown are the first call, and the first call of a team within the team."""
@@ -133,10 +133,10 @@ async def test_teams_whose_messages_are_partly_unknown(
         first = next(call for call in calls if call.agent == name)
         assert first.status is None
         calls.remove(first)
-    count(build.__name__, calls)
+    count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize("include", [(), ("mine",)])
@@ -150,12 +150,12 @@ async def test_custom_agents_are_linked_on_request(
     mine = [call for call in linked.calls if call.agent == "mine"]
     assert len(mine) == 2
     if include:
-        count("custom, included", linked.calls[1:])
+        count_outcomes("custom, included", linked.calls[1:])
         assert {call.status for call in linked.calls[1:]} <= {"hit", "late"}
         assert mostly_hit(linked.calls[1:])
     else:
         assert {call.status for call in mine} == {None}
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_unknown_names_are_refused(model_client: Client) -> None:

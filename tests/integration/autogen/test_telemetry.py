@@ -21,7 +21,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, LinkOpened
 from flashmoa.observe.calls import calls
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 from tests.unit.observe.test_opentelemetry import Telemetry, parent, times
 
 pytestmark = pytest.mark.anyio
@@ -72,7 +72,7 @@ def span_of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
     return only
 
 
-async def test_a_linked_team_as_spans(
+async def test_a_linked_team_has_spans_within_autogens(
     clients: Callable[..., Client],
     guide: str,
     telemetry: Telemetry,
@@ -85,7 +85,7 @@ async def test_a_linked_team_as_spans(
     team = pair(client, guide)
     link(team, listener=telemetry.listener())
     await team.run(task="Go.")
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
     for agent in ("planner", "writer"):
         turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
@@ -111,7 +111,9 @@ async def test_a_linked_team_as_spans(
     assert sources["streamed"] >= tokens
 
 
-async def test_a_workflow_as_spans(client: EngineClient, guide: str, telemetry: Telemetry) -> None:
+async def test_a_workflow_has_spans_of_its_calls(
+    client: EngineClient, guide: str, telemetry: Telemetry
+) -> None:
     with telemetry.tracers.get_tracer("test").start_as_current_span("trip") as trip:
         async with Workflow(client, listener=telemetry.listener()) as flow:
             ask = {"role": "user", "content": f"{guide[:2000]} Plan."}
@@ -147,7 +149,7 @@ async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telem
         assert (span.attributes or {})["error.type"] == "MalformedRequest"
 
 
-async def test_a_run_that_is_dropped_ends_its_spans(
+async def test_an_answer_that_is_dropped_ends_its_spans(
     clients: Callable[..., Client], guide: str, telemetry: Telemetry
 ) -> None:
     """The reader of an answer's stream may stop before its end."""
@@ -155,7 +157,7 @@ async def test_a_run_that_is_dropped_ends_its_spans(
     stream = client.create_stream(ASK)
     await anext(stream)
     await stream.aclose()
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
     assert [span.name for span in spans] == ["chat tiny", "invoke_agent client"]
     assert (spans[0].attributes or {})["error.type"] == "GeneratorExit"
@@ -203,7 +205,7 @@ async def test_autogens_log_events_have_streamed_tokens(
     assert writer["prompt_tokens"] == writer["cached_tokens"] + writer["late_tokens"]
 
 
-async def test_autogens_events_of_unlinked_calls(
+async def test_autogens_events_of_unlinked_calls_have_their_own_figures(
     clients: Callable[..., Client], logged: list[Any]
 ) -> None:
     """Each of several overlapping calls has its own figures; a stock client's event has none."""
@@ -245,7 +247,7 @@ async def test_a_clients_listener_receives_events_of_promises(
     assert promise.agent == reader.agent == opened.agent == "client"
     assert reader.usage is not None and reader.usage.prompt_stream is not None
     assert promise.first_token is not None and reader.first_token is not None
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
 
 
 async def test_a_clients_listener_receives_failures(clients: Callable[..., Client]) -> None:

@@ -26,7 +26,7 @@ from flashmoa.observe import Event, LinkWaits
 from tests.integration.autogen.exactness import CallOutcome, count, finished_calls, mostly_hit
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Custom
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -48,7 +48,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     client = make(engine)
     await client.engine.flush_cache()
     yield client
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
@@ -76,7 +76,7 @@ def messages_of(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
 
 
-async def test_an_orchestrator_reads_along(
+async def test_an_orchestrators_prompts_are_predicted(
     engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without structured output the ledger is an ordinary completion.
@@ -120,11 +120,11 @@ async def test_an_orchestrator_reads_along(
     speaking = [call for call in calls if call.agent != "(manager)"]
     assert are_predicted("magentic one", [*reading, *speaking])
     assert ledgers == 4
-    await settled(client.engine)
+    await wait_until_idle(client.engine)
     await client.close()
 
 
-async def test_a_selector_and_its_candidates(
+async def test_prompts_of_a_selector_and_its_candidates_are_predicted(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = iter(["two", "three", "one", "three", "two"] * 2)
@@ -150,7 +150,7 @@ async def test_a_selector_and_its_candidates(
 
 
 @pytest.mark.parametrize("reflect", [False, True])
-async def test_tools_are_waited_for_and_reflections_streamed(
+async def test_tool_calls_are_not_streamed_and_reflections_are(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, reflect: bool
 ) -> None:
     async def look(place: str) -> str:
@@ -171,7 +171,9 @@ async def test_tools_are_waited_for_and_reflections_streamed(
     assert ("one", "a fine lake") in messages_of(result) or reflect
 
 
-async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
+async def test_auto_link_links_a_team_without_a_call_of_link(
+    engine: LocalEngine, guide: str
+) -> None:
     events: list[Event] = []
     client = make(engine, auto_link=True, listener=events.append)
     await client.engine.flush_cache()
@@ -185,7 +187,7 @@ async def test_auto_link_needs_no_line(engine: LocalEngine, guide: str) -> None:
     assert len(alone.messages) == 2
     await client.close()
     async with client.__class__(model="tiny", base_url=engine.url).engine as other:
-        await settled(other)
+        await wait_until_idle(other)
 
 
 async def test_linking_again_replaces_the_first_link(model_client: Client, guide: str) -> None:

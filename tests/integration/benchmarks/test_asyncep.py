@@ -1,4 +1,4 @@
-"""``flashmoa bench asyncep`` on real engines."""
+"""Test ``flashmoa bench asyncep`` on real engines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flashmoa_bench.prefill.asyncep import ROLES
 
 from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import EXPERTS, special_engine
+from tests.integration.support import EXPERTS, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-async def test_the_benchmark_tells_what_copying_takes(
+async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
     engines: LocalEngines, experts_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "asyncep.json"
-    # So that each batch is one forward, as where the benchmark starts its engines.
+    # With these flags each batch is one forward; the benchmark starts its own engines with them.
     flags = ["--chunked-prefill-size", "512", "--max-prefill-tokens", "512"]
     async with (
-        special_engine(engines, experts_model, *flags) as resident,
-        special_engine(engines, experts_model, *flags, "--flashmoa-asyncep", "h2d") as h2d,
-        special_engine(engines, experts_model, *flags, *ROLES[-1].arguments) as kv_free,
+        start_special_engine(engines, experts_model, *flags) as resident,
+        start_special_engine(engines, experts_model, *flags, "--flashmoa-asyncep", "h2d") as h2d,
+        start_special_engine(engines, experts_model, *flags, *ROLES[-1].arguments) as kv_free,
     ):
         command = ["asyncep", "--resident-url", resident.url, "--h2d-url", h2d.url]
         command += ["--kv-free-url", kv_free.url]
@@ -49,6 +49,6 @@ async def test_the_benchmark_tells_what_copying_takes(
         copied["host_experts"] == whole["device_experts"] * (EXPERTS.layers - 1) // EXPERTS.layers
     )
     assert copied["misses"] == 0
-    # An engine that was not started by the benchmark may be anywhere.
+    # An engine that the benchmark has not started may be on another machine.
     assert copied["peak"] is None
     assert peak is not None and peak > whole["device_experts"]

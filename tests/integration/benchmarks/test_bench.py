@@ -1,4 +1,4 @@
-"""Every benchmark, very small, from its command line to its JSON, on running engines."""
+"""Run every benchmark, very small, from its command line to its JSON, on running engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Bench:
-    """Runs benchmarks on the session's engines, each in an event loop of its own."""
+    """Runs benchmarks on the session's engines, each in a separate event loop."""
 
     def __init__(self, stock: str, plugin: str, other: str, folder: Path) -> None:
         self._urls = {"stock": stock, "flashmoa": plugin, "streaming": plugin, "sjf": plugin}
@@ -43,7 +43,9 @@ def benches(
     return Bench(plain_engine.url, downstream.url, engine.url, tmp_path)
 
 
-async def test_handoff(benches: Bench, tmp_path: Path) -> None:
+async def test_handoff_measures_the_grid_and_draws_a_picture(
+    benches: Bench, tmp_path: Path
+) -> None:
     picture = tmp_path / "map.svg"
     grid = ["--tps", "200", "--prefix", "64", "--upstream", "40", "--concurrency", "1", "2"]
     found = await benches.run("handoff", ["stock", "flashmoa"], *grid, "--picture", str(picture))
@@ -56,37 +58,37 @@ async def test_handoff(benches: Bench, tmp_path: Path) -> None:
     assert picture.read_text().startswith("<svg")
 
 
-async def test_ablation(benches: Bench) -> None:
+async def test_ablation_measures_every_variant(benches: Bench) -> None:
     small = ["--prefix", "100", "--pipelines", "2", "--tps", "100", "--upstream", "40"]
     found = await benches.run("ablation", ["stock", "streaming", "flashmoa"], *small)
     (row,) = found["rows"]
     assert set(row["seconds"]) == {"baseline", "batched", "streaming", "full"}
-    # Never less than all tokens once; a whole cached prompt's last token may be once more.
+    # All tokens are computed once; the last token of a completely cached prompt may be repeated.
     assert all(1 <= value <= 2 for value in row["duplicates"].values())
 
 
-async def test_chunk(benches: Bench) -> None:
+async def test_chunk_measures_every_size_and_a_single_pass(benches: Bench) -> None:
     found = await benches.run("chunk", ["flashmoa"], "--context", "96", "--chunks", "32", "64")
     assert [len(size["seconds"]) for size in found["sizes"]] == [3, 2, 1]
     assert found["sizes"][-1]["over_single_pass"] == 1
 
 
-async def test_first_token(benches: Bench) -> None:
+async def test_first_token_measures_every_prompt_length(benches: Bench) -> None:
     found = await benches.run("first_token", ["flashmoa"], "--prompts", "60", "300")
     assert [length["tokens"] for length in found["lengths"]] == [60, 300]
-    # Exactly what came with the request was left.
+    # Exactly the tokens that came with the request were left.
     assert [length["late_tokens"] for length in found["lengths"]] == [10, 10]
     assert found["lengths"][0]["growth"] == 1
 
 
-async def test_client(benches: Bench) -> None:
+async def test_client_measures_the_gap_with_and_without_links(benches: Bench) -> None:
     found = await benches.run("client", ["flashmoa"], "--prompts", "300")
     (cost,) = found["costs"]
     assert cost["prompt_tokens"] > 200
     assert 0 < cost["stock"] < 1 and 0 < cost["linked"] < 1
 
 
-async def test_schedule(benches: Bench) -> None:
+async def test_schedule_measures_every_way(benches: Bench) -> None:
     found = await benches.run(
         "schedule", ["stock", "flashmoa", "sjf"], "--concurrency", "3", "--prefixes", "own"
     )
@@ -94,9 +96,9 @@ async def test_schedule(benches: Bench) -> None:
     assert all(0 < row["mean"] <= row["p95"] for row in found["rows"])
 
 
-async def test_interference(benches: Bench) -> None:
+async def test_interference_measures_throughput_and_latency(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
-    # Streams that may not ride along get a forward in 256 decode steps.
+    # Streams that may not ride along get one forward in 256 decode steps.
     small += ["--tokens", "300"]
     streams = ["--streams", "2", "--prefix", "200"]
     found = await benches.run("interference", ["stock", "flashmoa"], *small, *streams)
@@ -105,7 +107,7 @@ async def test_interference(benches: Bench) -> None:
     assert found["latency"]["beside"]["stream_tokens_per_second"] > 0
 
 
-async def test_interference_under_pressure(benches: Bench) -> None:
+async def test_interference_measures_pressure(benches: Bench) -> None:
     small = ["--pipelines", "3", "--prefix", "60", "--upstream", "20", "--output", "4"]
     found = await benches.run("interference", ["flashmoa"], "--measure", "pressure", *small)
     assert set(found) == {"pressure"}
@@ -114,16 +116,16 @@ async def test_interference_under_pressure(benches: Bench) -> None:
         assert 0.7 < tail["median"] <= tail["p99"]
 
 
-async def test_workflows(benches: Bench) -> None:
+async def test_workflows_without_stock_engines_measure_the_other_ways(benches: Bench) -> None:
     small = ["--workflows", "mapreduce", "--copies", "2", "--tokens", "6"]
     found = await benches.run("workflows", ["small", "large"], *small)
     (row,) = found["rows"]
-    # No stock engines were given, so that nothing is said of them.
+    # No stock engines are given, so that their ways are missing.
     assert set(row["seconds"]) == {"shared", "warmed", "linked"}
     assert row["texts"] == 3 * 2 * 4 and row["paper"] is None
 
 
-async def test_prefill_only(benches: Bench) -> None:
+async def test_prefill_only_measures_one_engine_and_two(benches: Bench) -> None:
     tiny = ["--scale", "0.0005", "--lengths", "0.05", "--concurrency", "8"]
     found = await benches.run("prefill-only", ["fcfs", "flashmoa", "second"], *tiny)
     mix, one, two = found["mix"], found["one engine"], found["two engines"]
@@ -133,11 +135,11 @@ async def test_prefill_only(benches: Bench) -> None:
         same = row["agreement"]
         assert same["same"] == same["answers"] == mix["requests"]
         assert same["logprob"] is None or same["logprob"] < 1e-3
-        # A prompt that was cached computes its last token again.
+        # A cached prompt computes its last token again.
         assert mix["unique"] <= row["computed"] <= mix["tokens"]
 
 
-async def test_an_engine_that_is_not_there_is_an_error_without_a_traceback(
+async def test_an_unreachable_engine_is_reported_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["chunk", "--flashmoa-url", "http://127.0.0.1:9"]
@@ -146,7 +148,7 @@ async def test_an_engine_that_is_not_there_is_an_error_without_a_traceback(
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
 
 
-async def test_moa(benches: Bench) -> None:
+async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) -> None:
     sizes = ("small", "medium", "large")
     few = ["--questions", "1", "--timed", "1", "--tokens", "20", "--concurrency", "2"]
     engines = [*sizes, *(f"stock-{size}" for size in sizes)]
@@ -160,11 +162,11 @@ async def test_moa(benches: Bench) -> None:
     for way in ("undecided", "full", "as published"):
         assert rows[way]["deciding_on_path"] > 0
     assert rows["tree + overlap"]["deciding_on_path"] is None
-    # 9 + 3 + 1 agents; the stock engine of these tests does not say what is cached.
-    for way, is_told in (("tree", False), ("tree + overlap", True)):
+    # There are 9 + 3 + 1 agents. The stock engine of these tests does not report cached tokens.
+    for way, is_reported in (("tree", False), ("tree + overlap", True)):
         prompts = rows[way]["prompts"]
         assert len(prompts) == 13 and "3.1" in prompts
-        assert [one["late"] is not None for one in prompts.values()] == [is_told] * 13
+        assert [one["late"] is not None for one in prompts.values()] == [is_reported] * 13
     computed = {
         way: rows[way]["prompts"]["2.1"]["late"] + rows[way]["prompts"]["2.1"]["streamed"]
         for way in ("appended", "staircase")

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, on engines of this session."""
+"""Run the notebooks from top to bottom, on engines of this session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FOLDER = ROOT / "examples" / "notebooks"
-# What a notebook prints, whatever the times are.
+# Texts that each notebook prints in every run.
 ON_TWO_ENGINES = {
     "mapreduce": ["the same texts: True", "of its"],
     "quickstart": ["the same texts: True", "linked   writer"],
@@ -31,15 +31,17 @@ def test_every_notebook_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", ON_TWO_ENGINES)
-async def test_notebook(
+async def test_notebook_runs_and_prints_its_results(
     name: str, engine: LocalEngine, downstream: LocalEngine, tmp_path: Path
 ) -> None:
-    said = await printed(name, tmp_path, FLASHMOA_ENGINE=f"{engine.url} {downstream.url}")
-    assert all(part in said for part in ON_TWO_ENGINES[name]), said
+    printed = await run_notebook(name, tmp_path, FLASHMOA_ENGINE=f"{engine.url} {downstream.url}")
+    assert all(part in printed for part in ON_TWO_ENGINES[name]), printed
 
 
 @pytest.mark.parametrize("name", ON_THE_FAMILY)
-async def test_notebook_on_the_family(name: str, engines: LocalEngines, tmp_path: Path) -> None:
+async def test_notebook_runs_on_the_family(
+    name: str, engines: LocalEngines, tmp_path: Path
+) -> None:
     async with AsyncExitStack() as stack:
         urls: list[str] = []
         for size in SIZES:
@@ -48,12 +50,12 @@ async def test_notebook_on_the_family(name: str, engines: LocalEngines, tmp_path
             )
             stack.push_async_callback(engine.stop)
             urls.append(engine.url)
-        said = await printed(name, tmp_path, FLASHMOA_FAMILY=" ".join(urls))
-    assert all(part in said for part in ON_THE_FAMILY[name]), said
+        printed = await run_notebook(name, tmp_path, FLASHMOA_FAMILY=" ".join(urls))
+    assert all(part in printed for part in ON_THE_FAMILY[name]), printed
 
 
-async def printed(name: str, scratch: Path, **environment: str) -> str:
-    """What a notebook prints when it is run from top to bottom."""
+async def run_notebook(name: str, scratch: Path, **environment: str) -> str:
+    """Run a notebook from top to bottom, and return what it prints."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code), "clear it"
@@ -61,6 +63,6 @@ async def printed(name: str, scratch: Path, **environment: str) -> str:
     await client.async_execute(env={**os.environ, "IPYTHONDIR": str(scratch), **environment})
     outputs = [output for cell in code for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "display_data"}
-    said = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert "Traceback" not in said and "Warning" not in said, said
-    return said
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "Traceback" not in printed and "Warning" not in printed, printed
+    return printed

@@ -1,4 +1,4 @@
-"""The documentation site builds, whole, and its first program runs."""
+"""Test that the documentation site builds completely, and that its first program runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {page.relative_to(tmp_path).with_suffix(".md") for page in tmp_path.rglob("*.html")}
     written = {page.relative_to(DOCS) for page in DOCS.rglob("*.md")}
     assert written <= pages
-    # Nothing is fetched from elsewhere.
+    # The pages load nothing from other sites.
     for page in tmp_path.rglob("*.html"):
         assert not re.search(r'(src|<link[^>]*href)="(https?:)?//', page.read_text()), page
 
 
 @pytest.mark.anyio
-async def test_the_first_program(engine: LocalEngine, tmp_path: Path) -> None:
+async def test_the_first_program_of_the_documentation_runs(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
     page = (DOCS / "index.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) < 20

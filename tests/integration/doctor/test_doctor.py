@@ -1,4 +1,4 @@
-"""The doctor on running engines."""
+"""Test the doctor on running engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from flashmoa.doctor import EngineToCheck, check_engine
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 

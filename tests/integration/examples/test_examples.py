@@ -1,4 +1,4 @@
-"""The examples of docs/recipes.md: linked they answer as unlinked, and find their prompts."""
+"""Test that the examples of docs/recipes.md answer the same linked, and hit their streams."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashmoa.engine import PromptUsage
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.observe.calls import calls
 from tests.conftest import ROOT
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are programs: what they import lies beside them."""
+    """Add the folder of the examples to the path, since they import each other."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
 
@@ -32,20 +32,20 @@ async def idle(client: EngineClient) -> AsyncGenerator[EngineClient]:
     """An engine that must be idle again in the end."""
     await client.flush_cache()
     yield client
-    await settled(client)
+    await wait_until_idle(client)
 
 
-async def test_openai_client(idle: EngineClient) -> None:
+async def test_the_openai_client_example_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("openai_client")
     async with AsyncOpenAI(base_url=f"{idle.url}/v1", api_key="none") as openai:
-        linked = await example.linked(openai, idle, "tiny")
-        unlinked = await example.unlinked(openai, "tiny")
+        linked = await example.review_linked(openai, idle, "tiny")
+        unlinked = await example.review_unlinked(openai, "tiny")
     assert linked.choices[0].message.content == unlinked.choices[0].message.content
     usage = PromptUsage.from_openai(linked.usage.model_dump())
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
-async def test_langgraph(idle: EngineClient) -> None:
+async def test_the_langgraph_example_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("langgraph_chain")
     model = example.chat(idle.url, "tiny")
     events: list[Event] = []
@@ -58,7 +58,7 @@ async def test_langgraph(idle: EngineClient) -> None:
     await model.root_async_client.close()
 
 
-async def test_agent_framework(idle: EngineClient) -> None:
+async def test_the_agent_framework_example_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("agent_framework_chain")
     events: list[Event] = []
     async with FlashMoAChatClient("tiny", base_url=idle.url) as client:
@@ -68,10 +68,9 @@ async def test_agent_framework(idle: EngineClient) -> None:
     assert [stream and stream.status for stream in found] == [None, "hit", "hit"]
 
 
-async def test_arguments(
+async def test_an_example_runs_from_its_command_line(
     idle: EngineClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As its users start it."""
     example: Any = importlib.import_module("openai_client")
     monkeypatch.setattr(sys, "argv", ["openai_client.py", "--engine", idle.url])
     await example.main()

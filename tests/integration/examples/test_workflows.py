@@ -1,4 +1,4 @@
-"""The programs of examples/, and the workflows that are measured: linked and not, the same."""
+"""Test that the programs of examples/ and the measured workflows are the same linked."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are programs: what they import lies beside them."""
+    """Add the folder of the examples to the path, since they import each other."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
 
 @pytest.fixture
 async def clients(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[Clients]:
-    made = Clients(greedy_client(engine.url, "small", 8), greedy_client(downstream.url, "large", 8))
-    yield made
-    await made.close()
+    pair = Clients(greedy_client(engine.url, "small", 8), greedy_client(downstream.url, "large", 8))
+    yield pair
+    await pair.close()
 
 
-async def test_the_chain_is_the_same_in_every_mode(clients: Clients, tmp_path: Path) -> None:
+async def test_the_chain_example_is_the_same_in_every_mode(
+    clients: Clients, tmp_path: Path
+) -> None:
     example: Any = importlib.import_module("chain")
     comparison: Any = importlib.import_module("comparison")
     both = [clients.small, clients.large]
@@ -70,7 +72,7 @@ async def test_the_mapreduce_example_is_the_same_linked(clients: Clients) -> Non
     assert said[0] == said[1] and len(said[0]) == 4
 
 
-async def test_mapreduce_side_by_side_and_one_by_one(clients: Clients) -> None:
+async def test_measured_mapreduce_is_the_same_parallel_and_sequential(clients: Clients) -> None:
     runs = {
         (mode, sequential): await run_once(
             lambda sequential=sequential: mapreduce(
@@ -90,13 +92,13 @@ async def test_mapreduce_side_by_side_and_one_by_one(clients: Clients) -> None:
     assert usage.prompt_stream.status == "hit"
 
 
-async def test_slides_are_the_same_in_every_way(clients: Clients) -> None:
+async def test_measured_slides_are_the_same_in_every_way(clients: Clients) -> None:
     small, large = clients.small.engine, clients.large.engine
     ways: list[tuple[Ahead, bool]] = [("nothing", False), ("text", False), ("text", True)] * 3
     talks: list[tuple[str, list[str]]] = []
     for ahead, eager in ways:
-        # The analyst, who is not linked, may find two characters equally good for a line's end;
-        # which one it takes depends on what else is in its batch. Then the next round counts.
+        # Two characters may be equally likely at the end of a line of the analyst, who is not
+        # linked; the batch then decides between them. In that case the next round counts.
         if len([talk for talk in talks if talk[0] == talks[0][0]]) == 3:
             break
         await clients.flush()
@@ -129,7 +131,7 @@ async def test_the_slides_example_writes_a_file(clients: Clients, tmp_path: Path
         assert len(slide.placeholders[1].text_frame.paragraphs) == len(points) == 3
 
 
-async def test_copies_of_every_workflow_in_every_way(clients: Clients) -> None:
+async def test_copies_of_measured_workflows_are_the_same_linked(clients: Clients) -> None:
     for workflow in agent_workflows():
         ways: list[WorkflowWay] = ["unlinked", "linked"]
         copies = 1 if workflow.name == "pptagent" else 2

@@ -1,4 +1,4 @@
-"""Two engines with a relay before each, and the matrix printed at the end."""
+"""Provide two engines with a relay before each, and print the failure matrix at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import Make, cells
-from tests.integration.failures.relay import Relay, relay_to
+from tests.integration.failures.relay import Relay, start_relay
 
 
 @pytest.fixture
 async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
-    async with relay_to(engine.url) as relay:
+    async with start_relay(engine.url) as relay:
         yield relay
 
 
@@ -30,7 +30,7 @@ async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
 async def baselines(
     engine: LocalEngine, downstream: LocalEngine
 ) -> AsyncGenerator[tuple[Baseline, Baseline]]:
-    """Of the upstream's engine and of the downstream's."""
+    """The baselines of the upstream's and of the downstream's engine."""
     async with (
         httpx.AsyncClient(base_url=engine.url, timeout=60) as one,
         httpx.AsyncClient(base_url=downstream.url, timeout=60) as other,
@@ -60,7 +60,7 @@ def make() -> Make:
             temperature=0,
             max_tokens=tokens,
             extra_body={"ignore_eos": True},
-            # Not asked of the engine: a relay in this event loop could not answer meanwhile.
+            # Given, because asking the engine would block this event loop, in which the relay runs.
             model_info=MODEL,
             **{"max_retries": 0, **more},
         )

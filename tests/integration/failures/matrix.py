@@ -1,4 +1,4 @@
-"""The failure matrix: what its cells are, what each ended in, and that nothing is left of it."""
+"""Define the failure matrix, record its outcomes, and check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from flashmoa import FailurePolicy
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed, LinkOpened, UpstreamFailed
-from tests.integration.baseline import Baseline, sockets
+from tests.integration.baseline import Baseline, count_sockets
 
 FAILURES: tuple[Failure, ...] = ("error", "cancel", "timeout", "stall")
 ACTIONS: tuple[Action, ...] = ("abort", "finalize")
 Make = Callable[..., FlashMoAChatCompletionClient]
-# What a reader that answers has read.
+# The text that a reader has read, if it answers.
 HAD_ARRIVED, WHOLE = "what had arrived, prefilled", "the whole text, unlinked"
-# A stall that is waited for need not take long here.
+# Seconds until a text counts as stalled, so that the tests need not wait long.
 BRIEF = 0.4
-# Within this long an answer must have begun that OpenAI's client is to give up waiting for.
+# Seconds after which OpenAI's client times out. An answer must have begun before.
 PATIENCE = 1.5
 
 
 def policy(failure: Failure, action: Action) -> FailurePolicy:
-    """Return a policy with that action for that failure alone, to tell it from the others."""
+    """Return a policy with ``action`` for that failure, and the other action for all others."""
     other: Action = "finalize" if action == "abort" else "abort"
     actions: dict[str, Action] = dict.fromkeys(FAILURES, other) | {failure: action}
-    # Where a stall is not the matter, it must not come first.
+    # In tests of other failures, a stall must not come first.
     seconds = BRIEF if failure == "stall" else 60.0
     return FailurePolicy(**actions, stall_seconds=seconds)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cell ended in."""
+    """The outcome of one cell of the matrix."""
 
     where: str
     failure: str
@@ -50,20 +50,22 @@ class Cell:
 cells: list[Cell] = []
 
 
-def ended(where: str, failure: str, action: str, reader: str, events: Iterable[Event]) -> Cell:
-    """Note a cell."""
+def record_cell(
+    where: str, failure: str, action: str, reader: str, events: Iterable[Event]
+) -> Cell:
+    """Record the outcome of a cell."""
     closed = [event.reason for event in events if isinstance(event, LinkClosed)]
     cell = Cell(where, failure, action, reader, ", ".join(closed))
     cells.append(cell)
     return cell
 
 
-def failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
-    """Return what readers were told of their upstream."""
+def reported_failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
+    """Return the failures of upstream agents that were reported to their readers."""
     return [(e.upstream, e.failure, e.action) for e in events if isinstance(e, UpstreamFailed)]
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(30):
         while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -74,12 +76,14 @@ def is_linked(events: Sequence[Event]) -> bool:
 
 
 @asynccontextmanager
-async def nothing_left(*baselines: Baseline) -> AsyncGenerator[None]:
-    """Engines, and this process, are afterwards as they were: KV, requests, sockets, tasks."""
+async def check_nothing_is_left(*baselines: Baseline) -> AsyncGenerator[None]:
+    """Check that KV, requests, sockets and tasks are the same afterwards as before."""
     await anyio.wait_all_tasks_blocked()
-    before = sockets(os.getpid())
+    before = count_sockets(os.getpid())
     tasks = asyncio.all_tasks()
     yield
-    await until(lambda: sockets(os.getpid()) <= before and not asyncio.all_tasks() - tasks)
+    await wait_until(
+        lambda: count_sockets(os.getpid()) <= before and not asyncio.all_tasks() - tasks
+    )
     for baseline in baselines:
-        await baseline.restored()
+        await baseline.wait_until_restored()

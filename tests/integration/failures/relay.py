@@ -1,4 +1,4 @@
-"""A relay before an engine, through which answers can break off or stand still."""
+"""Relay connections to an engine, and break off or stall an answer on demand."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Relay:
     """Passes connections on to an engine.
 
     Attributes:
-        url: of the relay. target: the engine's.
-        has_struck: whether the fault it was armed with has happened.
+        url, target: URLs of the relay and of the engine.
+        has_struck: whether the armed fault has happened.
     """
 
     def __init__(self, url: str, target: str) -> None:
@@ -33,11 +33,11 @@ class Relay:
         self._left = 0
 
     def arm(self, fault: Fault, events: int = 12) -> None:
-        """Have the next streamed answer go wrong after that many events."""
+        """Make the next streamed answer go wrong after ``events`` events."""
         self._fault, self._left = fault, events
 
     def release(self) -> None:
-        """Let what stands still go on."""
+        """Let a stalled answer continue."""
         self._released.set()
 
     async def serve(self, client: SocketStream) -> None:
@@ -77,13 +77,13 @@ async def _pass_on(client: SocketStream, engine: SocketStream, both: anyio.Cance
 
 
 def _make_reset(stream: SocketStream) -> None:
-    """Have closing it send RST instead of FIN."""
+    """Make the stream send RST instead of FIN when it is closed."""
     plain: socket.socket = stream.extra(SocketAttribute.raw_socket)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 @asynccontextmanager
-async def relay_to(target: str) -> AsyncGenerator[Relay]:
+async def start_relay(target: str) -> AsyncGenerator[Relay]:
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as group:
         port = listener.extra(SocketAttribute.local_port)

@@ -1,4 +1,4 @@
-"""A promised answer fails that another call reads: every failure and policy."""
+"""Test every failure of a promised answer that another call reads, with every policy."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tests.integration.failures.matrix import (
     PATIENCE,
     WHOLE,
     Make,
-    ended,
-    failures,
+    check_nothing_is_left,
     is_linked,
-    nothing_left,
     policy,
-    until,
+    record_cell,
+    reported_failures,
+    wait_until,
 )
 from tests.integration.failures.relay import Relay
 
 pytestmark = pytest.mark.anyio
 
 
-def asks(text: str) -> list[UserMessage]:
+def make_messages(text: str) -> list[UserMessage]:
     return [UserMessage(content=text, source="user")]
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
+async def test_a_failed_promise_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -47,17 +47,19 @@ async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
 ) -> None:
     events: list[Event] = []
     token = CancellationToken()
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         reading = make(downstream.url, on_failure=policy(failure, action), listener=events.append)
-        draft = (await writing.promise(asks(guide[:300]), cancellation_token=token)).content
-        review = await reading.promise(asks(f"{guide[:900]}\n{draft}\nBetter?"))
-        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        draft = (
+            await writing.promise(make_messages(guide[:300]), cancellation_token=token)
+        ).content
+        review = await reading.promise(make_messages(f"{guide[:900]}\n{draft}\nBetter?"))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             token.cancel()
         if failure == "stall":
-            await until(lambda: bool(failures(events)))
+            await wait_until(lambda: bool(reported_failures(events)))
         arrived = _texts[str(draft)].written
         if failure == "stall" and action == "abort":
             upstream_relay.release()
@@ -69,12 +71,15 @@ async def test_a_promise_fails(  # noqa: PLR0913 - fixtures
             reader = f"raises {type(error).__name__}"
         else:
             assert failure == "stall" or action == "finalize"
-            whole = asks(f"{guide[:900]}\n{arrived}\nBetter?")
+            whole = make_messages(f"{guide[:900]}\n{arrived}\nBetter?")
             assert arrived and answer == (await reading.create(whole)).content
             reader = f"answers {HAD_ARRIVED if action == 'finalize' else WHOLE}"
         upstream_relay.release()
         for client in (writing, reading):
             await client.close()
-    assert len(failures(events)) == 1 and failures(events)[0][1:] == (failure, action)
-    cell = ended("promise", failure, action, reader, events)
+    assert len(reported_failures(events)) == 1 and reported_failures(events)[0][1:] == (
+        failure,
+        action,
+    )
+    cell = record_cell("promise", failure, action, reader, events)
     assert cell.link == ("abort" if action == "abort" else "used")

@@ -1,4 +1,4 @@
-"""An agent of a linked team fails, or its team, its client or an engine goes: what is left."""
+"""Test linked teams in which an agent, the team, its client or an engine fails."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from tests.integration.failures.matrix import (
     FAILURES,
     PATIENCE,
     Make,
-    ended,
-    failures,
+    check_nothing_is_left,
     is_linked,
-    nothing_left,
     policy,
-    until,
+    record_cell,
+    reported_failures,
+    wait_until,
 )
-from tests.integration.failures.relay import Relay, relay_to
-from tests.integration.support import special_engine
+from tests.integration.failures.relay import Relay, start_relay
+from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Client = FlashMoAChatCompletionClient
 
 
 class Pair:
-    """A writer and a reviewer, linked; the task runs."""
+    """Runs a task with a writer and a reviewer, linked."""
 
     def __init__(self, writing: Client, reading: Client, task: str, **linking: Any) -> None:
         self.events: list[Event] = []
@@ -62,7 +62,7 @@ class Pair:
             await client.close()
 
     async def outcome(self) -> str:
-        """Return what the run ended in, and how its reviewer was answered."""
+        """Return the outcome of the run, and how its reviewer was answered."""
         try:
             result = await self.run
         except asyncio.CancelledError:
@@ -77,7 +77,7 @@ class Pair:
 
 
 async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: str) -> list[str]:
-    """Return what the two say unlinked."""
+    """Return the texts of both agents, unlinked."""
     writing, reading = make(engine.url, 150), make(downstream.url)
     agents = [
         AssistantAgent("writer", model_client=writing, system_message="Write."),
@@ -91,7 +91,7 @@ async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: 
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
+async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     engine: LocalEngine,
     downstream: LocalEngine,
@@ -102,31 +102,31 @@ async def test_an_agent_fails(  # noqa: PLR0913 - fixtures
     action: Action,
 ) -> None:
     task = guide[:600]
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
-        # The one client-wide, the other for this link.
+        # One policy is set for the client, the other one for this link.
         client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
         linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
         pair = Pair(writing, make(downstream.url, **client_wide), task, **linking)
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         if failure == "cancel":
             pair.token.cancel()
         if failure == "stall":
-            await until(lambda: bool(failures(pair.events)))
+            await wait_until(lambda: bool(reported_failures(pair.events)))
             upstream_relay.release()
         outcome = await pair.outcome()
         if failure == "stall":
             plain = await texts(make, engine, downstream, task)
             assert [message.to_text() for message in pair.run.result().messages] == plain
-        # Of its own accord: nobody has closed it yet.
-        await until(pair.is_closed)
+        # The link closes by itself, before the team is closed.
+        await wait_until(pair.is_closed)
         await pair.close()
         upstream_relay.release()
-    assert failures(pair.events) == [("writer", failure, action)]
-    # The writer may have one already for a next run of the team.
+    assert reported_failures(pair.events) == [("writer", failure, action)]
+    # The writer may already have a link for a next run of the team.
     reading = [event for event in pair.events if event.agent == "reviewer"]
-    cell = ended("team", failure, action, outcome, reading)
+    cell = record_cell("team", failure, action, outcome, reading)
     if action == "abort":
         assert cell.link == "abort"
     else:
@@ -141,10 +141,10 @@ async def test_a_retried_writer_keeps_its_links(
     make: Make,
     guide: str,
 ) -> None:
-    """By OpenAI's client, as unlinked; and what it wrote is read on from where it broke off."""
+    """OpenAI's client retries as in an unlinked team; its text is continued where it broke off."""
     task = guide[:600]
     plain = await texts(make, engine, downstream, task)
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset")
         writing = make(upstream_relay.url, 150, max_retries=2)
         pair = Pair(writing, make(downstream.url), task)
@@ -153,11 +153,11 @@ async def test_a_retried_writer_keeps_its_links(
         assert [message.to_text() for message in pair.run.result().messages] == plain
         await pair.close()
     assert outcome == "3 messages, the last one hit"
-    ended("team", "error, and asked again", "", outcome, pair.events)
+    record_cell("team", "error, and asked again", "", outcome, pair.events)
 
 
 @pytest.mark.parametrize("which", ["writer's", "reviewer's"])
-async def test_a_client_is_closed(
+async def test_closing_a_client_ends_its_links(
     upstream_relay: Relay,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -165,22 +165,22 @@ async def test_a_client_is_closed(
     guide: str,
     which: str,
 ) -> None:
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         upstream_relay.arm("stall")
         pair = Pair(make(upstream_relay.url, 150), make(downstream.url), guide[:600])
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         await pair.clients[which == "reviewer's"].close()
-        await until(pair.is_closed)
+        await wait_until(pair.is_closed)
         upstream_relay.release()
         outcome = await pair.outcome()
         await pair.close()
-    cell = ended("team", f"the {which} client is closed", "", outcome, pair.events)
+    cell = record_cell("team", f"the {which} client is closed", "", outcome, pair.events)
     assert cell.link == "closed"
 
 
 @pytest.fixture
 async def mortal(engines: LocalEngines, model: Any) -> AsyncGenerator[LocalEngine]:
-    """Start an engine to be killed."""
+    """An engine that a test may kill."""
     one = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     yield one
     await one.stop()
@@ -190,26 +190,26 @@ def kill(engine: LocalEngine) -> None:
     os.killpg(engine.pid, signal.SIGKILL)
 
 
-async def test_the_upstream_engine_is_killed(
+async def test_a_killed_upstream_engine_fails_the_run_and_aborts_the_link(
     mortal: LocalEngine,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
     make: Make,
     guide: str,
 ) -> None:
-    async with nothing_left(*baselines):
+    async with check_nothing_is_left(*baselines):
         pair = Pair(make(mortal.url, 4000), make(downstream.url), guide[:600])
-        await until(lambda: is_linked(pair.events))
+        await wait_until(lambda: is_linked(pair.events))
         kill(mortal)
         outcome = await pair.outcome()
-        await until(pair.is_closed)
+        await wait_until(pair.is_closed)
         await pair.close()
-    cell = ended("team", "upstream engine killed", "abort", outcome, pair.events)
+    cell = record_cell("team", "upstream engine killed", "abort", outcome, pair.events)
     assert cell.link == "abort"
     assert outcome.startswith("the team raises")
 
 
-async def test_the_downstream_engine_is_restarted(  # noqa: PLR0913 - fixtures
+async def test_a_restarted_downstream_engine_answers_unlinked(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     engine: LocalEngine,
     downstream: LocalEngine,
@@ -223,20 +223,20 @@ async def test_the_downstream_engine_is_restarted(  # noqa: PLR0913 - fixtures
     task = guide[:600]
     plain = await texts(make, engine, downstream, task)
     async with (
-        special_engine(engines, model) as fresh,
-        relay_to(mortal.url) as address,
-        nothing_left(*baselines),
+        start_special_engine(engines, model) as fresh,
+        start_relay(mortal.url) as address,
+        check_nothing_is_left(*baselines),
     ):
         upstream_relay.arm("stall")
         pair = Pair(make(upstream_relay.url, 150), make(address.url), task)
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         kill(mortal)
         address.target = fresh.url
         upstream_relay.release()
         outcome = await pair.outcome()
         assert [message.to_text() for message in pair.run.result().messages] == plain
         await pair.close()
-    cell = ended("team", "downstream engine restarted", "", outcome, pair.events)
+    cell = record_cell("team", "downstream engine restarted", "", outcome, pair.events)
     assert outcome.endswith("unlinked")
-    # It is gone, or there again and without the stream.
+    # The engine is either down, or up again without the stream.
     assert cell.link.startswith(("EngineUnreachable", "StreamUnknown"))

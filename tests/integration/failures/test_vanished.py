@@ -1,4 +1,4 @@
-"""A client that is killed holds nothing for longer than it said."""
+"""Test that a killed client's streams live no longer than it had announced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import kv, settled
+from tests.integration.support import fetch_kv_state, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -31,16 +31,16 @@ anyio.run(main, *sys.argv[1:])
 """
 
 
-async def test_the_links_of_a_killed_client_end_when_its_time_is_over(
+async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     await client.flush_cache()
     command = [sys.executable, "-c", CLIENT, engine.url, words(300, 740)]
     async with await anyio.open_process(command, stdin=DEVNULL, stdout=PIPE, stderr=None) as gone:
         with anyio.fail_after(60):
-            while not (await kv(client)).pinned_streams:  # noqa: ASYNC110
+            while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
                 await anyio.sleep(0.02)
-        # Its signs of life keep the stream for longer than it would last without.
+        # The client keeps the stream alive for longer than its TTL.
         until = anyio.current_time() + 4
         while anyio.current_time() < until:
             assert (await client.info()).prompt_streams == 1
@@ -49,5 +49,5 @@ async def test_the_links_of_a_killed_client_end_when_its_time_is_over(
         killed = anyio.current_time()
         await gone.wait()
         with anyio.fail_after(30):
-            await settled(client)
+            await wait_until_idle(client)
     assert anyio.current_time() - killed < 20

@@ -1,4 +1,4 @@
-"""A text fails that another request reads: every failure and policy, without a framework."""
+"""Test every failure of a text that another request reads, with every policy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.integration.failures.matrix import (
     FAILURES,
     HAD_ARRIVED,
     WHOLE,
-    ended,
-    failures,
+    check_nothing_is_left,
     is_linked,
-    nothing_left,
     policy,
-    until,
+    record_cell,
+    reported_failures,
+    wait_until,
 )
 from tests.integration.failures.relay import Relay
 
@@ -33,18 +33,18 @@ SHORT = {**LONG, "max_tokens": 12}
 RAISED = {"error": EngineUnreachable, "cancel": UpstreamCancelled, "timeout": EngineTimeout}
 
 
-def asks(text: str) -> list[dict[str, Any]]:
+def make_messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-async def said(engine: EngineClient, text: str) -> str:
-    async with engine.chat(asks(text), **SHORT) as deltas:
+async def ask(engine: EngineClient, text: str) -> str:
+    async with engine.chat(make_messages(text), **SHORT) as deltas:
         return "".join([delta.text async for delta in deltas])
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_an_answer_fails(
+async def test_a_failed_answer_follows_the_readers_policy(
     upstream_relay: Relay,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -55,19 +55,19 @@ async def test_an_answer_fails(
     events: list[Event] = []
     seconds = BRIEF if failure == "timeout" else 60.0
     async with (
-        nothing_left(*baselines),
+        check_nothing_is_left(*baselines),
         EngineClient(upstream_relay.url, timeout=seconds) as writing,
         EngineClient(downstream.url) as reading,
         Workflow(reading, on_failure=policy(failure, action), listener=events.append) as flow,
     ):
         upstream_relay.arm("reset" if failure == "error" else "stall")
-        draft = flow.ask(asks(guide[:300]), engine=writing, name="draft", **LONG)
-        review = flow.ask(asks(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
-        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        draft = flow.ask(make_messages(guide[:300]), engine=writing, name="draft", **LONG)
+        review = flow.ask(make_messages(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
+        await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             draft.cancel()
         if failure == "stall":
-            await until(lambda: bool(failures(events)))
+            await wait_until(lambda: bool(reported_failures(events)))
         arrived = draft.written
         if failure == "stall" and action == "abort":
             upstream_relay.release()
@@ -77,12 +77,12 @@ async def test_an_answer_fails(
                 await review
             reader = f"raises {caught.typename}"
         else:
-            assert await review == await said(reading, f"{guide[:900]}\n{arrived}\nBetter?")
+            assert await review == await ask(reading, f"{guide[:900]}\n{arrived}\nBetter?")
             assert review.usage is not None
             is_hit = review.usage.prompt_stream is not None
             assert is_hit == (action == "finalize")
             reader = f"answers {HAD_ARRIVED if is_hit else WHOLE}"
         upstream_relay.release()
-    assert failures(events) == [("draft", failure, action)]
-    cell = ended("Workflow", failure, action, reader, events)
+    assert reported_failures(events) == [("draft", failure, action)]
+    cell = record_cell("Workflow", failure, action, reader, events)
     assert cell.link == ("abort" if action == "abort" else "used")

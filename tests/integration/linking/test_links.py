@@ -1,4 +1,4 @@
-"""Links between real engines: exact, and closed on every path."""
+"""Test links between real engines: exact, and closed on every path."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flashmoa.engine import EngineClient, StreamGone, StreamUnknown
 from flashmoa.engine.local import LocalEngine
 from flashmoa.linking.failure_policy import Action
 from flashmoa.observe import Event, LinkClosed
-from tests.integration.support import GREEDY, generate, settled
+from tests.integration.support import GREEDY, generate, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
-async def test_sixteen_links_at_once(
+async def test_sixteen_links_at_once_are_exact(
     client: EngineClient, downstream_client: EngineClient, words: Words
 ) -> None:
-    """Sixteen agents write at once, each into the prompt of another."""
+    """Sixteen agents write at once, each into the prompt of another one."""
     heads = [words(120, 100 + i) for i in range(16)]
     statuses: list[str] = []
 
@@ -49,12 +49,12 @@ async def test_sixteen_links_at_once(
         for index in range(16):
             group.start_soon(one, index)
     assert statuses == ["hit"] * 16
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
 
 
 @pytest.mark.parametrize("policy", ["abort", "finalize"])
-async def test_a_failing_upstream_ends_or_finishes_its_link(
+async def test_a_failing_upstream_aborts_or_finalizes_its_link(
     client: EngineClient, words: Words, policy: Action
 ) -> None:
     head = words(100, 81)
@@ -72,7 +72,7 @@ async def test_a_failing_upstream_ends_or_finishes_its_link(
             assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
         else:
             assert link.claim() is None
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: Words) -> None:
@@ -83,7 +83,7 @@ async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: 
             while link.stream_id is None:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
-    assert (await settled(client)).pinned_streams == 0
+    assert (await wait_until_idle(client)).pinned_streams == 0
 
 
 async def test_a_link_to_a_plain_or_dead_engine_ends_without_an_error(
@@ -116,14 +116,14 @@ async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words)
             _, usage = await generate(client, text, 3, link.claim())
         assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
         assert [event.reason for event in events if isinstance(event, LinkClosed)] == ["used"]
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_a_vanished_clients_stream_expires(client: EngineClient, words: Words) -> None:
     opened = await client.open_stream(text=words(100, 85), ttl_seconds=1.0)
     assert opened.ttl_seconds == 1.0
     assert (await client.keep_alive(opened.id)).id == opened.id
-    assert (await settled(client)).pinned_streams == 0
+    assert (await wait_until_idle(client)).pinned_streams == 0
     with pytest.raises(StreamGone):
         await client.keep_alive(opened.id)
     with pytest.raises(StreamUnknown):

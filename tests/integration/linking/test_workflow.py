@@ -1,4 +1,4 @@
-"""Calls linked without an agent framework."""
+"""Test calls that are linked without an agent framework."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashmoa.observe import (
     LinkOpened,
     UpstreamFailed,
 )
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -31,7 +31,7 @@ PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": 
 async def reader(downstream_client: EngineClient) -> AsyncGenerator[EngineClient]:
     await downstream_client.flush_cache()
     yield downstream_client
-    await settled(downstream_client)
+    await wait_until_idle(downstream_client)
 
 
 def asks(text: str) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def status(usage: PromptUsage | None) -> str | None:
     return usage.prompt_stream.status if usage is not None and usage.prompt_stream else None
 
 
-async def test_answers_flow_into_prompts(
+async def test_linked_answers_equal_unlinked_ones(
     client: EngineClient, reader: EngineClient, guide: str
 ) -> None:
     """Three calls write at once, one reads them all, and another reads that one."""
@@ -80,7 +80,7 @@ async def test_answers_flow_into_prompts(
     await settled(client)
 
 
-async def test_two_calls_of_an_openai_client(
+async def test_two_calls_of_an_openai_client_can_be_linked(
     engine: LocalEngine, reader: EngineClient, guide: str
 ) -> None:
     writing = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none")
@@ -136,7 +136,7 @@ async def test_a_refused_reader_releases_its_stream(
         review = flow.ask(asks(f"{guide[:900]} {draft}"), engine=reader, **refused)
         with pytest.raises(EngineError):
             await review
-        assert (await settled(reader)).pinned_streams == 0
+        assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
 async def test_leaving_a_workflow_early_releases_everything(
@@ -150,7 +150,7 @@ async def test_leaving_a_workflow_early_releases_everything(
                 while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
             raise ZeroDivisionError
-    assert (await settled(reader)).pinned_streams == 0
+    assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
 async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide: str) -> None:
@@ -177,7 +177,7 @@ async def test_a_plain_server_answers_with_what_had_arrived(plain_engine: LocalE
     assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]
 
 
-async def test_a_text_in_a_content_part(client: EngineClient) -> None:
+async def test_a_text_may_be_in_a_content_part(client: EngineClient) -> None:
     async with Workflow(client) as flow:
         draft = flow.text("draft")
         parts = [{"type": "text", "text": f"Review: {draft}"}]
@@ -202,7 +202,7 @@ async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) ->
             assert expected.claim()
             scope.cancel()
             await anyio.sleep_forever()
-    assert (await settled(reader)).pinned_streams == 0
+    assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
 async def test_a_link_that_cannot_be_made_costs_nothing(client: EngineClient, guide: str) -> None:

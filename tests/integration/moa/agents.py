@@ -11,7 +11,7 @@ QUESTION = "How many days does one need in Kathmandu, and what for?"
 
 
 def agent(engine: EngineClient, seed: int = 0, **sampling: Any) -> Model:
-    """Return an agent that writes 12 tokens by default; the seed picks tokens it may not use."""
+    """Return an agent that writes 12 tokens by default; ``seed`` picks tokens it may not use."""
     bias = {str(token): -100 for token in range(300 + 40 * seed, 340 + 40 * seed)}
     defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logit_bias": bias}
     return Model(engine, sampling={**defaults, **sampling})

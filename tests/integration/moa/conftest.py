@@ -1,4 +1,4 @@
-"""The two engines on which agents run."""
+"""Provide clients of the two engines on which agents run."""
 
 from __future__ import annotations
 

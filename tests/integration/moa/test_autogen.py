@@ -16,7 +16,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model
 from flashmoa.moa.autogen import MoAAgent
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from flashmoa.linking.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Model
 from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -81,7 +81,7 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
         await Debate([failing, failing], 2, first_letter).answer(QUESTION)
     with pytest.raises(MixtureFailed, match="the aggregator failed"):
         await debate(pair, failing).answer(QUESTION)
-    await settled(small)
+    await wait_until_idle(small)
 
 
 async def test_cancelled_debate_frees_its_engines(
@@ -97,7 +97,7 @@ async def test_cancelled_debate_frees_its_engines(
         with pytest.raises(UpstreamCancelled):
             await debating.result()
     for engine in pair:
-        await settled(engine)
+        await wait_until_idle(engine)
 
 
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(

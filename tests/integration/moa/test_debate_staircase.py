@@ -1,4 +1,4 @@
-"""Debates on a staircase, on real engines."""
+"""Test debates on a staircase, on real engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Steps
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +46,7 @@ async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineCli
             assert len(answer.steps) == (2 if number else 0)
             assert "".join(step.text for step in answer.steps) == (answer.text if number else "")
     for engine in pair:
-        await settled(engine)
+        await wait_until_idle(engine)
 
 
 async def test_interleaved_chunks_are_prefilled_once(
@@ -92,7 +92,7 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
     with pytest.raises(MixtureFailed, match="the aggregator failed"):
         async with EngineClient("http://127.0.0.1:9") as nowhere:
             await debate(pair, agent(nowhere)).answer(QUESTION)
-    await settled(small)
+    await wait_until_idle(small)
 
 
 async def test_cancelled_debate_frees_its_engines(
@@ -106,4 +106,4 @@ async def test_cancelled_debate_frees_its_engines(
         with pytest.raises(UpstreamCancelled):
             await debating.result()
     for engine in pair:
-        await settled(engine)
+        await wait_until_idle(engine)

@@ -1,4 +1,4 @@
-"""Embeddings of answers from a real embedding engine."""
+"""Test embeddings of answers with a real embedding engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.integration.support import special_engine
 pytestmark = pytest.mark.anyio
 
 
-async def test_embedding_engine_gives_a_row_per_sentence(
+async def test_embedding_engine_returns_a_row_per_sentence(
     engines: LocalEngines, model: Path
 ) -> None:
     """The plugin adds nothing to an embedding engine, so its routes are missing."""
     async with (
-        special_engine(engines, model, "--is-embedding", measures=False) as engine,
+        start_special_engine(engines, model, "--is-embedding", measures=False) as engine,
         EngineClient(engine.url) as client,
     ):
         with pytest.raises(PluginMissing):

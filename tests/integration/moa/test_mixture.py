@@ -23,7 +23,7 @@ from flashmoa.moa import (
 from flashmoa.moa.embedding import Embedding
 from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -103,7 +103,7 @@ async def test_early_exit_cancels_the_remaining_agents(
     assert second.left and (second.answers, second.of) == (2, 3) and second.quality.agreement == 1
     assert [answer.status for answer in result.layers[0]] == ["used", "used", "left out"]
     assert result.layers[0][2].finished is None
-    await settled(large)
+    await wait_until_idle(large)
     # The aggregator read the two used answers only, numbered 1 and 2.
     alone = MixtureOfAgents([layers[0][:2], layers[1]], prompt=PROMPT)
     assert (await alone.answer(QUESTION)).text == result.text
@@ -171,10 +171,10 @@ async def test_mixture_fails_when_all_proposers_or_the_aggregator_fail(
     mixture = MixtureOfAgents([[agent(large)], [failing]], prompt=PROMPT)
     with pytest.raises(MixtureFailed, match="the last aggregator failed"):
         await mixture.answer(QUESTION)
-    await settled(large)
+    await wait_until_idle(large)
 
 
-async def test_mixture_that_is_left_frees_its_engines(
+async def test_cancelled_mixture_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
@@ -186,8 +186,8 @@ async def test_mixture_that_is_left_frees_its_engines(
     async with mixture.answering(QUESTION):
         pass
     # An answer written to its end would be in the cache.
-    assert (await settled(small)).evictable < 2000
-    await settled(large)
+    assert (await wait_until_idle(small)).evictable < 2000
+    await wait_until_idle(large)
 
 
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
@@ -204,7 +204,7 @@ async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     assert [answer.cut_tokens for answer in result.layers[0]] == [40 - 18, 0]
 
 
-async def test_free_tokens_are_the_context_less_prompt_and_answer(
+async def test_free_tokens_are_the_context_without_prompt_and_answer(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, _ = pair

@@ -15,7 +15,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.moa.config import ConfigError, MixtureConfig
 from flashmoa.moa.server import application
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +52,7 @@ async def client(engine: LocalEngine, tmp_path: Path) -> AsyncGenerator[AsyncOpe
         yield connected
 
 
-async def test_streamed_answer_equals_the_whole_one(client: AsyncOpenAI) -> None:
+async def test_streamed_answer_equals_the_unstreamed_one(client: AsyncOpenAI) -> None:
     assert [model.id for model in (await client.models.list()).data] == ["three"]
     whole = await client.chat.completions.create(model="three", messages=QUESTION)  # type: ignore[arg-type]
     assert whole.usage is not None and whole.usage.completion_tokens == 8

@@ -1,4 +1,4 @@
-"""Staircases on real engines."""
+"""Test staircases on real engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureFailed, Model, Staircase
 from tests.integration.moa.agents import QUESTION
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,7 @@ async def test_linked_staircase_equals_unlinked(
     assert 0 < linked.time_to_first_token < linked.seconds
     streams = [round_.usage.prompt_stream for round_ in linked.rounds if round_.usage]
     assert {use.status for use in streams if use is not None} == {"hit"}
-    await settled(pair[1])
+    await wait_until_idle(pair[1])
 
 
 async def test_appended_chunks_are_prefilled_once(
@@ -93,7 +93,7 @@ async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped(
     repeating = Staircase([last], last, prompt=PROMPT, order=order, drop_repeats=False)
     result = await repeating.answer(QUESTION)
     assert len(result.text) > len(numbers) and result.dropped_words == 0
-    await settled(small)
+    await wait_until_idle(small)
 
 
 async def test_failed_proposer_is_left_out(
@@ -111,7 +111,7 @@ async def test_failed_proposer_is_left_out(
         async with EngineClient("http://127.0.0.1:9") as nowhere:
             await Staircase(whole.proposers, Model(nowhere)).answer(QUESTION)
     for engine in pair:
-        await settled(engine)
+        await wait_until_idle(engine)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "rounds", "interleaved"])
@@ -136,10 +136,10 @@ async def test_chunks_that_do_not_fit_are_not_read(
     assert [round_.out_of_room for round_ in linked.rounds] == [False, False, True]
     assert linked.rounds[-1].finish_reason == "stop"
     assert unlinked.text == linked.text and len(linked.text) >= 60
-    await settled(pair[1])
+    await wait_until_idle(pair[1])
 
 
-async def test_staircase_that_is_left_frees_its_engines(
+async def test_cancelled_staircase_frees_its_engines(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     small, large = pair
@@ -151,5 +151,5 @@ async def test_staircase_that_is_left_frees_its_engines(
             assert run.partial_result.text.startswith(piece)
             break
     # An answer written to its end would be in the cache.
-    assert (await settled(small)).evictable < 2000
-    assert (await settled(large)).evictable < 2000
+    assert (await wait_until_idle(small)).evictable < 2000
+    assert (await wait_until_idle(large)).evictable < 2000

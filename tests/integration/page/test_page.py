@@ -1,4 +1,4 @@
-"""The page of a run, in a real browser."""
+"""Test the page of a run in a real browser."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_page_shows_lanes_flows_figures_and_calls(show: Show) -> None:
     assert rows.nth(3).locator("td").last.inner_text() == "hit"
 
 
-def test_hovering_shows_a_card_for_a_call_and_a_prefill(show: Show) -> None:
+def test_hovering_over_a_call_or_a_prefill_shows_its_card(show: Show) -> None:
     events = read(RUN)
     usage = calls(events)[3].usage
     assert usage is not None
@@ -129,7 +129,7 @@ def test_arrow_keys_go_from_call_to_call(show: Show) -> None:
     expect(card).to_be_hidden()
 
 
-def test_zooming_and_panning(show: Show) -> None:
+def test_the_page_can_be_zoomed_and_panned(show: Show) -> None:
     shown = show(read(RUN))
     axis = shown.locator("#axis text")
     whole = axis.all_text_contents()
@@ -190,7 +190,7 @@ def test_two_thousand_calls_draw_only_what_is_visible(show: Show) -> None:
     assert shown.evaluate(drawn) < 3000
 
 
-def test_page_of_an_empty_trace(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_of_an_empty_trace_has_no_errors(browser: Browser, tmp_path: Path) -> None:
     trace, file = tmp_path / "run.jsonl", tmp_path / "run.html"
     trace.write_text("")
     assert command.main([str(trace), "--html", str(file)]) == 0

@@ -1,13 +1,12 @@
-"""The axes of the fault matrix, the cells it has, and what every cell starts from.
+"""Define the axes of the fault matrix and the state from which its cells start.
 
 Who fails: the **upstream** client, which appends; the **downstream** client, whose request uses
 the stream; the engine's own **abort**; the **ttl**; a **drain** of the server. When: a *moment* in
 the life of a stream. How: a *manner* in which a connection can go wrong.
 
-Cells there cannot be: **abort**, **ttl** and **drain** have no manners, for they do not come over
-a connection; an abort is repeated instead, and what connections do meanwhile are the cells of the
-two clients. **ttl** during prefill and decode is a stream in use, which has no deadline: tested
-as such.
+Some cells do not exist. **abort**, **ttl** and **drain** have no manners, because they do not come
+over a connection; an abort is repeated instead. **ttl** during prefill and decode is tested as a
+stream in use, which has no deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import anyio
 import httpx
 
 from flashmoa.engine import EngineClient
-from tests.integration.raw import RawConnection, request
+from tests.integration.raw import RawConnection, make_request
 from tests.integration.support import GREEDY
 
 Moment = Literal["before the first append", "mid-append", "after the last append"]
@@ -32,7 +31,7 @@ EARLY: tuple[Moment, ...] = ("before the first append", "mid-append", "after the
 LATE: tuple[Late, ...] = ("during prefill", "during decode")
 MANNERS: tuple[Manner, ...] = ("reset", "half-close", "stall", "garbage", "repeated", "reordered")
 
-# A stream whose upstream is gone for good is heard of no more; it need not take long here.
+# The TTL of streams whose upstream client has ended for good, so that tests need not wait long.
 BRIEF = 0.6
 LONG_PROMPT = 1400
 _seeds = itertools.count(5000)
@@ -40,7 +39,7 @@ _seeds = itertools.count(5000)
 
 @dataclass
 class Cell:
-    """One stream, its text, and the two who work on it."""
+    """A stream, its text, and the requests of both clients."""
 
     client: EngineClient
     http: httpx.AsyncClient
@@ -65,46 +64,46 @@ class Cell:
     async def append(self) -> None:
         await self.client.append(self.id, 0, text=self.tail, end=True)
 
-    def appending(self, seq: int = 0, **fields: Any) -> bytes:
+    def make_append(self, seq: int = 0, **fields: Any) -> bytes:
         body = {"seq": seq, "text": self.tail, **fields}
-        return request(f"/prompt_streams/{self.id}/append", body)
+        return make_request(f"/prompt_streams/{self.id}/append", body)
 
-    def generating(self, tokens: int = 4, stream: bool = False, **fields: Any) -> bytes:
+    def make_generate(self, tokens: int = 4, stream: bool = False, **fields: Any) -> bytes:
         sampling = {**GREEDY, "max_new_tokens": tokens}
         body = {"text": self.head + self.tail, "sampling_params": sampling, "stream": stream}
-        return request("/generate", {**body, "prompt_stream_id": self.id, **fields})
+        return make_request("/generate", {**body, "prompt_stream_id": self.id, **fields})
 
     async def state(self) -> dict[str, Any]:
         return (await self.http.get(f"/prompt_streams/{self.id}")).json()
 
-    async def until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The stream's state, once it is as asked for."""
+    async def wait_for_state(self, is_reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the stream's state once it is reached."""
         with anyio.fail_after(20):
-            while not reached(state := await self.state()):  # noqa: ASYNC110
+            while not is_reached(state := await self.state()):  # noqa: ASYNC110
                 await anyio.sleep(0.005)
         return state
 
-    async def ending(self) -> str:
-        """How the stream ended, once it has."""
-        state = await self.until(lambda state: "error" in state)
+    async def wait_for_end(self) -> str:
+        """Return the reason for which the stream ended, once it has."""
+        state = await self.wait_for_state(lambda state: "error" in state)
         assert state["error"]["code"] == "stream_gone"
         return state["error"]["reason"]
 
-    async def uses(self, status: str, tokens: int = 4) -> None:
-        """A request like any other: its status, and an answer as without a stream."""
+    async def check_request(self, status: str, tokens: int = 4) -> None:
+        """Send an ordinary request, and check its status and its answer."""
         connection = await RawConnection.open(self.url)
-        await connection.send(self.generating(tokens))
-        await self.answered(connection, status)
+        await connection.send(self.make_generate(tokens))
+        await self.check_answer(connection, status)
         await connection.close()
 
-    async def answered(self, connection: RawConnection, status: str) -> None:
-        code, body = await connection.answer()
+    async def check_answer(self, connection: RawConnection, status: str) -> None:
+        code, body = await connection.read_answer()
         assert code == 200, body
         assert body["meta_info"]["prompt_stream"]["status"] == status
-        await self.is_exact(body["output_ids"])
+        await self.check_exact(body["output_ids"])
 
-    async def is_exact(self, ids: list[int]) -> None:
-        """That a plain request answers the same."""
+    async def check_exact(self, ids: list[int]) -> None:
+        """Check that a request without a stream is answered the same."""
         sampling = {**GREEDY, "max_new_tokens": len(ids)}
         body = {"text": self.head + self.tail, "sampling_params": sampling}
         plain = (await self.http.post("/generate", json=body)).json()
@@ -112,10 +111,10 @@ class Cell:
 
 
 async def misbehave(connection: RawConnection, manner: Manner, sending: bytes) -> bytes:
-    """Send part of a request, or none that is one, and leave it there; returns what is left."""
+    """Send a part of a request, or garbage, and no more; return the rest of the request."""
     if manner == "garbage":
         await connection.send(b"\x00\xffnot HTTP at all\r\n\r\n")
-        assert await connection.ended()
+        assert await connection.wait_until_closed()
         await connection.close()
         return b""
     left = await connection.send_half(sending)
@@ -123,15 +122,15 @@ async def misbehave(connection: RawConnection, manner: Manner, sending: bytes) -
         await connection.reset()
     elif manner == "half-close":
         await connection.half_close()
-        assert await connection.ended()
+        assert await connection.wait_until_closed()
         await connection.close()
     return left
 
 
-async def together(cells: dict[str, Callable[[], Awaitable[None]]]) -> None:
+async def run_cells(cells: dict[str, Callable[[], Awaitable[None]]]) -> None:
     """Run independent cells at once; a failure names its cell."""
 
-    async def one(name: str, cell: Callable[[], Awaitable[None]]) -> None:
+    async def run(name: str, cell: Callable[[], Awaitable[None]]) -> None:
         try:
             with anyio.fail_after(60):
                 await cell()
@@ -141,4 +140,4 @@ async def together(cells: dict[str, Callable[[], Awaitable[None]]]) -> None:
 
     async with anyio.create_task_group() as group:
         for name, cell in cells.items():
-            group.start_soon(one, name, cell)
+            group.start_soon(run, name, cell)

@@ -1,4 +1,4 @@
-"""The plugin's routes on real SGLang: what they answer, and that nothing breaks them."""
+"""Test the plugin's routes on a real engine: what they answer, and that no request breaks them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ from flashmoa.engine import (
 )
 from flashmoa.engine.local import LocalEngine
 from tests.conftest import POOL
-from tests.integration.support import Opened, generate, prefilled, settled
+from tests.integration.support import (
+    StreamRecorder,
+    generate,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_info_tells_what_runs(client: EngineClient) -> None:
+async def test_info_has_versions_capabilities_and_tokenizer(client: EngineClient) -> None:
     info = await client.info()
     assert info.sglang["version"] in TESTED
     assert {"prefill_only", "prompt_streams", "render"} <= set(info.capabilities)
@@ -49,7 +54,7 @@ async def test_prefill_only_leaves_the_prompt_in_the_cache(
 async def test_prefill_only_neither_samples_nor_detokenizes(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A stock request with no new tokens passes the detokenizer; ours must not."""
+    """A stock request without new tokens passes the detokenizer; ours must not."""
     async with httpx.AsyncClient(base_url=engine.url) as http:
         before = len(engine.log.read_text())
         await client.prefill_only(text=words(50, 2))
@@ -59,14 +64,18 @@ async def test_prefill_only_neither_samples_nor_detokenizes(
         assert "Traceback" not in engine.log.read_text()[before:]
 
 
-async def test_cache_salt_separates(client: EngineClient, words: Callable[[int, int], str]) -> None:
+async def test_prompts_with_different_cache_salts_share_nothing(
+    client: EngineClient, words: Callable[[int, int], str]
+) -> None:
     text = words(60, 4)
     await client.prefill_only(text=text, cache_salt="one")
     assert (await client.prefill_only(text=text, cache_salt="two")).cached_tokens == 0
     assert (await client.prefill_only(text=text, cache_salt="one")).cached_tokens == 59
 
 
-async def test_render_is_what_chat_sees(engine: LocalEngine, client: EngineClient) -> None:
+async def test_render_returns_the_prompt_of_a_chat_request(
+    engine: LocalEngine, client: EngineClient
+) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     text = await client.render(messages)
     assert text == (
@@ -99,11 +108,11 @@ async def test_a_stream_is_opened_grown_read_and_deleted(
     state = await client.append(opened.id, 0, text=words(40, 6)[3:] + " x")
     assert state.next_seq == 1
     assert state.received_tokens > opened.received_tokens
-    await prefilled(client, opened.id, 80)
+    await wait_until_prefilled(client, opened.id, 80)
     await client.delete_stream(opened.id)
     with pytest.raises(StreamGone, match="deleted"):
         await client.stream_state(opened.id)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_repeated_appends_change_nothing(client: EngineClient) -> None:
@@ -130,7 +139,9 @@ async def test_out_of_order_and_late_appends_lose_nothing(client: EngineClient) 
         await client.append(opened.id, 2, text=" six")
 
 
-async def test_oversized_pieces_are_refused_and_the_stream_lives(client: EngineClient) -> None:
+async def test_an_oversized_piece_is_refused_and_its_stream_stays_open(
+    client: EngineClient,
+) -> None:
     opened = await client.open_stream(text="one two")
     for piece in (" x" * 40_000, "x" * 3_000_000):
         with pytest.raises(PromptTooLarge, match="Nothing of this piece was taken"):
@@ -144,10 +155,10 @@ async def test_oversized_pieces_are_refused_and_the_stream_lives(client: EngineC
     await client.delete_stream(ids.id)
 
 
-async def test_the_most_a_prompt_may_have_is_said_and_true(
+async def test_prompts_up_to_the_reported_maximum_are_accepted(
     engine: LocalEngine, client: EngineClient
 ) -> None:
-    """Bounded by the KV pool here: one token more is refused, by the plugin and not by SGLang."""
+    """The KV pool is the limit here; the plugin refuses one token more, and not SGLang."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
         assert POOL - 10 < most < POOL
@@ -158,12 +169,12 @@ async def test_the_most_a_prompt_may_have_is_said_and_true(
     assert (await client.prefill_only(input_ids=[5] * most)).prompt_tokens == most
     opened = await client.open_stream(input_ids=[5] * (most - 1))
     await client.append(opened.id, 0, input_ids=[5], end=True)
-    assert (await prefilled(client, opened.id, most)).prefilled_tokens == most
+    assert (await wait_until_prefilled(client, opened.id, most)).prefilled_tokens == most
     await client.delete_stream(opened.id)
 
 
-async def test_text_held_back_counts_when_the_stream_ends(client: EngineClient) -> None:
-    """A text without any cut has no certain token until its end."""
+async def test_text_that_is_held_back_is_counted_at_the_streams_end(client: EngineClient) -> None:
+    """A text without cuts has no certain tokens until its end."""
     opened = await client.open_stream(text="é" * 20)
     assert opened.received_tokens == 0
     with pytest.raises(PromptTooLarge):
@@ -174,12 +185,12 @@ async def test_text_held_back_counts_when_the_stream_ends(client: EngineClient) 
     await client.delete_stream(opened.id)
 
 
-async def test_unknown_streams_are_said_to_be_unknown(client: EngineClient) -> None:
+async def test_unknown_streams_are_reported_as_unknown(client: EngineClient) -> None:
     with pytest.raises(StreamUnknown, match="Open one first"):
         await client.append("nonsense", 0, text="x")
 
 
-async def test_text_and_ids_do_not_mix(client: EngineClient) -> None:
+async def test_a_stream_of_token_ids_refuses_text(client: EngineClient) -> None:
     opened = await client.open_stream(input_ids=[5, 6, 7])
     with pytest.raises(MalformedRequest, match="append input_ids"):
         await client.append(opened.id, 0, text="x")
@@ -209,11 +220,11 @@ RAW = [b"", b"{", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000, b'{"input_ids":
 async def test_no_body_breaks_the_engine(
     engine: LocalEngine, client: EngineClient, path: str
 ) -> None:
-    """Every odd body gets a 4xx with a code and a sentence, or is taken; none a 500."""
+    """Every odd body is accepted, or refused with 4xx, a code and a sentence; none gets a 500."""
     stream = await client.open_stream(text="one two")
     route = f"/prompt_streams/{stream.id}/append" if path == "append" else path
-    opened = Opened()
-    hooks = {"response": [opened.anote]}
+    opened = StreamRecorder()
+    hooks = {"response": [opened.record_async]}
     async with httpx.AsyncClient(base_url=engine.url, timeout=60, event_hooks=hooks) as http:
         raw = [json.dumps(body).encode() for body in BODIES] + RAW
         for content in raw:
@@ -225,13 +236,13 @@ async def test_no_body_breaks_the_engine(
                 assert len(error["message"]) > 10, content[:80]
     for stream_id in [stream.id, *opened.ids]:
         await client.delete_stream(stream_id)
-    await settled(client)
+    await wait_until_idle(client)
     text, _ = await generate(client, "The engine still works", 2)
     assert text
 
 
 @pytest.mark.parametrize("stream_id", [7, [], {}, True, ["x"]])
-async def test_a_stream_id_that_is_no_string_is_refused(
+async def test_a_stream_id_that_is_not_a_string_is_refused(
     engine: LocalEngine, stream_id: object
 ) -> None:
     message = {"role": "user", "content": "x"}

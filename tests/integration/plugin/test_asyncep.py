@@ -1,4 +1,4 @@
-"""Experts that come from elsewhere, on real engines: the same answers, in less memory."""
+"""Test experts in host memory or at a replica, on real engines: same answers, in less memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from flashmoa_sglang.tiny_model import build
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import EXPERTS, GREEDY, generate, measured, special_engine
+from tests.integration.support import (
+    EXPERTS,
+    GREEDY,
+    generate,
+    start_special_engine,
+    wait_until_measured,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 # Three matrices for each expert, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
 LONG = 150
-# An engine measures no longer forwards than it may have, and these are waited for.
+# An engine measures forwards up to its limit, for which tests would have to wait.
 BRIEF = ["--chunked-prefill-size", "256"]
 
 
 @dataclass
-class Told:
-    """Prompts, and what an engine with the whole model on its device answers."""
+class Reference:
+    """Prompts, and the answers of an engine that has the whole model on its device."""
 
     prompts: list[str]
     answers: list[Any]
@@ -40,25 +46,25 @@ class Told:
 @pytest.fixture(scope="module")
 async def resident(
     engines: LocalEngines, experts_model: Path, words: Callable[[int, int], str]
-) -> Told:
+) -> Reference:
     prompts = [words(30, 1), words(200, 2), words(3, 3)]
     async with (
-        special_engine(engines, experts_model, *BRIEF) as engine,
+        start_special_engine(engines, experts_model, *BRIEF) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         (kv,) = (await client.info()).kv
         assert kv.experts is None
         told = await answers(engine, prompts)
         await client.flush_cache()
-        return Told(prompts, told, (await generate(client, prompts[0], LONG))[0])
+        return Reference(prompts, told, (await generate(client, prompts[0], LONG))[0])
 
 
 async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
-    """Text and log-probabilities of each prompt's answer."""
+    """Return text and log-probabilities of each prompt's answer."""
     found: list[Any] = []
     async with EngineClient(engine.url, timeout=60) as client:
-        # Batches and the places of KV in its pool decide about last bits.
-        await measured(engine)
+        # The last bits depend on batches, and on the places of KV in the pool.
+        await wait_until_measured(engine)
         await client.flush_cache()
         for prompt in prompts:
             body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
@@ -74,14 +80,14 @@ async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_answers_are_the_same_and_the_device_holds_the_slots(
-    engines: LocalEngines, experts_model: Path, resident: Told, slots: int
+    engines: LocalEngines, experts_model: Path, resident: Reference, slots: int
 ) -> None:
     flags = [*BRIEF, "--flashmoa-asyncep", "h2d", "--flashmoa-asyncep-slots", str(slots)]
     async with (
-        special_engine(engines, experts_model, *flags) as engine,
+        start_special_engine(engines, experts_model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
-        # Nothing is computed otherwise: not even the last bit differs.
+        # The computation is the same, to the last bit.
         assert await answers(engine, resident.prompts) == resident.answers
         await refuses_new_weights(client, experts_model)
         info = await client.info()
@@ -108,7 +114,7 @@ async def refuses_new_weights(client: EngineClient, model: Path) -> None:
 
 @pytest.fixture
 def granite(experts_model: Path, tmp_path: Path) -> Path:
-    """A model whose layers SGLang makes without ``make_layers``; no weights."""
+    """A model without weights whose layers SGLang makes without ``make_layers``."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "num_experts_per_tok", "max_position_embeddings")
     config = json.loads((experts_model / "config.json").read_text())
@@ -143,7 +149,7 @@ async def test_a_model_whose_experts_would_all_stay_on_the_device_is_refused_at_
 
 
 class Replicas:
-    """Two servers that divide a model's experts; ``running``: by rank."""
+    """Two servers that divide a model's experts; ``running`` has them by rank."""
 
     def __init__(self, engines: LocalEngines, model: Path) -> None:
         self._engines = engines
@@ -152,7 +158,7 @@ class Replicas:
         self.running: dict[int, LocalEngine] = {}
 
     async def start(self, place: str, model: Path | None = None, *more: str) -> LocalEngine:
-        """Begin to start ``RANK/SIZE``."""
+        """Begin to start the replica ``RANK/SIZE``."""
         rank = int(place[0])
         flags = ["--flashmoa-asyncep", "d2d", "--flashmoa-asyncep-group", self.group]
         flags += ["--flashmoa-asyncep-replica", place, "--max-total-tokens", "12000"]
@@ -172,18 +178,18 @@ class Replicas:
             await engine.stop()
 
     def listening(self) -> list[str]:
-        """Ranks that give their share to whoever asks."""
-        # The fourth column is the flags: a socket that listens.
+        """Return the ranks that offer their share to others."""
+        # The fourth column has the flags; this value is that of a listening socket.
         listening = [line for line in self.sockets() if line[3] == "00010000"]
         return [line[-1].rpartition("/")[2] for line in listening]
 
     def sockets(self) -> list[list[str]]:
-        """All of this group's, by the kernel's columns."""
+        """Return the kernel's columns for each socket of this group."""
         lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         return [line for line in lines if self.group in line[-1]]
 
     async def waits(self, rank: int) -> None:
-        """Until this one has loaded its share, and waits for others."""
+        """Wait until a replica has loaded its share and waits for the others."""
         with anyio.fail_after(60):
             while str(rank) not in self.listening():  # noqa: ASYNC110
                 await anyio.sleep(0.02)
@@ -197,8 +203,8 @@ async def replicas(engines: LocalEngines, experts_model: Path) -> AsyncGenerator
     assert made.sockets() == []
 
 
-async def test_replicas_answer_as_one_whatever_becomes_of_the_other(
-    replicas: Replicas, resident: Told, experts_text: Path
+async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
+    replicas: Replicas, resident: Reference, experts_text: Path
 ) -> None:
     second = await replicas.start("1/2")
     await replicas.waits(1)
@@ -209,7 +215,7 @@ async def test_replicas_answer_as_one_whatever_becomes_of_the_other(
     async def asks(engine: LocalEngine) -> None:
         assert await answers(engine, resident.prompts) == resident.answers
 
-    # Both at once.
+    # Both replicas answer at the same time.
     async with anyio.create_task_group() as group:
         group.start_soon(asks, first)
         group.start_soon(asks, second)
@@ -221,7 +227,7 @@ async def test_replicas_answer_as_one_whatever_becomes_of_the_other(
         assert (memory.resident, memory.in_slots) == (LAYER_BYTES, 2 * LAYER_BYTES)
         assert (memory.share, memory.at_peers) == (others // 2, others // 2)
 
-    # One that does nothing at all holds nobody up.
+    # A stopped replica does not delay the other one.
     os.killpg(second.pid, signal.SIGSTOP)
     try:
         await asks(first)
@@ -229,7 +235,7 @@ async def test_replicas_answer_as_one_whatever_becomes_of_the_other(
         os.killpg(second.pid, signal.SIGCONT)
     await asks(second)
 
-    # One that is killed while the other one is at work is not missed.
+    # A replica can be killed while the other one works.
     async with EngineClient(first.url, timeout=60) as client:
         await client.flush_cache()
         sampling = {**GREEDY, "max_new_tokens": LONG}
@@ -243,7 +249,7 @@ async def test_replicas_answer_as_one_whatever_becomes_of_the_other(
     await asks(first)
     assert replicas.listening() == ["0"]
 
-    # Nobody but the same one takes its place.
+    # Only a replica with the same model can take its place.
     build(experts_text.parent / "other", [experts_text], EXPERTS, seed=1)
     await replicas.start("1/2", experts_text.parent / "other")
     await replicas.fails(1, "have not loaded the same experts")
@@ -263,6 +269,6 @@ async def test_replicas_of_different_groups_end_with_the_reason(replicas: Replic
         await replicas.fails(rank, "--flashmoa-asyncep-replica must give one number")
 
 
-async def test_one_that_stays_alone_ends_with_the_reason(replicas: Replicas) -> None:
+async def test_a_replica_without_its_peer_ends_with_the_reason(replicas: Replicas) -> None:
     await replicas.start("0/2", None, "--flashmoa-asyncep-wait", "0.1")
     await replicas.fails(0, "waited too long for replica 1")

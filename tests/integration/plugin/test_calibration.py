@@ -1,4 +1,4 @@
-"""The engine measures itself while others use it already."""
+"""Test that the engine can measure itself while others use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import settled, special_engine
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -17,19 +17,19 @@ CHUNK = 64
 
 
 @pytest.mark.parametrize("page", [1, 16])
-async def test_measuring_beside_requests_loses_no_kv(
+async def test_measuring_during_requests_loses_no_kv(
     engines: LocalEngines, model: Path, page: int
 ) -> None:
-    """Whoever is measured may be cut into chunks by whoever comes along."""
+    """A measured prompt may be cut into chunks because of the requests."""
     arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (
-        special_engine(engines, model, *arguments) as engine,
+        start_special_engine(engines, model, *arguments) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         with anyio.fail_after(60):
             while (await client.info()).costs is None:
-                # In bursts: it is measured whenever nobody else is there.
+                # Requests come in bursts; the engine measures itself between them.
                 async with anyio.create_task_group() as group:
                     for _ in range(3):
                         sent += 1
@@ -39,7 +39,7 @@ async def test_measuring_beside_requests_loses_no_kv(
         assert info.costs is not None and info.costs.decode_step > 0
         times = [seconds for _, seconds in info.costs.points]
         assert times == sorted(times) and times[0] > 0
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def _prefill(client: EngineClient, ids: list[int]) -> None:

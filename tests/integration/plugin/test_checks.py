@@ -1,4 +1,4 @@
-"""Tokens that a model does not have would end SGLang, and forged marks the plugin's order."""
+"""Test that the plugin refuses unknown tokens, which would end SGLang, and forged marks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=str)
-async def test_it_is_refused_and_the_engine_goes_on(engine: LocalEngine, body: Body) -> None:
+async def test_an_invalid_request_is_refused_and_the_engine_keeps_running(
+    engine: LocalEngine, body: Body
+) -> None:
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as http:
         answer = await http.post("/generate", json=body)
         assert answer.status_code == 400, answer.text

@@ -1,4 +1,4 @@
-"""The CPU platform gives the numbers of the model it runs."""
+"""Test that the CPU platform computes the numbers of the model that it runs."""
 
 from __future__ import annotations
 

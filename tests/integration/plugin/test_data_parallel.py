@@ -1,4 +1,4 @@
-"""Prompt streams on an engine of two data-parallel ranks, each with KV of its own."""
+"""Test prompt streams on an engine of two data-parallel ranks, which have separate KV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashmoa_sglang import releases
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import generate, prefilled, special_engine
+from tests.integration.support import generate, start_special_engine, wait_until_prefilled
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -19,21 +19,21 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
     releases.installed() == "0.5.23",
     reason="its data-parallel ranks do not start in a forked server",
 )
-async def test_siblings_are_computed_once_and_strangers_are_spread(
+async def test_siblings_share_a_rank_and_other_streams_are_spread(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
     shared = words(600, 700)
     async with (
-        special_engine(engines, model, "--dp-size", "2") as engine,
+        start_special_engine(engines, model, "--dp-size", "2") as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         texts = [shared + words(50, 710 + number)[3:] for number in range(4)]
         streams = [await client.open_stream(text=text) for text in texts]
-        states = [await prefilled(client, stream.id, 640) for stream in streams]
+        states = [await wait_until_prefilled(client, stream.id, 640) for stream in streams]
         computed = sum(state.computed_tokens for state in states)
         assert computed < 600 + 4 * 50 + 4 * 8
         stranger = await client.open_stream(text=words(300, 720))
-        await prefilled(client, stranger.id, 290)
+        await wait_until_prefilled(client, stranger.id, 290)
         pins = [rank.pinned_streams for rank in (await client.info()).kv]
         assert sorted(pins) == [1, 4]
         for text, stream in zip(texts, streams, strict=True):

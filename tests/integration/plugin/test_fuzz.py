@@ -1,4 +1,4 @@
-"""Whatever is sent, in whatever order: never a 500, never a dead engine, nothing left behind."""
+"""Send arbitrary requests in arbitrary order: no 500, no dead engine, nothing left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
-from tests.integration.support import Opened
+from tests.integration.support import StreamRecorder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -46,7 +46,7 @@ tool = st.fixed_dictionaries({"type": st.just("function") | junk}, optional={"fu
 
 
 def body(required: dict[str, Any], **optional: Any) -> st.SearchStrategy[Any]:
-    """An object with some fields right and some not, or no object at all."""
+    """Draw an object with some valid and some invalid fields, or a value that is not an object."""
     odd = {name: value | junk for name, value in optional.items() if name not in required}
     shaped = st.fixed_dictionaries(required, optional={**odd, "surprise": junk})
     return shaped | st.fixed_dictionaries({}, optional={**odd, **required}) | junk
@@ -73,7 +73,7 @@ ROUTES: dict[str, st.SearchStrategy[Any]] = {
     "/render": body({"messages": messages}, **prompt),
     "/prompt_streams": body({"text": text}, **prompt, ttl_seconds=st.floats(0.01, 100)),
     "/prompt_streams/OPEN/append": body({"seq": few}, text=text, input_ids=ids, end=st.booleans()),
-    # What SGLang reads itself is always right: what it makes of the rest is its own affair.
+    # Fields that SGLang itself reads are always valid; how it handles others is not tested.
     "/generate": st.fixed_dictionaries(
         {"text": st.text(min_size=1, max_size=60), "sampling_params": sampling},
         optional={name: value | junk for name, value in hints.items()},
@@ -93,23 +93,23 @@ COMMON = settings(
 
 
 @pytest.fixture
-async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[Opened]:
-    """The streams of one test; at its end each is deleted and the engine is as it was."""
-    streams = Opened()
+async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRecorder]:
+    """Records the streams of a test; at its end they are deleted, and the engine must be idle."""
+    streams = StreamRecorder()
     yield streams
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
         for stream_id in streams.ids:
             await client.delete(f"/prompt_streams/{stream_id}")
-    await base.restored()
+    await base.wait_until_restored()
 
 
-def connected(engine: LocalEngine, opened: Opened) -> httpx.Client:
-    hooks = {"response": [opened.note]}
+def connected(engine: LocalEngine, opened: StreamRecorder) -> httpx.Client:
+    hooks = {"response": [opened.record]}
     return httpx.Client(base_url=engine.url, timeout=30, headers=JSON, event_hooks=hooks)
 
 
 def sent(fields: Any) -> bytes:
-    """JSON as Python writes it: surrogates and numbers no other parser would take included."""
+    """Return JSON as Python writes it, with surrogates and numbers that other parsers refuse."""
     return json.dumps(fields).encode(errors="surrogatepass")
 
 
@@ -117,7 +117,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def send(http: httpx.Client, route: str, fields: Any) -> httpx.Response:
-    """Send a body to a route; ``OPEN`` in either is the id of a stream that is open."""
+    """Send a body to a route; ``OPEN`` in either stands for the id of an open stream."""
     if "OPEN" in route or (isinstance(fields, dict) and fields.get("prompt_stream_id") == "OPEN"):
         body = {"text": "a b", "ttl_seconds": 5}
         opened = http.post("/prompt_streams", json=body).json()["id"]
@@ -128,7 +128,9 @@ def send(http: httpx.Client, route: str, fields: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("route", sorted(ROUTES))
-async def test_no_body_breaks_a_route(engine: LocalEngine, opened: Opened, route: str) -> None:
+async def test_no_body_breaks_a_route(
+    engine: LocalEngine, opened: StreamRecorder, route: str
+) -> None:
     @settings(COMMON, max_examples=EXAMPLES)
     @given(fields=ROUTES[route])
     def one(fields: Any) -> None:
@@ -137,18 +139,18 @@ async def test_no_body_breaks_a_route(engine: LocalEngine, opened: Opened, route
         if answer.status_code >= 400:
             refusal = answer.json()
             error = refusal.get("error")
-            # SGLang's own are a string in one release, an object in another.
+            # SGLang's own errors are a string in one release, an object in another.
             said = error if isinstance(error, str) else (error or refusal)["message"]
             assert len(said) > 10
 
     with connected(engine, opened) as client:
-        # Hypothesis drives its tests itself, so not in the event loop.
+        # Hypothesis runs its tests itself, outside the event loop.
         await anyio.to_thread.run_sync(one)
 
 
 @dataclass
 class Stream:
-    """What a stream must be, as the client sees it."""
+    """The state of a stream, as its client knows it."""
 
     id: str
     text: str
@@ -158,10 +160,10 @@ class Stream:
 
 
 class Sequences(RuleBasedStateMachine):
-    """Any order of opening, appending, using and deleting; the answers are the documented ones."""
+    """Opens, extends, uses and deletes streams in any order; all answers must be documented."""
 
     http: httpx.Client
-    opened: Opened
+    opened: StreamRecorder
     streams = Bundle("streams")
 
     @initialize()
@@ -230,7 +232,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 async def test_any_order_of_calls_is_answered_as_documented(
-    engine: LocalEngine, opened: Opened
+    engine: LocalEngine, opened: StreamRecorder
 ) -> None:
     def run() -> None:
         with connected(engine, opened) as client:

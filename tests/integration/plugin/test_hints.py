@@ -1,4 +1,4 @@
-"""What clients add to ordinary requests: checked, harmless, and never more than a hint."""
+"""Test the hints that clients add to ordinary requests: checked, harmless, and only hints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import generate, prefilled, settled
+from tests.integration.support import generate, wait_until_idle, wait_until_prefilled
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -48,17 +48,17 @@ FORGED = {"flashmoa": {"stream": "forged", "final": False}}
 async def test_the_plugins_own_mark_cannot_be_forged(
     engine: LocalEngine, client: EngineClient, path: str, body: Body
 ) -> None:
-    """An increment of a stream that nobody opened would pin KV that nobody releases."""
+    """An increment of a stream that does not exist would pin KV that nobody releases."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert "reserved" in answer.text
-    assert (await settled(client)).pinned_streams == 0
+    assert (await wait_until_idle(client)).pinned_streams == 0
 
 
 @pytest.mark.parametrize("custom", ["x", 7, [1], True])
 @pytest.mark.parametrize("linked", [False, True])
-async def test_custom_params_that_are_no_object_are_refused(
+async def test_custom_params_that_are_not_an_object_are_refused(
     engine: LocalEngine, client: EngineClient, custom: object, linked: bool
 ) -> None:
     opened = await client.open_stream(text="x y z and more")
@@ -69,12 +69,12 @@ async def test_custom_params_that_are_no_object_are_refused(
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post("/generate", json=body)
     assert answer.status_code == 400, answer.text
-    # A refused request takes nothing: the stream is there for the next.
+    # A refused request does not use the stream, so that the next one can.
     _, usage = await generate(client, "x y z and more", 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
-async def test_a_clients_own_custom_params_are_left_alone(engine: LocalEngine) -> None:
+async def test_a_clients_custom_params_are_kept(engine: LocalEngine) -> None:
     sampling = {"max_new_tokens": 1, "custom_params": {"mine": [1, "two"]}}
     _, body = generation(sampling_params=sampling, expected_output_tokens=3)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
@@ -83,7 +83,7 @@ async def test_a_clients_own_custom_params_are_left_alone(engine: LocalEngine) -
 
 @pytest.mark.parametrize("expected", [-1, 1.5, "3", True, [], {}])
 @pytest.mark.parametrize("make", [generation, chat])
-async def test_an_expected_output_that_is_no_count_is_refused(
+async def test_an_expected_output_that_is_not_a_count_is_refused(
     engine: LocalEngine, make: Callable[..., tuple[str, Body]], expected: object
 ) -> None:
     path, body = make(expected_output_tokens=expected)
@@ -94,7 +94,7 @@ async def test_an_expected_output_that_is_no_count_is_refused(
 
 
 @pytest.mark.parametrize("make", [generation, chat])
-async def test_an_expected_output_changes_no_answer(
+async def test_an_expected_output_does_not_change_the_answer(
     engine: LocalEngine, client: EngineClient, make: Callable[..., tuple[str, Body]]
 ) -> None:
     answers: list[Any] = []
@@ -109,7 +109,7 @@ async def test_an_expected_output_changes_no_answer(
             assert answer.status_code == 200, answer.text
             answers.append(answer.json().get("text") or answer.json()["choices"][0]["message"])
     assert answers[1:] == answers[:1] * 2
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_a_request_that_decodes_nothing_uses_its_stream(
@@ -118,7 +118,7 @@ async def test_a_request_that_decodes_nothing_uses_its_stream(
     await client.flush_cache()
     text = words(200, 901)
     opened = await client.open_stream(text=text)
-    await prefilled(client, opened.id, 190)
+    await wait_until_prefilled(client, opened.id, 190)
     body = {
         "text": text, "sampling_params": {"max_new_tokens": 0},
         "prompt_stream_id": opened.id, "expected_output_tokens": 0,
@@ -130,7 +130,7 @@ async def test_a_request_that_decodes_nothing_uses_its_stream(
     assert answer["output_ids"] == plain["output_ids"] == []
     assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
     assert answer["meta_info"]["streamed_tokens"] >= 190
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_several_answers_to_one_prompt_share_a_stream(
@@ -145,7 +145,7 @@ async def test_several_answers_to_one_prompt_share_a_stream(
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answers = (await http.post("/generate", json=body)).json()
     assert len(answers) == 3
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize("start", ["The plan so far is", "\n\n and then", " to"])
@@ -180,7 +180,7 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
             assert prompt == expected["usage"]["prompt_tokens"]
     assert got["choices"][0]["message"] == expected["choices"][0]["message"]
     assert got["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
-    # Tokens of the joined text are another matter where no cut lies between the two.
+    # The joined text has different tokens if there is no cut between the two.
     if opened_by == "messages" or start == "The plan so far is":
         assert got["usage"]["prompt_stream"]["status"] == "hit"
-    await settled(client)
+    await wait_until_idle(client)

@@ -1,4 +1,4 @@
-"""Without a KV cache, on a real engine: the same logits, in the KV of one layer."""
+"""Test a real engine without a KV cache: same logits, with the KV of one layer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import RequestRefused
-from tests.integration.support import special_engine
+from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 LAYERS = 2
 PROMPTS = [Random(seed).choices(range(1000), k=k) for seed, k in enumerate((1, 30, 200, 700))]
 NEEDED = ["--disable-radix-cache", "--chunked-prefill-size", "-1"]
-# SGLang sets memory aside for forwards of whole prompts: more than a small machine has.
+# SGLang would reserve memory for forwards of whole prompts, more than a small machine has.
 MEMORY = ["--mem-fraction-static", "0.2"]
 
 
 async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> list[float]:
-    """Of every token of the prompt, and of the likeliest ones behind each."""
+    """Return those of every token of the prompt, and of the likeliest tokens after each."""
     body: dict[str, Any] = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
     body |= {"sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
     reply = await client._http.post("/generate", json=body | {"top_logprobs_num": 5})
@@ -35,7 +35,7 @@ async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> 
     return [token[0] for tokens in every for token in tokens]
 
 
-async def test_logits_are_the_same_and_nothing_is_kept(
+async def test_logits_are_the_same_and_no_kv_is_kept(
     client: EngineClient, engines: LocalEngines, model: Path
 ) -> None:
     await client.flush_cache()
@@ -43,12 +43,12 @@ async def test_logits_are_the_same_and_nothing_is_kept(
     usual = (await client.info()).kv[0]
     flags = ["--flashmoa-kv-cache", "off", *NEEDED, *MEMORY]
     async with (
-        special_engine(engines, model, *flags) as engine,
+        start_special_engine(engines, model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as lean,
     ):
         for prompt, told in zip(PROMPTS, expected, strict=True):
             assert await logprobs(lean, prompt) == pytest.approx(told, abs=1e-4)
-        # The same again: nothing of it was left. And all at once, the same prompts twice.
+        # The same prompts again, since nothing was kept; then all at once, each prompt twice.
         found: list[list[float]] = [[] for _ in range(2 * len(PROMPTS))]
 
         async def ask(number: int) -> None:
@@ -83,7 +83,7 @@ async def refuses_what_needs_kv(client: EngineClient) -> None:
 async def test_an_engine_that_would_cut_prompts_does_not_start(
     engines: LocalEngines, model: Path
 ) -> None:
-    """Where no size of chunks is given, SGLang chooses one."""
+    """Without a chunk size on the command line, SGLang chooses one."""
     flags = ["--flashmoa-kv-cache", "off", "--disable-radix-cache", *MEMORY]
     engine = await engines.start(model, core=1, arguments=flags, wait=False)
     with pytest.raises(EngineError, match="ended at start"):

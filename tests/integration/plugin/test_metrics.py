@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of prompt streams, and what the server's API key guards."""
+"""Test the metrics of prompt streams, and the routes that the server's API key guards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient, EngineDraining, RequestRefused
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.monitoring.board import metric_names
-from tests.integration.support import GREEDY, generate, prefilled, settled
+from tests.integration.support import GREEDY, generate, wait_until_idle, wait_until_prefilled
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -23,7 +23,7 @@ LONG = {**GREEDY, "max_new_tokens": 1500}
 
 @pytest.fixture(scope="module")
 async def guarded(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """With metrics, an API key, and room for one request and one more that waits."""
+    """An engine with metrics and an API key, and room for one running and one waiting request."""
     running = await engines.start(
         model,
         core=0,
@@ -43,7 +43,7 @@ async def allowed(guarded: LocalEngine) -> AsyncGenerator[EngineClient]:
 
 
 class Figures:
-    """``/metrics``, read whole; by name and, if there is one, label value."""
+    """The metrics of ``/metrics``, by name and, if there is one, label value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -52,7 +52,7 @@ class Figures:
         rows = re.findall(rf"^flashmoa:{name}{{(.*)}} (\S+)$", self.text, re.MULTILINE)
         values = [float(value) for labels, value in rows if label in labels]
         assert len(values) <= 1, rows
-        # Its path, as it was given no name.
+        # The name is the model's path, since none was given.
         assert 'model_name="/' in rows[0][0]
         return values[0] if values else 0.0
 
@@ -70,7 +70,7 @@ async def state(engine: LocalEngine, stream_id: str) -> dict[str, object]:
         return (await http.get(f"/prompt_streams/{stream_id}")).json()
 
 
-async def test_metrics_say_what_streams_did(
+async def test_metrics_count_what_streams_did(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
     start = await figures(guarded)
@@ -79,15 +79,15 @@ async def test_metrics_say_what_streams_did(
     used = await allowed.open_stream(text=words(200, 1))
     wrong = await allowed.open_stream(text=words(200, 2))
     await allowed.append(used.id, 0, text=" and a few words more", end=True)
-    await prefilled(allowed, used.id, 204)
-    await prefilled(allowed, wrong.id, 190)
+    await wait_until_prefilled(allowed, used.id, 204)
+    await wait_until_prefilled(allowed, wrong.id, 190)
     assert (await figures(guarded))("streams_open") == 2
     await generate(allowed, words(200, 1) + " and a few words more of it", 1, used.id)
     await generate(allowed, words(200, 3), 1, wrong.id)
     await generate(allowed, "The", 1, "never opened")
     deleted = await allowed.open_stream(text="The plan")
     await allowed.delete_stream(deleted.id)
-    await settled(allowed)
+    await wait_until_idle(allowed)
     end = await figures(guarded)
     assert end("streams_open") == 0
     assert [end("finals_total", s) for s in ("hit", "mispredicted", "unknown")] == [1, 1, 1]
@@ -96,20 +96,20 @@ async def test_metrics_say_what_streams_did(
     assert 390 <= end("stream_tokens_prefilled_total") <= end("stream_tokens_buffered_total")
     assert end("stream_increments_total") >= 2
     assert 190 <= end("final_late_tokens_total") <= 230
-    # One row per route, not one per stream.
+    # There is one row for each route, and not for each stream.
     assert used.id not in end.text
     assert 'endpoint="/prompt_streams/{stream_id}/append"' in end.text
 
 
-async def test_the_boards_metrics_are_there(
+async def test_the_boards_metrics_exist(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
-    """Those of docs/grafana, on any release of SGLang that these tests run on."""
+    """Those of docs/grafana, on every SGLang release on which these tests run."""
     text = words(100, 20)
     opened = await allowed.open_stream(text=text)
-    await prefilled(allowed, opened.id, 99)
+    await wait_until_prefilled(allowed, opened.id, 99)
     await generate(allowed, text, 2, opened.id)
-    # As it is shown to people, and as Prometheus asks for it.
+    # The format for people, and the one that Prometheus asks for.
     for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
         shown = (await figures(guarded, accepted)).text
         missing = [
@@ -155,11 +155,11 @@ async def test_health_and_metrics_need_no_key(guarded: LocalEngine) -> None:
 async def test_a_prefill_that_sglang_refuses_keeps_its_status(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
-    """A full queue is a 503; and it leaves a stream valid for its request."""
+    """A full queue is answered with 503, and leaves the stream valid for its request."""
     refused: list[RequestRefused] = []
 
     async def occupy() -> None:
-        """One such request runs, one waits, and whatever comes after them is refused."""
+        """Send a request that runs and one that waits, so that all others are refused."""
         try:
             async with allowed.generate(text="The", sampling=LONG) as deltas:
                 async for _ in deltas:
@@ -179,13 +179,13 @@ async def test_a_prefill_that_sglang_refuses_keeps_its_status(
                 group.start_soon(occupy)
                 await allowed.prefill_only(text=words(30, 100 + seed))
         assert busy.value.code == "engine_busy"
-        # Its increments were refused too, and that is no failure.
+        # Its increments were refused, too, which is not a failure.
         assert (await state(guarded, opened.id))["failure"] is None
         group.start_soon(occupy)
         await anyio.sleep_forever()
     assert refused
-    # Once there is room the stream is prefilled after all.
-    await prefilled(allowed, opened.id, 99)
+    # When there is room, the stream is prefilled.
+    await wait_until_prefilled(allowed, opened.id, 99)
     _, usage = await generate(allowed, text, 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
-    await settled(allowed)
+    await wait_until_idle(allowed)

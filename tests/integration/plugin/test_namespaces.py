@@ -1,4 +1,4 @@
-"""Prompt streams whose KV is kept apart from others': by a cache salt, an extra key, an adapter."""
+"""Test prompt streams with separate KV: by a cache salt, an extra key or an adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from safetensors.torch import save_file
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, kv_namespace
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -37,8 +42,8 @@ async def asked(http: httpx.AsyncClient, text: str, **more: Any) -> dict[str, An
     return answer.json()
 
 
-def became(answer: dict[str, Any]) -> str:
-    """What became of the stream; its KV was used in full or not at all."""
+def stream_status(answer: dict[str, Any]) -> str:
+    """Return the status of the request's stream; its KV must be used completely or not at all."""
     meta = answer["meta_info"]
     status = meta["prompt_stream"]["status"]
     assert meta["late_tokens"] <= 2 if status == "hit" else meta["cached_tokens"] == 0
@@ -63,11 +68,11 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         ):
             await client.flush_cache()
             stream = await opened(http, text, **{name: of_stream})
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await asked(http, text + " of", prompt_stream_id=stream, **{name: of_request})
-            assert became(answer) == status
+            assert stream_status(answer) == status
             assert answer["output_ids"] == alone["output_ids"]
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +84,17 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
     ],
 )
-def test_a_request_tells_the_namespace_of_its_kv(
+def test_the_namespace_of_a_requests_kv_is_read_from_its_body(
     body: dict[str, str], namespace: dict[str, str]
 ) -> None:
     assert kv_namespace(body) == namespace
 
 
 def build_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """A LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's form."""
+    """Build a LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's form."""
     config = json.loads((model / "config.json").read_text())
     hidden, head = config["hidden_size"], config["head_dim"]
-    # SGLang computes these three together, and wants an adapter of all or none.
+    # SGLang computes these three matrices together, and needs adapters for all or none.
     heads = {"q": config["num_attention_heads"]} | dict.fromkeys(
         "kv", config["num_key_value_heads"]
     )
@@ -122,7 +127,7 @@ async def adapted(
         f"{name}={build_adapter(folder / name, model, seed)}" for seed, name in enumerate("ab")
     ]
     arguments = ["--lora-paths", *paths, "--lora-backend", "torch_native"]
-    async with special_engine(engines, model, *arguments) as engine:
+    async with start_special_engine(engines, model, *arguments) as engine:
         yield engine
 
 
@@ -139,14 +144,14 @@ async def test_a_stream_of_an_adapter_serves_its_requests(
         for given in ({"lora_path": "a"}, {"model": "base:a"}):
             await client.flush_cache()
             stream = await opened(http, text, **given)
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
-            assert became(answer) == "hit"
+            assert stream_status(answer) == "hit"
             assert answer["output_ids"] == alone["output_ids"]
-        await settled(client)
+        await wait_until_idle(client)
 
 
-async def test_a_stream_without_the_adapter_is_declined_and_says_so(
+async def test_a_stream_without_the_requests_adapter_is_declined_with_the_reason(
     adapted: LocalEngine, words: Words
 ) -> None:
     text = words(300, 602)
@@ -159,14 +164,14 @@ async def test_a_stream_without_the_adapter_is_declined_and_says_so(
             alone = await asked(http, text + " of", lora_path=of_request)
             await client.flush_cache()
             stream = await opened(http, text, lora_path=of_stream)
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await asked(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
-            assert became(answer) == "other_namespace"
+            assert stream_status(answer) == "other_namespace"
             assert answer["output_ids"] == alone["output_ids"]
-        await settled(client)
+        await wait_until_idle(client)
 
 
-async def test_a_refused_request_of_another_namespace_leaves_the_stream_to_the_next(
+async def test_a_request_of_a_different_namespace_leaves_the_stream_for_the_next(
     adapted: LocalEngine, words: Words
 ) -> None:
     text = words(300, 606)
@@ -175,15 +180,15 @@ async def test_a_refused_request_of_another_namespace_leaves_the_stream_to_the_n
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
         stream = await opened(http, text, lora_path="a")
-        await prefilled(client, stream, 299)
+        await wait_until_prefilled(client, stream, 299)
         body = {"text": text + " of", "lora_path": "nobodys", "prompt_stream_id": stream}
         assert (await http.post("/generate", json=body)).status_code == 400
         answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
-        assert became(answer) == "hit"
-        await settled(client)
+        assert stream_status(answer) == "hit"
+        await wait_until_idle(client)
 
 
-async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
+async def test_an_adapter_that_is_not_loaded_fails_only_its_stream(
     adapted: LocalEngine, words: Words
 ) -> None:
     async with (
@@ -196,10 +201,10 @@ async def test_an_adapter_that_is_not_loaded_stops_the_stream_only(
             failure = (await http.get(f"/prompt_streams/{stream}")).json()["failure"]
         assert "nobodys" in failure
         await client.delete_stream(stream)
-        await settled(client)
+        await wait_until_idle(client)
 
 
-async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request(
+async def test_a_workflow_prefills_in_the_namespace_of_its_request(
     adapted: LocalEngine, words: Words
 ) -> None:
     async with EngineClient(adapted.url, timeout=60) as client:
@@ -224,4 +229,4 @@ async def test_what_a_workflow_asks_is_prefilled_in_the_namespace_of_its_request
             assert answer.usage.prompt_stream.status == "hit"
             assert answer.usage.streamed_tokens
             await client.flush_cache()
-        await settled(client)
+        await wait_until_idle(client)

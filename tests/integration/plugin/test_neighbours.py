@@ -1,4 +1,4 @@
-"""Streams and the requests of others on one engine."""
+"""Test streams and other clients' requests on one engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -26,17 +33,17 @@ SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.9
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    # One of them without the overlap schedule, which is the default.
+    # One of the engines runs without the overlap schedule, which is the default.
     level = ["--flashmoa-intra-turn", "level", "--disable-overlap-schedule"]
     extra = level if request.param == "level by level" else []
     share = ["--flashmoa-stream-share", SHARES[request.param]]
-    async with special_engine(engines, model, *share, *extra) as engine:
+    async with start_special_engine(engines, model, *share, *extra) as engine:
         yield engine
 
 
 @pytest.fixture
 def rides(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> bool:
-    """Whether this engine lets tokens of streams ride along."""
+    """Whether tokens of streams ride along with decode steps on this engine."""
     return float(SHARES[request.node.callspec.params["busy_engine"]]) > 0.5
 
 
@@ -44,21 +51,21 @@ def rides(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> bool:
 async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
     async with EngineClient(busy_engine.url, timeout=60) as connected:
         yield connected
-        await settled(connected)
+        await wait_until_idle(connected)
 
 
-async def test_streams_fill_while_others_decode_and_change_nothing(
+async def test_streams_fill_while_others_decode_without_changing_answers(
     client: EngineClient, rides: bool, words: Callable[[int, int], str]
 ) -> None:
     prompts = [words(40, number) for number in range(3)]
-    rode_before = (await kv(client)).rode_along
+    rode_before = (await fetch_kv_state(client)).rode_along
     answers: dict[str, tuple[str, int]] = {}
     decoding, filled = anyio.Event(), anyio.Event()
 
     async def ask(prompt: str) -> None:
         sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 3000, "stream_interval": 1}
         body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        # Nothing rides along with who asks for these, whatever the engine measured.
+        # No tokens ride along with requests for log-probabilities, whatever the measured costs.
         body["return_logprob"] = not rides
         async with http.stream("POST", "/generate", json=body) as response:
             async for line in response.aiter_lines():
@@ -88,7 +95,7 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
                 if sum(states):
                     filled.set()
                 await anyio.sleep(0.02)
-    rode = (await kv(client)).rode_along - rode_before
+    rode = (await fetch_kv_state(client)).rode_along - rode_before
     assert rode > 0 if rides else rode == 0
     for prompt, (text, tokens) in answers.items():
         assert 100 <= tokens < 3000
@@ -97,7 +104,7 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
     texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
     linked: list[str] = []
     for text, stream in zip(texts, streams, strict=True):
-        await prefilled(client, stream.id, 729)
+        await wait_until_prefilled(client, stream.id, 729)
         answer, usage = await generate(client, text, 8, stream.id)
         linked.append(answer)
         assert usage.late_tokens is not None and usage.late_tokens < 16
@@ -105,10 +112,10 @@ async def test_streams_fill_while_others_decode_and_change_nothing(
     assert linked == [(await generate(client, text, 8))[0] for text in texts]
 
 
-async def test_a_request_passes_a_stream_that_is_being_cut(
+async def test_a_request_overtakes_an_increment_that_is_computed_in_chunks(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A long increment in chunks, then a request, then the stream's own request."""
+    """First a long increment, then a short request, then the stream's own request."""
     text = words(6000, 9)
     stream = await client.open_stream(text=text)
     other, _ = await generate(client, words(50, 10), 20)
@@ -119,10 +126,10 @@ async def test_a_request_passes_a_stream_that_is_being_cut(
     assert linked == (await generate(client, text + " of", 8))[0]
 
 
-async def test_streams_pause_for_what_they_took(
+async def test_streams_pause_in_proportion_to_the_tokens_they_took(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A short stream holds up the next one by its own share, not by a whole chunk's."""
+    """A short stream delays the next one by its own share, and not by that of a whole chunk."""
     filled = 0
     sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 900, "stream_interval": 1}
     async with client.generate(text=words(40, 1), sampling=sampling) as deltas:
@@ -140,25 +147,25 @@ async def test_streams_pause_for_what_they_took(
 async def test_a_structured_answer_does_not_wait_for_streams(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Its grammar is compiled while a stream pauses beside others' decode steps."""
+    """Its grammar is compiled while a stream pauses for the decode steps of others."""
     arguments = ["--flashmoa-stream-share", "0.005", "--constrained-json-disable-any-whitespace"]
-    # Nothing rides along with who asks for these.
+    # No tokens ride along with requests for log-probabilities.
     long: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
     long["sampling_params"] = {**GREEDY, "max_new_tokens": 3000}
     structured = {"temperature": 0, "max_new_tokens": 8, "json_schema": '{"type": "boolean"}'}
     async with (
-        special_engine(engines, model, *arguments) as engine,
+        start_special_engine(engines, model, *arguments) as engine,
         EngineClient(engine.url, timeout=120) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(http.post, "/generate", json=long))
-        while not (await kv(client)).protected:  # noqa: ASYNC110 - it tells nobody
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it tells nobody
             await anyio.sleep(0.01)
         stream = await client.open_stream(text=words(800, 91))
-        before = await prefilled(client, stream.id, 790)
+        before = await wait_until_prefilled(client, stream.id, 790)
         await client.append(stream.id, 0, text=words(200, 92)[3:], end=True)
-        await increment_sent(http, stream.id)
+        await wait_for_increment(http, stream.id)
         async with client.generate(text=words(20, 93), sampling=structured) as answer:
             said = "".join([delta.text async for delta in answer])
         after = await client.stream_state(stream.id)
@@ -168,7 +175,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         group.cancel_scope.cancel()
 
 
-async def increment_sent(http: httpx.AsyncClient, stream_id: str) -> None:
+async def wait_for_increment(http: httpx.AsyncClient, stream_id: str) -> None:
     """Wait until an increment of a stream is on its way to the scheduler."""
     with anyio.fail_after(30):
         while True:

@@ -1,4 +1,4 @@
-"""Whose a prompt stream is, and how long it lasts without a sign of its client."""
+"""Test who can use a prompt stream, and how long it lasts without a sign of its client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 async def http(engine: LocalEngine, client: EngineClient) -> AsyncGenerator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as connected:
         yield connected
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> None:
@@ -32,16 +32,16 @@ async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> No
     assert (await http.get("/prompt_streams")).json() == {"open": 0}
 
 
-async def test_an_id_cannot_be_guessed(http: httpx.AsyncClient) -> None:
+async def test_stream_ids_are_random(http: httpx.AsyncClient) -> None:
     ids = {(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(8)}
     assert len(ids) == 8
-    # 122 random bits and six that say which kind of UUID it is, in hexadecimal.
+    # A UUID in hexadecimal: 122 random bits, and six for its kind.
     assert all(len(stream_id) == 32 and int(stream_id, 16) for stream_id in ids)
     for stream_id in ids:
         await http.delete(f"/prompt_streams/{stream_id}")
 
 
-async def test_a_stream_lasts_for_thirty_seconds_unless_its_client_says_otherwise(
+async def test_a_stream_has_a_ttl_of_thirty_seconds_unless_its_client_sets_one(
     http: httpx.AsyncClient,
 ) -> None:
     for given, lasts in (({}, 30), ({"ttl_seconds": 5}, 5), ({"ttl_seconds": 1e9}, 3600)):
@@ -50,7 +50,7 @@ async def test_a_stream_lasts_for_thirty_seconds_unless_its_client_says_otherwis
         await http.delete(f"/prompt_streams/{state['id']}")
 
 
-async def test_a_stream_whose_client_is_alive_outlasts_its_time(
+async def test_a_stream_that_is_kept_alive_outlasts_its_ttl(
     http: httpx.AsyncClient, words: Callable[[int, int], str]
 ) -> None:
     body = {"text": words(50, 730), "ttl_seconds": 2}

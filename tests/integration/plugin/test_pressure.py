@@ -1,4 +1,4 @@
-"""A KV pool that prompt streams fill: requests come first, and streams wait without asking."""
+"""Test a KV pool full of prompt streams: requests come first, and streams wait without polling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +28,7 @@ POOL = 4800
 
 @pytest.fixture(scope="module")
 async def small_engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    async with special_engine(engines, model, pool=POOL) as engine:
+    async with start_special_engine(engines, model, pool=POOL) as engine:
         yield engine
 
 
@@ -29,16 +36,16 @@ async def small_engine(engines: LocalEngines, model: Path) -> AsyncGenerator[Loc
 async def client(small_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
     async with EngineClient(small_engine.url, timeout=60) as connected:
         yield connected
-        await settled(connected)
+        await wait_until_idle(connected)
 
 
-async def test_requests_that_arrive_together_start_at_once_where_streams_hold_the_pool(
+async def test_requests_that_arrive_together_start_although_streams_hold_the_pool(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     streams = [await client.open_stream(text=words(448, number)) for number in range(8)]
     for stream in streams:
-        await prefilled(client, stream.id, 447)
-    held = (await kv(client)).protected
+        await wait_until_prefilled(client, stream.id, 447)
+    held = (await fetch_kv_state(client)).protected
     assert held > 3500
     requests, steps = 6, [0] * 6
     begun_at_tenth: list[int] = []
@@ -56,32 +63,32 @@ async def test_requests_that_arrive_together_start_at_once_where_streams_hold_th
         for number in range(requests):
             group.start_soon(ask, number)
     assert steps == [300] * 6
-    # Each joined the others before any of them was ten steps ahead.
+    # Each request started before any other one was ten steps ahead.
     assert min(begun_at_tenth) == requests
-    after = await kv(client)
+    after = await fetch_kv_state(client)
     assert after.gave_way > 0
     for stream in streams:
         await client.delete_stream(stream.id)
 
 
-async def test_streams_without_room_ask_nothing_until_there_is_some(
+async def test_streams_without_room_send_nothing_until_there_is_room(
     client: EngineClient, small_engine: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1))
-    await prefilled(client, holder.id, 3999)
+    await wait_until_prefilled(client, holder.id, 3999)
     waiting = [await client.open_stream(text=words(900, 10 + number)) for number in range(12)]
     async with httpx.AsyncClient(base_url=small_engine.url, timeout=60) as http:
         for stream in waiting:
             with anyio.fail_after(30):
                 while not (await state(http, stream.id))["waits_for_room"]:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
-        # None of them is asking again.
+        # No stream asks again.
         states = [await state(http, stream.id) for stream in waiting]
         assert not any(one["prefilling"] or one["prefilled_tokens"] for one in states)
-    # What the first one held is free: the others are told, and filled as far as there is room.
+    # The room of the first stream is free: the others are notified, and filled as far as possible.
     await client.delete_stream(holder.id)
     for stream in waiting[:3]:
-        await prefilled(client, stream.id, 899)
+        await wait_until_prefilled(client, stream.id, 899)
     _, usage = await generate(client, words(900, 10) + " of", 4, waiting[0].id)
     assert usage.late_tokens is not None and usage.late_tokens < 16
     for stream in waiting[1:]:

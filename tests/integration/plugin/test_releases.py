@@ -1,4 +1,4 @@
-"""What SGLang releases differ in and the plugin evens out."""
+"""Test behaviour that differs between SGLang releases and that the plugin makes the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import prefilled, settled
+from tests.integration.support import wait_until_idle, wait_until_prefilled
 
 pytestmark = pytest.mark.anyio
 
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.anyio
 async def test_a_refused_request_does_not_count_as_running(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """Beside a running request a stream would be prefilled in small steps."""
+    """A stream would be prefilled in small steps as long as a request seems to run."""
     await client.flush_cache()
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post("/generate", json={"input_ids": [5] * 40_000})
     assert answer.status_code == 400
     opened = await client.open_stream(text=words(600, 400))
-    state = await prefilled(client, opened.id, 590)
+    state = await wait_until_prefilled(client, opened.id, 590)
     assert state.increments == 1
     await client.delete_stream(opened.id)
-    await settled(client)
+    await wait_until_idle(client)
 
 
-async def test_long_chats_are_rendered_too(client: EngineClient) -> None:
+async def test_long_chats_are_rendered(client: EngineClient) -> None:
     content = " ".join(["Nepal"] * 4_000)
     text = await client.render([{"role": "user", "content": content}] * 3)
     turn = f"<|im_start|>user\n{content}<|im_end|>\n"

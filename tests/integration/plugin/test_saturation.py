@@ -1,4 +1,4 @@
-"""Prefills that wait for enough work to hide copies of experts behind, on a real engine."""
+"""Test prefills that wait for enough work to hide the copying of experts, on a real engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, special_engine
+from tests.integration.support import GREEDY, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -36,9 +36,9 @@ def prompts() -> list[Prompt]:
 async def expected(
     engines: LocalEngines, experts_model: Path, prompts: list[Prompt]
 ) -> list[tuple[str, list[float]]]:
-    """What a model with all its experts on the device answers."""
+    """The answers of a model with all its experts on the device."""
     async with (
-        special_engine(engines, experts_model) as engine,
+        start_special_engine(engines, experts_model) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         assert (await client.info()).kv[0].experts is None
@@ -46,7 +46,7 @@ async def expected(
 
 
 async def answer(client: EngineClient, prompt: Prompt) -> tuple[str, list[float]]:
-    """Text and log-probabilities."""
+    """Return text and log-probabilities."""
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
     body |= {"return_logprob": True, "logprob_start_len": 0}
     reply = await client._http.post("/generate", json=body)
@@ -59,16 +59,15 @@ async def answer(client: EngineClient, prompt: Prompt) -> tuple[str, list[float]
 
 @pytest.fixture(scope="module")
 async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[LocalEngine]:
-    """It waits for more than four prompts, and as long as a slow machine may take to send a
-    fifth."""
+    """An engine that waits for more than four prompts, long enough for a slow machine."""
     flags = ["--flashmoa-saturation", str(ENOUGH), "--flashmoa-saturation-wait", "3"]
-    async with special_engine(
+    async with start_special_engine(
         engines, experts_model, "--flashmoa-asyncep", "h2d", *flags
     ) as engine:
         yield engine
 
 
-async def test_a_burst_is_one_forward_and_a_lone_request_is_answered(
+async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
     patient: LocalEngine, prompts: list[Prompt], expected: list[tuple[str, list[float]]]
 ) -> None:
     burst = list(zip(prompts, expected, strict=True))[-5:]
@@ -85,12 +84,12 @@ async def test_a_burst_is_one_forward_and_a_lone_request_is_answered(
         assert (5, 5 * BURST) in forwards(patient)
         for prompt, (text, logprobs) in burst:
             assert found[prompt][0] == text
-            # In a larger batch sums are made in another order.
+            # In a larger batch, sums are computed in a different order.
             assert found[prompt][1] == pytest.approx(logprobs, abs=1e-4)
         assert await answer(client, prompts[0]) == expected[0]
 
 
-async def test_what_several_share_does_not_count_several_times(patient: LocalEngine) -> None:
+async def test_a_prefix_that_requests_share_counts_once(patient: LocalEngine) -> None:
     shared = Random(99).choices(range(4096), k=BURST)
     siblings = [[*shared, *Random(number).choices(range(4096), k=9)] for number in range(6)]
     before = len(forwards(patient))
@@ -100,15 +99,15 @@ async def test_what_several_share_does_not_count_several_times(patient: LocalEng
     ):
         for prompt in siblings:
             group.start_soon(partial(client.prefill_only, input_ids=prompt))
-    # None went before the sixth was there, though four prompts would have been enough. Where
-    # requests share between forwards only, one goes ahead of the others.
+    # No request ran before the sixth came, although four prompts would have been enough. If
+    # requests share between forwards only, one of them runs first.
     assert 4 * (BURST + 9) > ENOUGH
     together, one_ahead = [(6, BURST + 6 * 9)], [(1, BURST + 9), (5, 5 * 9)]
     assert forwards(patient)[before:] in (together, one_ahead)
 
 
 def forwards(engine: LocalEngine) -> list[tuple[int, int]]:
-    """Requests and new tokens of each prefill so far."""
+    """Return the number of requests and of new tokens of each prefill so far."""
     lines = re.findall(
         r"Prefill batch.*#new-seq: (\d+), #new-token: (\d+),", engine.log.read_text()
     )

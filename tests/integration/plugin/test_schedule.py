@@ -1,4 +1,4 @@
-"""Shortest job first, and KV pools that are too small for everybody."""
+"""Test shortest-job-first, and KV pools that are too small for all requests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ import pytest
 
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """Shortest job first, with priorities; requests run one at a time."""
+    """An engine with shortest-job-first and priorities that runs one request at a time."""
     alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
-    async with special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
+    async with start_special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
         yield engine
 
 
 async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
-    """The order in which requests end that have waited together behind another one."""
+    """Return the order in which requests end that have waited together for another one."""
     done: list[str] = []
 
     async def ask(name: str, body: dict[str, Any]) -> None:
@@ -54,7 +61,7 @@ async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any
     return done[1:]
 
 
-async def test_the_shortest_job_goes_first(
+async def test_the_shortest_job_runs_first(
     one_at_a_time: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     order = await finished_in_order(
@@ -70,12 +77,12 @@ async def test_the_shortest_job_goes_first(
             "short": {"text": words(20, 4), "tokens": 1},
         },
     )
-    # Among the short ones, the one that has waited longer may well go first.
+    # Of the short jobs, the one that has waited longer may run first.
     assert set(order[:2]) == {"short", "short after all"}
     assert order[2:] == ["middling", "long"]
 
 
-async def test_priorities_go_before_sizes(
+async def test_priorities_come_before_sizes(
     one_at_a_time: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     order = await finished_in_order(
@@ -91,9 +98,9 @@ async def test_priorities_go_before_sizes(
 async def test_a_pool_for_half_of_the_streams_serves_them_all(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """32 streams of 600 tokens in a pool for 16: nothing is lost, and nothing stands still."""
+    """32 streams of 600 tokens in a pool for 16 of them: all requests are answered."""
     answers: dict[int, str] = {}
-    # Few of the requests come at once, as they would from agents that end one by one.
+    # Few of the requests come at once, as from agents that end one by one.
     turnstile = anyio.Semaphore(4)
 
     async def pipeline(client: EngineClient, number: int) -> None:
@@ -109,26 +116,26 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
 
     prompts: dict[int, str] = {}
     async with (
-        special_engine(engines, model, pool=9600) as engine,
+        start_special_engine(engines, model, pool=9600) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
         with anyio.fail_after(120):
             async with anyio.create_task_group() as group:
                 for number in range(32):
                     group.start_soon(pipeline, client, number)
-        state = await settled(client)
+        state = await wait_until_idle(client)
         assert state.total == 9600
         for number, prompt in prompts.items():
             assert answers[number] == (await generate(client, prompt + " of", 8))[0]
-        await settled(client)
+        await wait_until_idle(client)
 
 
-# Short answers are expected, as after many of them; and no chunk is larger than what is free.
+# SGLang expects short answers, as after many of them, and no chunk is larger than the free room.
 EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
 
 
 async def written(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
-    """An answer of just so many tokens, which SGLang does not know to be so long."""
+    """Generate exactly ``tokens`` tokens, without SGLang's knowing the length beforehand."""
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     sampling: dict[str, Any] = {"temperature": 0, "stream_interval": 1, **lengths}
     usage: PromptUsage | None = None
@@ -145,11 +152,12 @@ def retractions(engine: LocalEngine) -> list[str]:
     return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
 
 
-async def test_streams_fill_beside_answers_that_may_become_long(
+async def test_streams_fill_next_to_answers_that_may_become_long(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Were all that answers may become kept free, there would be no room; what is there gives way
-    once they do become long, and none of them is retracted for it."""
+    """If all that answers may become were kept free, there would be no room. The stream gives way
+    when the answers do become long, and no answer is retracted.
+    """
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "1024"]
     done: list[int] = []
 
@@ -158,7 +166,7 @@ async def test_streams_fill_beside_answers_that_may_become_long(
         done.append(usage.completion_tokens)
 
     async with (
-        special_engine(engines, model, *args, pool=4000) as engine,
+        start_special_engine(engines, model, *args, pool=4000) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
         async with anyio.create_task_group() as group:
@@ -167,24 +175,24 @@ async def test_streams_fill_beside_answers_that_may_become_long(
                 group.start_soon(chat, number, begun)
                 await begun.wait()
             stream = await client.open_stream(text=words(800, 510), ttl_seconds=300)
-            await prefilled(client, stream.id, 790)
+            await wait_until_prefilled(client, stream.id, 790)
             await generate(client, words(20, 511), 8)
-            state = await kv(client)
+            state = await fetch_kv_state(client)
             assert not done
             assert (state.pinned_streams, state.gave_way) == (1, 0)
         assert done == [850] * 4
-        assert (await kv(client)).gave_way == 1
+        assert (await fetch_kv_state(client)).gave_way == 1
         assert not retractions(engine)
         await client.delete_stream(stream.id)
-        await settled(client)
+        await wait_until_idle(client)
 
 
-async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
+async def test_an_increment_in_chunks_leaves_the_room_that_decodes_need(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Its KV cannot give way before all of it is computed, which is sooner where room is short."""
+    """Its KV is released once all of it is computed, which happens sooner if room is short."""
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
-    # Nothing rides along with who asks for these: a chunk now and then, and 13 of them.
+    # No tokens ride along with requests for log-probabilities; 13 chunks come between steps.
     asked: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
     asked["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
     told: list[dict[str, Any]] = []
@@ -193,19 +201,19 @@ async def test_a_stream_that_is_cut_takes_no_room_that_decodes_need(
         told.append((await http.post("/generate", json=asked)).json()["meta_info"])
 
     async with (
-        special_engine(engines, model, *args, pool=1000) as engine,
+        start_special_engine(engines, model, *args, pool=1000) as engine,
         EngineClient(engine.url, timeout=120) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
     ):
         async with anyio.create_task_group() as group:
             group.start_soon(chat)
-            while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
+            while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
             stream = await client.open_stream(text=words(400, 521))
-            await prefilled(client, stream.id, 390)
+            await wait_until_prefilled(client, stream.id, 390)
             assert not told
         assert told[0]["completion_tokens"] == 930
-        assert (await kv(client)).gave_way == 1
+        assert (await fetch_kv_state(client)).gave_way == 1
         assert not retractions(engine)
         await client.delete_stream(stream.id)
-        await settled(client)
+        await wait_until_idle(client)

@@ -1,4 +1,4 @@
-"""The intra-turn prefix cache: what requests share is computed once."""
+"""Test the intra-turn prefix cache: what requests share is computed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +40,7 @@ WAYS = {
 async def sharing_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    async with special_engine(engines, model, *WAYS[request.param]) as engine:
+    async with start_special_engine(engines, model, *WAYS[request.param]) as engine:
         yield engine
 
 
@@ -41,7 +48,7 @@ async def sharing_engine(
 async def client(sharing_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
     async with EngineClient(sharing_engine.url, timeout=60) as connected:
         yield connected
-        await settled(connected)
+        await wait_until_idle(connected)
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def texts(words: Callable[[int, int], str]) -> list[str]:
 
 
 async def answers(client: EngineClient, texts: list[str]) -> tuple[list[str], int]:
-    """Greedy answers to all at once, and how many prompt tokens were computed for them."""
+    """Return greedy answers to all prompts at once, and the number of prompt tokens computed."""
     done: dict[str, str] = {}
     computed = 0
 
@@ -81,7 +88,7 @@ async def one_by_one(client: EngineClient, texts: list[str]) -> list[str]:
     return found
 
 
-async def test_sixteen_requests_compute_what_they_share_once(
+async def test_sixteen_requests_compute_their_shared_prefix_once(
     client: EngineClient, texts: list[str], words: Callable[[int, int], str]
 ) -> None:
     expected = await one_by_one(client, texts)
@@ -102,12 +109,12 @@ async def test_sixteen_requests_compute_what_they_share_once(
     assert computed_cached <= DUPLICATES * (unique - before.cached_tokens)
 
 
-async def test_what_a_batch_shares_is_computed_once_and_counted(
+async def test_a_batch_computes_its_shared_prefix_once_and_counts_it(
     client: EngineClient, texts: list[str], words: Callable[[int, int], str]
 ) -> None:
-    """They come while the engine is busy, and so are all there when it looks for more."""
+    """Its requests come while the engine is busy, so that all of them are queued together."""
     await client.flush_cache()
-    before = (await kv(client)).duplicates_avoided
+    before = (await fetch_kv_state(client)).duplicates_avoided
     sampling = {**GREEDY, "max_new_tokens": 1}
     async with (
         httpx.AsyncClient(base_url=client.url, timeout=60) as http,
@@ -117,20 +124,22 @@ async def test_what_a_batch_shares_is_computed_once_and_counted(
         sent = await http.post("/generate", json={"text": texts, "sampling_params": sampling})
     metas = [answer["meta_info"] for answer in sent.raise_for_status().json()]
     computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)
-    avoided = (await kv(client)).duplicates_avoided - before
+    avoided = (await fetch_kv_state(client)).duplicates_avoided - before
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
-    # Where they wait for each other's chunks, most of it is in the cache before it is counted.
+    # If they wait for each other's chunks, most of the prefix is cached before it is counted.
     assert avoided >= SHARED
 
 
-async def test_streams_compute_what_they_share_once(client: EngineClient, texts: list[str]) -> None:
+async def test_streams_compute_their_shared_prefix_once(
+    client: EngineClient, texts: list[str]
+) -> None:
     await client.flush_cache()
     streams = [await client.open_stream(text=text) for text in texts]
     for stream in streams:
         await client.append(stream.id, 0, end=True)
     computed = 0
     for stream in streams:
-        state = await prefilled(client, stream.id, SHARED)
+        state = await wait_until_prefilled(client, stream.id, SHARED)
         computed += state.computed_tokens
         await client.delete_stream(stream.id)
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)

@@ -1,6 +1,6 @@
-"""Thousands of streams, opened and ended in every way: nothing grows.
+"""Open thousands of streams and end them in every way: memory and files do not grow.
 
-``FLASHMOA_SOAK_STREAMS`` says how many (``make soak``: 10,000).
+``FLASHMOA_SOAK_STREAMS`` is their number (``make soak``: 10,000).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import pytest
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.baseline import Baseline
-from tests.integration.raw import RawConnection, request
+from tests.integration.raw import RawConnection, make_request
 
 STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(60 + STREAMS // 10)]
 AT_ONCE = 48
 ROUNDS = 5
-# What allocators keep and give back between two looks.
+# Memory that allocators may keep or release between two measurements.
 SLACK_MB = 12.0
 ENDINGS = ("use", "mispredict", "use twice", "delete", "expire", "vanish")
 BRIEF = ("expire", "vanish")
@@ -35,7 +35,7 @@ GREEDY_ONE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the engine's processes, in MB, and the files they have open."""
+    """The memory of the engine's processes in MB, and the number of their open files."""
 
     http: float
     scheduler: float
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Soak:
-    """Streams of all kinds, ``AT_ONCE`` at a time."""
+    """Opens streams of all kinds, ``AT_ONCE`` at a time."""
 
     def __init__(self, http: httpx.AsyncClient, words: Callable[[int, int], str]) -> None:
         self._http = http
@@ -75,7 +75,7 @@ class Soak:
 
     async def _one(self, number: int) -> None:
         ending = ENDINGS[number % len(ENDINGS)]
-        # Some share a beginning, as agents' prompts do.
+        # Some prompts share a beginning, like those of agents.
         text = self._words(self._dice.randint(10, 50), number % 200)
         ttl = 0.2 if ending in BRIEF else 60
         opened = await self._post("/prompt_streams", {"text": text, "ttl_seconds": ttl})
@@ -109,10 +109,10 @@ class Soak:
         return answer.json()["meta_info"]["prompt_stream"]["status"]
 
     async def _vanish(self, text: str, stream_id: str) -> None:
-        """Ask for an answer and do not wait for it."""
+        """Ask for an answer, and disconnect without waiting for it."""
         connection = await RawConnection.open(str(self._http.base_url))
         body = {"text": text, "sampling_params": GREEDY_ONE, "prompt_stream_id": stream_id}
-        await connection.send(request("/generate", body))
+        await connection.send(make_request("/generate", body))
         await connection.reset()
 
 
@@ -121,13 +121,15 @@ async def soaked(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(
         model,
         core=0,
-        # A small pool is full soon, and evicts from then on.
+        # A small pool is soon full, and evicts from then on.
         arguments=["--max-total-tokens", "6000", "--log-level", "warning", "--enable-metrics"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
 
 
-async def test_nothing_grows(soaked: LocalEngine, words: Callable[[int, int], str]) -> None:
+async def test_memory_and_files_do_not_grow_with_the_number_of_streams(
+    soaked: LocalEngine, words: Callable[[int, int], str]
+) -> None:
     async with httpx.AsyncClient(base_url=soaked.url, timeout=60) as own:
         base = Baseline(soaked, own)
         await base.take()
@@ -138,7 +140,7 @@ async def test_nothing_grows(soaked: LocalEngine, words: Callable[[int, int], st
             for _ in range(ROUNDS):
                 await soak.run(STREAMS // ROUNDS)
                 looks.append(Memory.of(soaked))
-        await base.restored()
+        await base.wait_until_restored()
         looks.append(Memory.of(soaked))
         series = (await own.get("/metrics")).text.count("\nsglang:http_requests_total")
     seconds = time.monotonic() - started

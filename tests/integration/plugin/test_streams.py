@@ -1,4 +1,4 @@
-"""Prompt streams on real SGLang: exact, canonical, and given back on every path."""
+"""Test prompt streams on a real engine: exact, canonical, and released on every path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import pytest
 
 from flashmoa.engine import EngineClient, StreamGone
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import GREEDY, generate, kv, prefilled, settled, special_engine
+from tests.integration.support import (
+    GREEDY,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -21,7 +28,7 @@ Words = Callable[[int, int], str]
 async def test_fifty_random_pairs_give_the_unlinked_answers(
     client: EngineClient, downstream_client: EngineClient, words: Words
 ) -> None:
-    """A's tokens stream into B's prompt in random pieces; B answers as if they had not."""
+    """A's tokens are streamed into B's prompt in random pieces."""
     dice = random.Random(7)
     for pair in range(50):
         upstream, _ = await generate(client, words(dice.randint(1, 40), pair), dice.randint(1, 40))
@@ -37,23 +44,25 @@ async def test_fifty_random_pairs_give_the_unlinked_answers(
             await downstream_client.append(opened.id, seq, text=upstream[start:end])
             start = end
         if dice.random() < 0.5:
-            await prefilled(downstream_client, opened.id, max(0, opened.received_tokens - 8))
+            await wait_until_prefilled(
+                downstream_client, opened.id, max(0, opened.received_tokens - 8)
+            )
         got, linked = await generate(downstream_client, prompt, 12, opened.id)
         assert got == expected, pair
         assert linked.prompt_tokens == plain.prompt_tokens
         assert linked.prompt_stream is not None
         assert linked.prompt_stream.status == "hit"
-    await settled(downstream_client)
+    await wait_until_idle(downstream_client)
 
 
-async def test_the_request_computes_only_what_the_stream_has_not(
+async def test_the_request_computes_only_tokens_that_its_stream_has_not(
     client: EngineClient, words: Words
 ) -> None:
     await client.flush_cache()
     prefix, streamed = words(400, 11), words(60, 12)
     opened = await client.open_stream(text=prefix)
     await client.append(opened.id, 0, text=f" {streamed}", end=True)
-    await prefilled(client, opened.id, 460)
+    await wait_until_prefilled(client, opened.id, 460)
     _, usage = await generate(client, f"{prefix} {streamed} done", 1, opened.id)
     assert usage.streamed_tokens == usage.cached_tokens
     assert usage.cached_tokens is not None and usage.cached_tokens >= 459
@@ -75,10 +84,10 @@ async def test_decode_waits_for_every_token_of_the_prompt(
         got, usage = await generate(client, prefix + " now", 8, opened.id)
         assert got == expected
         assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
-        await settled(client)
+        await wait_until_idle(client)
 
 
-async def test_a_wrong_prediction_costs_nothing_but_the_rest(
+async def test_after_a_wrong_prediction_the_request_computes_only_the_rest(
     client: EngineClient, words: Words
 ) -> None:
     shared, wrong, right = words(200, 31), words(100, 32), words(100, 33)
@@ -86,15 +95,15 @@ async def test_a_wrong_prediction_costs_nothing_but_the_rest(
     expected, _ = await generate(client, f"{shared} {right}", 10)
     await client.flush_cache()
     opened = await client.open_stream(text=f"{shared} {wrong}")
-    await prefilled(client, opened.id, 290)
+    await wait_until_prefilled(client, opened.id, 290)
     got, usage = await generate(client, f"{shared} {right}", 10, opened.id)
     assert got == expected
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "mispredicted"
     assert usage.cached_tokens is not None and 195 <= usage.cached_tokens <= 201
-    await settled(client)
+    await wait_until_idle(client)
 
 
-async def test_special_token_look_alikes_are_what_the_tokenizer_says(
+async def test_text_that_looks_like_special_tokens_is_tokenised_as_usual(
     client: EngineClient,
 ) -> None:
     text = "Look <|im_start|>user\nnot a <|im_ end|> but <|im_end|> and <|im_"
@@ -108,7 +117,7 @@ async def test_special_token_look_alikes_are_what_the_tokenizer_says(
     assert (got, usage.prompt_tokens) == (expected, plain.prompt_tokens)
 
 
-async def test_chat_uses_a_stream_streaming_or_not(
+async def test_chat_uses_a_stream_whether_its_answer_is_streamed_or_not(
     engine: LocalEngine, client: EngineClient, words: Words
 ) -> None:
     messages = [{"role": "user", "content": words(300, 41)}]
@@ -119,7 +128,7 @@ async def test_chat_uses_a_stream_streaming_or_not(
         for streaming in (False, True):
             await client.flush_cache()
             opened = await client.open_stream(text=text, add_special_tokens=False)
-            await prefilled(client, opened.id, 290)
+            await wait_until_prefilled(client, opened.id, 290)
             linked = {**body, "prompt_stream_id": opened.id, "stream": streaming}
             if streaming:
                 linked["stream_options"] = {"include_usage": True}
@@ -144,17 +153,17 @@ async def test_a_stream_serves_one_request(client: EngineClient) -> None:
     assert unknown.prompt_stream is not None and unknown.prompt_stream.status == "unknown"
 
 
-async def test_deleted_and_expired_streams_give_their_kv_back(
+async def test_deleted_and_expired_streams_release_their_kv(
     client: EngineClient, words: Words
 ) -> None:
-    before = await settled(client)
+    before = await wait_until_idle(client)
     opened = await client.open_stream(text=words(300, 51))
-    await prefilled(client, opened.id, 290)
+    await wait_until_prefilled(client, opened.id, 290)
     held = (await client.info()).kv[0]
     assert held.pinned_streams == 1
     assert held.protected >= 290
     await client.delete_stream(opened.id)
-    await settled(client)
+    await wait_until_idle(client)
     brief = await client.open_stream(text=words(300, 52), ttl_seconds=0.5)
     with anyio.fail_after(20):
         while True:
@@ -164,23 +173,23 @@ async def test_deleted_and_expired_streams_give_their_kv_back(
                 assert "expired" in str(gone)
                 break
             await anyio.sleep(0.05)
-    after = await settled(client)
+    after = await wait_until_idle(client)
     assert after.total == before.total
 
 
-async def test_a_client_that_disconnects_gives_its_kv_back(
+async def test_a_disconnected_clients_request_releases_its_kv(
     client: EngineClient, words: Words
 ) -> None:
     prefix = words(300, 61)
     opened = await client.open_stream(text=prefix)
-    await prefilled(client, opened.id, 290)
+    await wait_until_prefilled(client, opened.id, 290)
     sampling = {**GREEDY, "max_new_tokens": 4000}
     async with client.generate(
         text=prefix + " go", sampling=sampling, prompt_stream_id=opened.id
     ) as deltas:
         async for _ in deltas:
             break
-    assert (await settled(client)).pinned_streams == 0
+    assert (await wait_until_idle(client)).pinned_streams == 0
 
 
 async def test_a_request_aborted_before_its_first_token_frees_its_stream(
@@ -196,47 +205,47 @@ async def test_a_request_aborted_before_its_first_token_frees_its_stream(
         ) as deltas:
             async for _ in deltas:
                 pass
-    assert (await settled(client)).pinned_streams == 0
+    assert (await wait_until_idle(client)).pinned_streams == 0
 
 
 async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: Words) -> None:
     await client.flush_cache()
     opened = await client.open_stream(text=words(6000, 63))
-    await prefilled(client, opened.id, 1)
+    await wait_until_prefilled(client, opened.id, 1)
     await client.delete_stream(opened.id)
-    state = await settled(client)
+    state = await wait_until_idle(client)
     assert state.evictable < 6000
 
 
-async def test_streams_give_way_under_pressure(
+async def test_streams_give_way_under_kv_pressure(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     """More streams than the pool holds: requests finish, streams stay valid, nothing leaks."""
     async with (
-        special_engine(engines, model, pool=2000) as tight,
+        start_special_engine(engines, model, pool=2000) as tight,
         EngineClient(tight.url, timeout=120) as client,
     ):
         texts = [words(400, 200 + i) for i in range(8)]
         streams = [await client.open_stream(text=text) for text in texts]
-        # Needs nearly the whole pool, most of which the streams hold.
+        # The request needs nearly the whole pool, most of which the streams hold.
         answer, _ = await generate(client, words(1500, 300), 100)
         assert answer
-        assert (await kv(client)).gave_way > 0
+        assert (await fetch_kv_state(client)).gave_way > 0
         for text, stream in zip(texts, streams, strict=True):
             got, usage = await generate(client, text + " go", 5, stream.id)
             assert got
             assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
-        await settled(client)
+        await wait_until_idle(client)
 
 
-async def test_the_cache_can_be_flushed_under_open_streams(
+async def test_the_cache_can_be_flushed_while_streams_are_open(
     client: EngineClient, words: Words
 ) -> None:
     opened = await client.open_stream(text=words(200, 71))
-    await prefilled(client, opened.id, 190)
+    await wait_until_prefilled(client, opened.id, 190)
     await client.flush_cache()
     await client.append(opened.id, 0, text=" and a lot more text for it to grow by")
     got, usage = await generate(client, words(200, 71), 3, opened.id)
     assert got
     assert usage.prompt_tokens == 200
-    await settled(client)
+    await wait_until_idle(client)

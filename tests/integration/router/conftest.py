@@ -11,18 +11,18 @@ import pytest
 from flashmoa.engine.local import LocalEngine
 from flashmoa.router.application import RouterOptions, application
 from flashmoa.router.shell.application import ShellOptions, shell_application
-from tests.integration.router.serving import served
+from tests.integration.router.serving import serve
 
 
 @asynccontextmanager
 async def routed(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
     """Serve a router on a real socket; yield a client of it."""
     app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
-    async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
 
 
-def options(*engines: LocalEngine, **more: object) -> RouterOptions:
+def make_options(*engines: LocalEngine, **more: object) -> RouterOptions:
     return RouterOptions([engine.url for engine in engines], watch_seconds=0.2, **more)  # type: ignore[arg-type]
 
 

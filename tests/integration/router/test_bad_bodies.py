@@ -11,9 +11,9 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, generation
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
@@ -50,7 +50,7 @@ async def test_appends_survive_bodies_that_break_other_connections(
         assert state["next_seq"] == 180
         assert (await router.delete(f"/prompt_streams/{stream.id}")).status_code == 200
     async with EngineClient(engine.url) as watching:
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
 @pytest.mark.parametrize("depth", [198, 199, 300, 961, 966, 972, 1020, 5000])

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import LocalEngines, free_port
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import flush, generated, metric
-from tests.integration.support import measured, special_engine
+from tests.integration.support import start_special_engine, wait_until_measured
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
@@ -37,7 +37,7 @@ async def wait_for_blocks(router: httpx.AsyncClient, blocks: int) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_kv_events_fill_and_empty_an_engine_s_table(
+async def test_kv_events_fill_and_empty_an_engines_table(
     engines: LocalEngines, model: Path, words: Words, compiling: dict[str, str]
 ) -> None:
     port, replay = free_port(), free_port()

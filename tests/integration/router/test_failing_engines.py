@@ -17,7 +17,7 @@ from anyio.streams.stapled import MultiListener
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.application import RouterOptions
 from flashmoa.router.policies import RoundRobin
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, generation, metric, wait_for_metric
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ async def test_other_engine_serves_when_one_dies(
         await generated(router, words(20, 990))
     mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     try:
-        async with routed(options(mortal, engine, policy=RoundRobin())) as router:
+        async with serve_router(make_options(mortal, engine, policy=RoundRobin())) as router:
             answers: list[dict[str, Any]] = []
 
             async def ask(number: int) -> None:
@@ -99,12 +99,12 @@ class EndingServer:
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 4])
-async def test_ending_engine_gets_no_requests(
+async def test_engine_that_is_ending_gets_no_further_requests(
     engine: LocalEngine, words: Words, dropped: int
 ) -> None:
     async with EndingServer(dropped).listening() as url:
         several = RouterOptions([url, engine.url], policy=RoundRobin(), watch_seconds=60)
-        async with routed(several) as router:
+        async with serve_router(several) as router:
             for number in range(2):
                 await generated(router, words(10, 1090 + number))
             assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
@@ -115,9 +115,9 @@ async def test_other_engine_serves_when_one_hangs(
 ) -> None:
     hanging = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     up = f'flashmoa_router_engine_up{{engine="{hanging.url}"}}'
-    several = options(hanging, engine, policy=RoundRobin(), hung_seconds=0.5)
+    several = make_options(hanging, engine, policy=RoundRobin(), hung_seconds=0.5)
     try:
-        async with routed(several) as router:
+        async with serve_router(several) as router:
             await wait_for_metric(router, up)
             # Requests are sent until it is the engine's turn.
             sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'

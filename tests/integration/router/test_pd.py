@@ -18,7 +18,7 @@ import pytest
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngine, LocalEngines, free_port
 from flashmoa.router.shell.application import ShellOptions
-from tests.integration.router.conftest import routed
+from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
     generation,
     metric,
@@ -26,8 +26,8 @@ from tests.integration.router.http_calls import (
     request_reading,
     request_with_answer,
 )
-from tests.integration.router.stock_router import stock_router
-from tests.integration.support import STRICT, kv, measured, settled
+from tests.integration.router.stock_router import start_stock_router
+from tests.integration.support import STRICT, fetch_kv_state, wait_until_idle, wait_until_measured
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
@@ -86,11 +86,11 @@ async def pair(
         environment={**TCP, **STRICT},
     )  # fmt: skip
     try:
-        await measured(prefill)
+        await wait_until_measured(prefill)
         pd = ["--pd-disaggregation", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
         async with (
-            stock_router(*pd) as router,
-            routed(ShellOptions(prefill.url, str(router.base_url))) as shell,
+            start_stock_router(*pd) as router,
+            serve_router(ShellOptions(prefill.url, str(router.base_url))) as shell,
             httpx.AsyncClient(base_url=prefill.url) as metrics,
         ):
             yield Pair(prefill, decode, model, shell, metrics)
@@ -152,7 +152,7 @@ def bytes_per_token(model: Path) -> int:
 async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: Words) -> None:
     before = await pair.transferred()
     async with EngineClient(pair.prefill.url) as prefill, EngineClient(pair.decode.url) as decode:
-        free = (await kv(decode)).free
+        free = (await fetch_kv_state(decode)).free
         stream = await prefill.open_stream(text=words(300, 2150))
         for number in range(10):
             await prefill.append(stream.id, number, text=words(30, 2151 + number))
@@ -160,9 +160,9 @@ async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: 
         assert done.prefilled_tokens > 90
         again = await prefill.prefill_only(text=words(100, 2170))
         assert again.cached_tokens >= done.prompt_tokens - 1
-        assert (await kv(decode)).free == free
+        assert (await fetch_kv_state(decode)).free == free
         await prefill.delete_stream(stream.id)
-        await settled(prefill)
+        await wait_until_idle(prefill)
         with pytest.raises(PluginMissing, match="decodes"):
             await decode.open_stream(text="hi")
         assert (await decode.info()).capabilities == ["render"]

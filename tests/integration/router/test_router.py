@@ -13,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.policies import RoundRobin
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import (
     generated,
     generation,
@@ -21,7 +21,7 @@ from tests.integration.router.http_calls import (
     post_json,
     wait_for_metric,
 )
-from tests.integration.support import settled, special_engine
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -62,7 +62,7 @@ async def test_router_passes_on_engines_answers(
     assert (await router.get("/health")).status_code == 200
 
 
-async def test_siblings_go_where_their_prefix_is_cached(
+async def test_siblings_are_routed_to_the_engine_that_cached_their_prefix(
     router: httpx.AsyncClient, words: Words
 ) -> None:
     documents = [words(320, 910 + number) for number in range(4)]
@@ -84,7 +84,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
     engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text, more = words(100, 970), " " + words(50, 971)
-    async with routed(options(engine, downstream, policy=RoundRobin())) as router:
+    async with serve_router(make_options(engine, downstream, policy=RoundRobin())) as router:
         async with EngineClient(str(router.base_url)) as client:
             # The router looks like an engine to an engine's client.
             assert "prompt_streams" in (await client.info()).capabilities
@@ -111,7 +111,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
 async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: Words) -> None:
     """The router learns that a prompt is computed although its long answer is not streamed."""
     full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
-    async with routed(options(engine, saturation_margin=0.01)) as router:
+    async with serve_router(make_options(engine, saturation_margin=0.01)) as router:
         over: list[str] = []
 
         async def ask(name: str, tokens: int) -> None:
@@ -125,10 +125,10 @@ async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: W
             assert over == ["short"]
             group.cancel_scope.cancel()
     async with EngineClient(engine.url) as watching:
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
-async def test_disconnect_aborts_the_engine_s_request(
+async def test_disconnect_aborts_the_request_at_the_engine(
     router: httpx.AsyncClient, engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text = words(40, 980)
@@ -141,18 +141,18 @@ async def test_disconnect_aborts_the_engine_s_request(
         await router.post("/generate", json=generation(text, 4000))
     for one in (engine, downstream):
         async with EngineClient(one.url) as watching:
-            await settled(watching)
+            await wait_until_idle(watching)
     assert await metric(router, "flashmoa_router_engine_load{") == 0
 
 
 async def test_too_large_body_is_refused(engine: LocalEngine) -> None:
-    async with routed(options(engine, max_body_bytes=1000)) as router:
+    async with serve_router(make_options(engine, max_body_bytes=1000)) as router:
         answer = await router.post("/generate", json=generation("x" * 1000))
         assert answer.status_code == 413 and "1000 bytes" in answer.text
 
 
 async def test_router_without_engines_answers_503(model: Path) -> None:
-    async with routed(options(LocalEngine(0, 9, model))) as router:
+    async with serve_router(make_options(LocalEngine(0, 9, model))) as router:
         for path in ("/generate", "/render", "/prompt_streams"):
             answer = await router.post(path, json=generation("hello"))
             assert answer.status_code == 503 and "no engine answers" in answer.text
@@ -161,8 +161,8 @@ async def test_router_without_engines_answers_503(model: Path) -> None:
 
 async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: Words) -> None:
     async with (
-        special_engine(engines, model, "--is-embedding", measures=False) as embedder,
-        routed(options(embedder)) as router,
+        start_special_engine(engines, model, "--is-embedding", measures=False) as embedder,
+        serve_router(make_options(embedder)) as router,
         httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
     ):
         ask = {"model": "default", "input": [words(30, 1060), words(20, 1061)]}
@@ -192,12 +192,12 @@ async def test_scores_are_routed(
         assert (await router.post(path, json={"model": "default"})).status_code == 400
 
 
-async def test_router_passes_on_the_client_s_api_key_and_never_its_own(
+async def test_router_forwards_the_clients_api_key_and_never_its_own(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     async with (
-        special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
-        routed(options(locked, api_key="secret")) as router,
+        start_special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
+        serve_router(make_options(locked, api_key="secret")) as router,
     ):
         ask = generation(words(40, 1050))
         key = {"Authorization": "Bearer secret"}

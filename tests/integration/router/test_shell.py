@@ -15,7 +15,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.router.shell.application import ShellOptions
 from tests.integration.router.broken_connection import broken_connection
-from tests.integration.router.conftest import routed
+from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
     chat,
     generation,
@@ -25,7 +25,7 @@ from tests.integration.router.http_calls import (
     request_with_answer,
     streamed_text,
 )
-from tests.integration.support import GREEDY, settled
+from tests.integration.support import GREEDY, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -34,7 +34,7 @@ AHEAD = "flashmoa_shell_ahead_tokens_total"
 
 @pytest.fixture
 async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    async with routed(ShellOptions(engine.url, engine.url, agent_seconds=30)) as client:
+    async with serve_router(ShellOptions(engine.url, engine.url, agent_seconds=30)) as client:
         yield client
 
 
@@ -74,7 +74,7 @@ async def test_prompt_is_prefilled_while_its_agents_write(
         late = await metric(shell, "flashmoa_shell_late_tokens_total")
         assert usage["prompt_tokens"] - late == await metric(shell, AHEAD)
     assert await metric(shell, AHEAD) >= 140
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def wait_for_prefill(client: EngineClient) -> None:
@@ -112,10 +112,10 @@ async def test_agent_reads_several_answers_and_streams_its_own(
 async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, words: Words) -> None:
     options = ShellOptions(engine.url, engine.url, agent_seconds=0.2)
     read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
-    async with routed(options) as shell:
+    async with serve_router(options) as shell:
         answer = await shell.post("/generate", json=read)
         assert answer.status_code == 424 and "in time" in answer.json()["error"]["message"]
-    async with routed(ShellOptions(engine.url, engine.url)) as shell:
+    async with serve_router(ShellOptions(engine.url, engine.url)) as shell:
         loop = read | {"agent": "a"}
         answer = await shell.post("/generate", json=loop)
         assert answer.status_code == 400 and "would wait" in answer.text
@@ -138,30 +138,30 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
         answer = await shell.post("/generate", json=read)
         assert answer.status_code == 424 and "was refused" in answer.text
     async with EngineClient(engine.url) as watching:
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
-async def test_logs_never_contain_a_stream_s_id(
+async def test_logs_never_contain_a_streams_id(
     engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     read = {"prompt": [{"text": words(200, 2080)}, {"agent": "absent"}], "sampling_params": GREEDY}
     async with (
-        routed(ShellOptions(engine.url, engine.url)) as shell,
+        serve_router(ShellOptions(engine.url, engine.url)) as shell,
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(shell.post, "/generate", json=read))
         await wait_for_prefill(client)
         # The stream is deleted when the client disconnects.
         group.cancel_scope.cancel()
-    await settled(client)
+    await wait_until_idle(client)
     assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text
 
 
 async def test_answer_that_breaks_off_is_an_error(engine: LocalEngine, words: Words) -> None:
     async with (
         broken_connection(engine.url, 4000) as cut,
-        routed(ShellOptions(engine.url, cut)) as shell,
+        serve_router(ShellOptions(engine.url, cut)) as shell,
     ):
         body = generation(words(20, 2070), tokens=2000) | {"agent": "a"}
         answer = await shell.post("/generate", json=body)
@@ -170,7 +170,7 @@ async def test_answer_that_breaks_off_is_an_error(engine: LocalEngine, words: Wo
         answer = await shell.post("/generate", json=read)
         assert answer.status_code == 424 and "was lost" in answer.text
     async with EngineClient(engine.url) as watching:
-        await settled(watching)
+        await wait_until_idle(watching)
 
 
 async def test_shell_router_looks_like_one_engine_to_clients(
@@ -185,4 +185,4 @@ async def test_shell_router_looks_like_one_engine_to_clients(
         answer = await post_json(shell, "/generate", body)
         assert answer["meta_info"]["prompt_tokens"] > 140
     assert (await shell.get("/v1/models")).json()["data"]
-    await settled(client)
+    await wait_until_idle(client)

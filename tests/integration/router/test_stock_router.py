@@ -12,10 +12,10 @@ import pytest
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngine
-from tests.integration.router.conftest import options, routed
+from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric
-from tests.integration.router.stock_router import stock_router
-from tests.integration.support import settled
+from tests.integration.router.stock_router import start_stock_router
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -23,7 +23,7 @@ Words = Callable[[int, int], str]
 
 @pytest.fixture(scope="module")
 async def stock(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    async with stock_router("--worker-urls", engine.url, downstream.url) as client:
+    async with start_stock_router("--worker-urls", engine.url, downstream.url) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ async def test_links_work_during_traffic_through_the_stock_router(
         answers[text] = await generated(stock, text, tokens=8)
 
     async with (
-        routed(options(engine, downstream)) as router,
+        serve_router(make_options(engine, downstream)) as router,
         EngineClient(str(router.base_url)) as ours,
         EngineClient(str(stock.base_url)) as theirs,
     ):
@@ -79,4 +79,4 @@ async def test_stock_router_drops_only_the_stream_id(
     assert "prompt_stream" not in with_hint["meta_info"]
     assert with_hint["text"] == (await generated(stock, text))["text"]
     await client.delete_stream(stream.id)
-    await settled(client)
+    await wait_until_idle(client)

@@ -1,4 +1,4 @@
-"""A classifier in a team, and as a tool."""
+"""Test a classifier in a team, and as a tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.scoring import Scorer
-from tests.integration.support import settled
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -38,7 +38,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     await client.close()
 
 
-async def test_classifier_s_prompt_is_prefilled_in_a_linked_team(
+async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
     model_client: Client, client: EngineClient, guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     messages: dict[bool, list[TextMessage]] = {}
@@ -77,10 +77,10 @@ async def test_classifier_s_prompt_is_prefilled_in_a_linked_team(
         assert call.usage.late_tokens < call.usage.prompt_tokens / 4
     closed = [one for one in events if isinstance(one, LinkClosed) and one.agent == "judge"]
     assert [one.reason for one in closed] == ["used", "used"]
-    await settled(client)
+    await wait_until_idle(client)
 
 
-async def test_classify_tool_returns_each_label_s_probability(
+async def test_classify_tool_returns_the_probability_of_each_label(
     model_client: Client, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     text = words(30, 41)

@@ -118,7 +118,7 @@ async def test_file_that_is_not_a_file_of_scores_is_left_alone(
     assert len(read(out)) == SCORED
 
 
-async def test_lost_engine_is_reported_and_written_scores_stay(
+async def test_lost_engine_is_reported_and_written_scores_are_kept(
     lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"

@@ -19,7 +19,12 @@ from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
 from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import Logprobs
-from tests.integration.support import generate, kv, settled, special_engine
+from tests.integration.support import (
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -86,7 +91,7 @@ async def test_messages_are_scored_as_the_chat_template_renders_them(
         await scorer.classify(CHAT, ["Melbourne", "N"])
 
 
-async def test_choose_takes_one_prefill(
+async def test_choose_needs_one_prefill(
     scorer: Scorer, tokenizer: Any, reference: Logprobs
 ) -> None:
     options = ["Walk to the lake", "Fly home", "Stay"]
@@ -121,7 +126,7 @@ async def test_siblings_compute_their_prefix_once(
     assert found.usage.computed_tokens <= 1500 + own + found.usage.requests
     everything = await Scorer(client).select(context, options, threshold=0)
     assert everything.chosen == options
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_candidates_of_several_tokens_share_the_context(
@@ -152,7 +157,7 @@ async def test_plain_engine_scores_alike_and_warns_once(
     assert len(caplog.messages) == 1
     assert found.probabilities == pytest.approx(ours.probabilities, abs=EXACT)
     assert found.usage.decoded_tokens == 0
-    # Siblings find in the cache what the first has computed.
+    # The siblings find the tokens of the first request in the cache.
     assert found.usage.computed_tokens is not None
     assert found.usage.computed_tokens < 2 * 600
 
@@ -166,13 +171,13 @@ async def test_engine_that_does_not_share_gets_one_request_first(
     """Siblings that wait in the queue together would all be computed in one forward."""
     context, options = words(600, 39), ["lakes", "hills", "temples", "food"]
     async with (
-        special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
+        start_special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
         EngineClient(engine.url, timeout=60) as client,
         anyio.create_task_group() as group,
     ):
         assert [rank.shares for rank in (await client.info()).kv] == [False]
         group.start_soon(partial(client.prefill_only, text=words(6000, 40)))
-        while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.01)
         with caplog.at_level(logging.WARNING):
             found = await Scorer(client).select(context, options)
@@ -217,7 +222,7 @@ async def test_context_is_prefilled_while_it_is_written(
     assert found.usage.prompt_stream.status == "hit"
     again = await scorer.score(messages, ["Y", "N"])
     assert again.logprobs == pytest.approx(found.logprobs, abs=EXACT)
-    await settled(client)
+    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +246,7 @@ async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(
         await scorer.score(context, candidates)
 
 
-async def test_engine_s_refusal_is_raised_as_it_is(
+async def test_engines_refusal_is_raised_unchanged(
     scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):
@@ -251,7 +256,7 @@ async def test_engine_s_refusal_is_raised_as_it_is(
     async with EngineClient("http://127.0.0.1:9") as absent:
         with pytest.raises(EngineUnreachable):
             await Scorer(absent).score("The", [" the"])
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_cancelled_scoring_leaves_nothing_behind(
@@ -260,7 +265,7 @@ async def test_cancelled_scoring_leaves_nothing_behind(
     async with anyio.create_task_group() as group:
         group.start_soon(Scorer(client).select, words(9000, 36), ["lakes", "hills", "food"])
         with anyio.fail_after(30):
-            while not (await kv(client)).protected:  # noqa: ASYNC110 - it sends no event
+            while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
-    await settled(client)
+    await wait_until_idle(client)

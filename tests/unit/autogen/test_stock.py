@@ -22,7 +22,7 @@ def tool(name: str = "look") -> FunctionTool:
     return FunctionTool(lambda: "", description="Looks.", name=name)
 
 
-def test_subclasses_that_only_add_are_stock() -> None:
+def test_a_subclass_that_changes_no_called_method_is_stock() -> None:
     class Mine(StaticWorkbench):
         async def call_tool(self, *args: Any, **kwargs: Any) -> Any:
             return await super().call_tool(*args, **kwargs)
@@ -34,7 +34,7 @@ def test_subclasses_that_only_add_are_stock() -> None:
     assert is_stock(StaticStreamWorkbench([tool()]), StaticWorkbench)
 
 
-def test_a_method_that_is_reached_only_through_another_one_counts() -> None:
+def test_an_overridden_method_that_is_called_indirectly_is_own_code() -> None:
     class Mine(AssistantAgent):
         @staticmethod
         def _get_compatible_context(*args: Any, **kwargs: Any) -> Any: ...
@@ -45,7 +45,7 @@ def test_a_method_that_is_reached_only_through_another_one_counts() -> None:
     assert foreign_code(mine, AssistantAgent) == "Mine._get_compatible_context"
 
 
-def test_a_method_of_a_base_besides_the_stock_class_counts() -> None:
+def test_a_method_of_a_mixin_is_own_code() -> None:
     class Mixin:
         async def get_messages(self) -> list[Any]:
             return []
@@ -55,13 +55,13 @@ def test_a_method_of_a_base_besides_the_stock_class_counts() -> None:
     assert foreign_code(Mine(), *CONTEXTS) == "Mixin.get_messages"
 
 
-def test_a_method_set_on_one_object_counts() -> None:
+def test_a_method_set_on_one_object_is_own_code() -> None:
     bench: Any = StaticWorkbench([tool()])
     bench.list_tools = list
     assert foreign_code(bench, StaticWorkbench) == "list_tools of one StaticWorkbench"
 
 
-def test_another_class_is_named() -> None:
+def test_a_class_that_is_not_stock_is_named() -> None:
     context = TokenLimitedChatCompletionContext.__new__(TokenLimitedChatCompletionContext)
     assert foreign_code(context, *CONTEXTS) == "TokenLimitedChatCompletionContext"
 

@@ -55,7 +55,7 @@ def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
 
 
 def oracle(edges: Edges, size: int) -> list[Step]:
-    """Return the steps of a graph without conditions: all agents whose parents have all spoken."""
+    """Compute the steps of a graph without conditions: agents run once all parents have spoken."""
     spoken: set[int] = set()
     steps: list[Step] = []
     while len(spoken) < size:
@@ -111,7 +111,7 @@ def idle_manager(kind: type, **state: Any) -> Any:
     return manager
 
 
-def test_the_first_turns_of_the_next_run() -> None:
+def test_the_first_turns_of_the_next_run_are_forecast_by_every_manager() -> None:
     handoff = HandoffMessage(content="Go.", source="one", target="three")
     swarm = idle_manager(SwarmGroupChatManager, _current_speaker="one")
     assert first_turns(swarm) == [Turn("one", sure=False)]

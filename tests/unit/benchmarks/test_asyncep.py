@@ -1,4 +1,4 @@
-"""The pure parts of `flashmoa bench asyncep`."""
+"""Test the pure parts of ``flashmoa bench asyncep``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flashmoa_bench.prefill.asyncep import (
     H2D,
     RESIDENT,
     EngineMemory,
-    batch,
     flops,
+    make_batch,
     show,
     summarise,
 )
@@ -31,12 +31,12 @@ SECONDS = {
 }
 
 
-def test_a_batch_has_exactly_its_tokens() -> None:
-    assert [len(ids) for ids in batch(150, 64, random.Random(0))] == [64, 64, 22]
-    assert [len(ids) for ids in batch(64, 1000, random.Random(0))] == [64]
+def test_a_batch_has_exactly_the_given_number_of_tokens() -> None:
+    assert [len(ids) for ids in make_batch(150, 64, random.Random(0))] == [64, 64, 22]
+    assert [len(ids) for ids in make_batch(64, 1000, random.Random(0))] == [64]
 
 
-def test_exposed_is_the_time_that_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exposed_seconds_are_those_that_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
     rows = summarise(SECONDS, OPTIONS, QWEN)
     assert [(row.tokens, row.way, row.exposed) for row in rows] == [
         (100, RESIDENT, 0.0),

@@ -1,4 +1,4 @@
-"""``flashmoa bench``: its list, its help, and what it says without the package."""
+"""Test ``flashmoa bench``: its list, its help, and its message without the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashmoa import cli
 from flashmoa.cli import bench
 
 
-def test_the_command_says_that_it_can_measure(
+def test_the_help_of_flashmoa_mentions_bench(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["flashmoa", "--help"])
@@ -19,7 +19,9 @@ def test_the_command_says_that_it_can_measure(
     assert "flashmoa bench NAME" in capsys.readouterr().out
 
 
-def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_benchmark_is_reported_with_the_list_of_benchmarks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert bench.main(["speed"]) == 2
     message = capsys.readouterr().err
     assert "there is no benchmark 'speed'" in message
@@ -27,14 +29,14 @@ def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))
-def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         bench.main([name, "--help"])
     assert stop.value.code == 0
     assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
 
 
-def test_without_the_package_it_says_how_to_install_it(
+def test_bench_without_its_package_reports_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda _name: None)

@@ -1,4 +1,4 @@
-"""Datasets from files of the form in which they are published; the questions are our own."""
+"""Test reading datasets from files in their published form; the questions are our own."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ INSTRUCTED: Fields = {
 }
 
 
-def jsonl(folder: Path, *rows: Fields) -> Path:
+def write_jsonl(folder: Path, *rows: Fields) -> Path:
     file = folder / "test.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
-def parquet(folder: Path, *rows: Fields) -> Path:
+def write_parquet(folder: Path, *rows: Fields) -> Path:
     file = folder / "test-00000-of-00001.parquet"
     pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), file)
     return file
 
 
-class Words:
-    """As the checkers of IFBench's package are used."""
+class WordCountChecker:
+    """Has the interface of the checkers in IFBench's package."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -78,7 +78,7 @@ class Words:
         return len(answer.split()) == self.count
 
 
-class Keyword:
+class KeywordChecker:
     def __init__(self, id: str) -> None:
         self.arguments: dict[str, Any] = {}
 
@@ -93,24 +93,24 @@ class Keyword:
         return self.arguments["word"] in [word.strip(".") for word in answer.split()]
 
 
-class FirstWord(Words):
+class FirstWordChecker(WordCountChecker):
     def check_following(self, answer: str) -> bool:
         return answer.replace("?", "").split()[0] == "Blue"
 
 
-class WithoutData(Words):
+class CheckerWithoutData(WordCountChecker):
     def check_following(self, answer: str) -> bool:
         raise LookupError("*** Resource punkt_tab not found ***")
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
-    """IFBench's package with checkers of ours."""
+    """The registry of a fake IFBench package, with our checkers."""
     checkers: dict[str, type] = {
-        "count:words": Words,
-        "keywords:one": Keyword,
-        "words:first": FirstWord,
-        "words:data": WithoutData,
+        "count:words": WordCountChecker,
+        "keywords:one": KeywordChecker,
+        "words:first": FirstWordChecker,
+        "words:data": CheckerWithoutData,
     }
     package, module = ModuleType("ifbench"), ModuleType("ifbench.instructions_registry")
     module.INSTRUCTION_DICT = checkers  # type: ignore[attr-defined]
@@ -131,12 +131,15 @@ SAMPLES: Sequence[tuple[str, Fields]] = [
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(("name", "row"), SAMPLES)
 def test_jsonl_and_parquet_hold_the_same_questions(name: str, row: Fields, tmp_path: Path) -> None:
-    (first,), (second,) = load(name, jsonl(tmp_path, row)), load(name, parquet(tmp_path, row))
+    (first,), (second,) = (
+        load(name, write_jsonl(tmp_path, row)),
+        load(name, write_parquet(tmp_path, row)),
+    )
     assert (first.id, first.question, first.group) == (second.id, second.question, second.group)
 
 
-def test_gsm8k(tmp_path: Path) -> None:
-    one, two = load("gsm8k", jsonl(tmp_path, GSM8K, {**GSM8K, "answer": "#### 1,084"}))
+def test_gsm8k_is_scored_by_the_final_number(tmp_path: Path) -> None:
+    one, two = load("gsm8k", write_jsonl(tmp_path, GSM8K, {**GSM8K, "answer": "#### 1,084"}))
     assert one.question.startswith(GSM8K["question"]) and "\\boxed{}" in one.question
     assert (one.id, two.id, one.group) == ("1", "2", "all")
     assert [one.score(text) for text in (GSM8K["answer"], "\\boxed{84.0}", "28", "")] == [
@@ -149,8 +152,8 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert two.score("<think>1,084</think>It is 84.") == 0
 
 
-def test_math_500_by_level(tmp_path: Path) -> None:
-    one, two = load("math-500", jsonl(tmp_path, MATH, {**MATH, "level": "Level 5"}))
+def test_math_500_is_grouped_by_level(tmp_path: Path) -> None:
+    one, two = load("math-500", write_jsonl(tmp_path, MATH, {**MATH, "level": "Level 5"}))
     assert (one.id, one.group, two.group) == ("test/prealgebra/1.json", "level 2", "level 5")
     answers = (MATH["solution"], "\\boxed{0.75}", "\\boxed{4/3}", "0.75")
     assert [one.score(text) for text in answers] == [1, 1, 0, 0]
@@ -166,17 +169,17 @@ def test_math_500_by_level(tmp_path: Path) -> None:
     ],
     ids=["math-ai", "MathArena", "opencompass", "capitals"],
 )
-def test_aime_25_of_several_publishers(row: Fields, id: str, tmp_path: Path) -> None:
-    (item,) = load("aime25", jsonl(tmp_path, row))
+def test_aime_25_is_read_in_several_publishers_forms(row: Fields, id: str, tmp_path: Path) -> None:
+    (item,) = load("aime25", write_jsonl(tmp_path, row))
     assert item.id == id and item.question.startswith("How many?\n")
     answers = ("\\boxed{70}", "\\boxed{070}", "The answer is 70.", "\\boxed{7}", "70, I guess")
     assert [item.score(text) for text in answers] == [1, 1, 1, 0, 0]
 
 
-def test_multiple_choice_by_subject(tmp_path: Path) -> None:
+def test_multiple_choice_is_grouped_by_subject(tmp_path: Path) -> None:
     listed = {**CHOICE, "options": ["3", "4", "5"], "answer": None}
     fields = {name: value for name, value in listed.items() if not name.startswith("option_")}
-    items = load("mmlu-prox-lite", jsonl(tmp_path, CHOICE, fields))
+    items = load("mmlu-prox-lite", write_jsonl(tmp_path, CHOICE, fields))
     assert items[0].question == items[1].question
     assert "\nA. 3\nB. 4\nC. 5\n\n" in items[0].question
     for item in items:
@@ -185,8 +188,8 @@ def test_multiple_choice_by_subject(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_ifbench_loosely_and_strictly(tmp_path: Path) -> None:
-    file = jsonl(tmp_path, INSTRUCTED)
+def test_ifbench_is_scored_loosely_or_strictly(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path, INSTRUCTED)
     (loose,), (strict,) = load("ifbench", file), load("ifbench-strict", file)
     assert (loose.id, loose.question, loose.group) == ("12", INSTRUCTED["prompt"], "2 instructions")
     followed, introduced, long = "It scatters, cat.", "Of course!\nIt scatters, *my* cat.", "x cat"
@@ -196,9 +199,9 @@ def test_ifbench_loosely_and_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_checker_that_raises_is_not_followed(tmp_path: Path) -> None:
+def test_an_instruction_whose_checker_raises_counts_as_not_followed(tmp_path: Path) -> None:
     row = {**INSTRUCTED, "instruction_id_list": ["words:first"], "kwargs": [{"N": 1}]}
-    (item,) = load("ifbench", jsonl(tmp_path, row))
+    (item,) = load("ifbench", write_jsonl(tmp_path, row))
     assert [item.score(text) for text in ("?", "Blue?")] == [0, 1]
 
 
@@ -212,9 +215,11 @@ def test_a_checker_that_raises_is_not_followed(tmp_path: Path) -> None:
         ({"kwargs": [{"M": 1}, {"word": "cat"}]}, "checkers fail: TypeError"),
     ],
 )
-def test_ifbench_that_cannot_be_scored(change: Fields, problem: str, tmp_path: Path) -> None:
+def test_ifbench_rows_that_cannot_be_scored_are_refused(
+    change: Fields, problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=problem):
-        load("ifbench", jsonl(tmp_path, INSTRUCTED, {**INSTRUCTED, **change}))
+        load("ifbench", write_jsonl(tmp_path, INSTRUCTED, {**INSTRUCTED, **change}))
 
 
 @pytest.mark.usefixtures("registry")
@@ -225,29 +230,31 @@ def test_ifbench_that_cannot_be_scored(change: Fields, problem: str, tmp_path: P
         ("gsm8k", {"question": "?", "answer": "1"}, "does not end with #### and a number"),
         ("math-500", {"problem": "?", "level": 1}, "no field 'answer'; there are problem, level"),
         ("aime25", {"answer": 1}, "no field 'problem' or 'question'"),
-        ("aime25", {"problem": "?", "answer": "x"}, "no integer from 0 to 999: 'x'"),
-        ("aime25", {"problem": ["?"], "answer": 1}, "is no text: \\['\\?'\\]"),
+        ("aime25", {"problem": "?", "answer": "x"}, "not an integer from 0 to 999: 'x'"),
+        ("aime25", {"problem": ["?"], "answer": 1}, "is not a text: \\['\\?'\\]"),
         ("mmlu-prox-lite", {"question": "?", "answer": "A"}, "no field 'options' or 'option_0'"),
         ("mmlu-prox-lite", {**CHOICE, "answer": "D"}, "the answer is D, the options are A, B, C"),
         ("mmlu-prox-lite", {**CHOICE, "answer": "?", "answer_index": 10}, "from A to J: '\\?'"),
         ("ifbench", {"prompt": "?", "kwargs": []}, "no field 'instruction_id_list'"),
     ],
 )
-def test_a_row_of_another_form(name: str, row: Fields, problem: str, tmp_path: Path) -> None:
+def test_a_row_in_another_form_is_refused_with_its_line(
+    name: str, row: Fields, problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"test.jsonl, line 2: .*{problem}"):
-        load(name, jsonl(tmp_path, dict(SAMPLES)[name], row))
+        load(name, write_jsonl(tmp_path, dict(SAMPLES)[name], row))
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.jsonl cannot be read"):
         load("gsm8k", tmp_path / "none.jsonl")
     contents = {
         b"": "has no questions",
         b"\n\n": "has no questions",
-        b"{\n": "line 1 is no JSON",
-        b"\n[1]\n": "line 2 is no JSON object, one a line",
+        b"{\n": "line 1 is not JSON",
+        b"\n[1]\n": "line 2 is not a JSON object",
         b"\xff": "cannot be read",
-        b"PAR1 and no more": "is no Parquet",
+        b"PAR1 and no more": "is not a Parquet file",
     }
     for content, problem in contents.items():
         (tmp_path / "odd.jsonl").write_bytes(content)
@@ -255,7 +262,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             load("gsm8k", tmp_path / "odd.jsonl")
 
 
-def test_an_unknown_dataset(tmp_path: Path) -> None:
+def test_an_unknown_dataset_is_refused_with_the_list_of_datasets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no dataset 'mmlu': gsm8k, math-500"):
         load("mmlu", tmp_path)
     assert NAMES[:5] == tuple(name for name, _ in SAMPLES)
@@ -284,10 +291,10 @@ def test_an_unknown_dataset(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_package_that_is_missing(
+def test_a_missing_package_is_reported_with_how_to_install_it(
     name: str, row: Fields, package: str, advice: str, tmp_path: Path
 ) -> None:
-    file = (parquet if "pyarrow" in package else jsonl)(tmp_path, row)
+    file = (write_parquet if "pyarrow" in package else write_jsonl)(tmp_path, row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, package, None)
         with pytest.raises(ModuleNotFoundError, match=advice):

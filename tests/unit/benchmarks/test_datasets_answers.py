@@ -1,4 +1,4 @@
-"""What an answer comes to: numbers, boxes, letters, and when two mathematical answers are one."""
+"""Test finding the result in an answer, and comparing mathematical results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from fractions import Fraction
 
 import pytest
 from flashmoa_bench.datasets import mathematics
-from flashmoa_bench.datasets.answers import boxed, final_number, numbers, stated, without_thoughts
-from flashmoa_bench.datasets.multiple_choice import choice
+from flashmoa_bench.datasets.answers import (
+    find_box,
+    find_final_number,
+    find_numbers,
+    find_statements,
+    without_thoughts,
+)
+from flashmoa_bench.datasets.multiple_choice import find_choice
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,8 +53,8 @@ pytestmark = pytest.mark.timeout(60, method="thread")
         ("", None),
     ],
 )
-def test_the_number_an_answer_comes_to(text: str, number: str | None) -> None:
-    assert final_number(text) == (None if number is None else Fraction(number))
+def test_the_final_number_of_an_answer_is_found(text: str, number: str | None) -> None:
+    assert find_final_number(text) == (None if number is None else Fraction(number))
 
 
 @given(
@@ -59,12 +65,12 @@ def test_the_number_an_answer_comes_to(text: str, number: str | None) -> None:
     ),
 )
 def test_a_number_is_found_however_it_is_written(number: int, form: str, said: str) -> None:
-    assert final_number("Of 17, 3 are left.\n\n" + said.format(form.format(number))) == number
+    assert find_final_number("Of 17, 3 are left.\n\n" + said.format(form.format(number))) == number
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Nd"], exclude_characters="\\")))
 def test_text_without_digits_has_no_number(text: str) -> None:
-    assert numbers(text) == []
+    assert find_numbers(text) == []
 
 
 BALANCED = st.recursive(
@@ -75,21 +81,21 @@ BALANCED = st.recursive(
 
 @given(BALANCED, BALANCED)
 def test_the_last_box_is_found_whole(first: str, last: str) -> None:
-    assert boxed(f"\\boxed{{{first}}} and \\boxed{{{last}}} or so }}{{") == last.strip()
+    assert find_box(f"\\boxed{{{first}}} and \\boxed{{{last}}} or so }}{{") == last.strip()
 
 
-def test_a_box_that_is_not_closed_is_none() -> None:
-    assert boxed(r"\boxed{\frac{1}{2}") is None
-    assert boxed(r"\boxed{1} and \boxed{\frac{1}{2}") == "1"
-    assert boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+def test_a_box_that_is_not_closed_is_ignored() -> None:
+    assert find_box(r"\boxed{\frac{1}{2}") is None
+    assert find_box(r"\boxed{1} and \boxed{\frac{1}{2}") == "1"
+    assert find_box(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
 
 
 def test_statements_end_with_their_sentence() -> None:
     text = "The answer is 3.5 or so. But no.\n\nAnswer:\n\\[ x \\]\n\nDone."
-    assert stated(text) == ["\\[ x \\]", "3.5 or so"]
+    assert find_statements(text) == ["\\[ x \\]", "3.5 or so"]
 
 
-def test_text_before_the_end_of_thinking_does_not_count() -> None:
+def test_text_before_the_end_of_thinking_is_removed() -> None:
     assert without_thoughts("<think>perhaps 3</think>It is 4") == "It is 4"
     assert without_thoughts("perhaps 3</think>It is 4") == "It is 4"
     assert without_thoughts("<think>perhaps 3") == ""
@@ -129,8 +135,8 @@ def test_text_before_the_end_of_thinking_does_not_count() -> None:
         (r"\frac{3}{4}", "Final answer: $0.75$"),
     ],
 )
-def test_the_same_answer_written_differently(known: str, answer: str) -> None:
-    assert mathematics.says(answer, known)
+def test_the_same_answer_written_differently_is_right(known: str, answer: str) -> None:
+    assert mathematics.is_right(answer, known)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +158,17 @@ def test_the_same_answer_written_differently(known: str, answer: str) -> None:
     ],
 )
 def test_a_different_or_missing_answer_is_wrong(known: str, answer: str) -> None:
-    assert not mathematics.says(answer, known)
+    assert not mathematics.is_right(answer, known)
 
 
-def test_a_comparison_that_takes_forever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics, "_TIMEOUT", 1)
-    assert not mathematics.says(r"\boxed{9^{9^{9^{9}}}}", "1")
+    assert not mathematics.is_right(r"\boxed{9^{9^{9^{9}}}}", "1")
 
 
-def test_answers_are_compared_in_other_threads_too() -> None:
+def test_answers_can_be_compared_in_other_threads() -> None:
     with ThreadPoolExecutor() as threads:
-        assert threads.submit(mathematics.says, r"\boxed{\frac12}", "0.5").result()
+        assert threads.submit(mathematics.is_right, r"\boxed{\frac12}", "0.5").result()
 
 
 @pytest.mark.parametrize(
@@ -194,5 +200,5 @@ def test_answers_are_compared_in_other_threads_too() -> None:
         ("", None),
     ],
 )
-def test_the_letter_an_answer_chooses(text: str, chosen: str | None) -> None:
-    assert choice(text) == chosen
+def test_the_letter_that_an_answer_chooses_is_found(text: str, chosen: str | None) -> None:
+    assert find_choice(text) == chosen

@@ -1,11 +1,11 @@
-"""The family's task, prompts and tokenizer; what the models can do is measured elsewhere."""
+"""Test the family's task, prompts and tokenizer; what the models can do is measured elsewhere."""
 
 from __future__ import annotations
 
 from itertools import islice
 
 import pytest
-from flashmoa_bench.family.prompts import AGGREGATION, along, titled
+from flashmoa_bench.family.prompts import AGGREGATION, add_titles, staircase_prompt
 from flashmoa_bench.family.questions import (
     GRADES,
     Grade,
@@ -13,8 +13,8 @@ from flashmoa_bench.family.questions import (
     Question,
     final_answer,
     is_right,
+    line_errors,
     questions,
-    slips,
 )
 from flashmoa_bench.family.training_data import examples
 
@@ -23,7 +23,7 @@ from flashmoa.moa.prompts import Order
 QUESTION = Question(47, (ProgramLine("+", 85), ProgramLine("*", 7), ProgramLine("-", 30)))
 
 
-def test_a_question_is_asked_and_solved_line_by_line() -> None:
+def test_a_question_has_its_text_solution_and_grade() -> None:
     told = "a = 47, b = a + 85, c = b * 07, d = c - 30. Find d modulo 100."
     assert QUESTION.text == told
     assert QUESTION.solution == "b = 32, c = 24, d = 94. Answer: 94"
@@ -67,9 +67,10 @@ def test_a_mistake_in_one_line_changes_later_lines() -> None:
     assert values == [33, 31, 1]
 
 
-def test_answers_stand_before_or_after_the_question() -> None:
+def test_an_aggregators_prompt_has_the_answers_before_or_after_the_question() -> None:
     before, after = (
-        prompt.messages("Q", titled(prompt, ["one", "", "two"])) for prompt in AGGREGATION.values()
+        prompt.messages("Q", add_titles(prompt, ["one", "", "two"]))
+        for prompt in AGGREGATION.values()
     )
     assert before[0]["content"].endswith(" wrong.\n1. one\n3. two")
     assert before[1]["content"] == "Q"
@@ -84,9 +85,11 @@ def test_answers_stand_before_or_after_the_question() -> None:
         ("interleaved", ["Q\n1. abcd\n2. ABCD", "so", "\n1. efghijkl"]),
     ],
 )
-def test_chunks_stand_where_a_staircase_puts_them(order: Order, asked: list[str]) -> None:
+def test_a_staircase_prompt_has_its_chunks_in_the_given_order(
+    order: Order, asked: list[str]
+) -> None:
     prompt = AGGREGATION["question-first"]
-    messages = along(order, prompt, "Q", ["abcdefghijklm", "ABCD"], [1, 2], ["so"])
+    messages = staircase_prompt(order, prompt, "Q", ["abcdefghijklm", "ABCD"], [1, 2], ["so"])
     assert [message["content"] for message in messages[1:]] == asked
 
 
@@ -94,7 +97,7 @@ def test_training_examples_are_the_same_for_a_seed() -> None:
     assert examples(5, 20, 0.5) == examples(5, 20, 0.5)
 
 
-def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
+def test_the_tokenizer_spells_lines_in_few_tokens_and_keeps_any_text() -> None:
     from flashmoa_bench.family.tokenizer import family_tokenizer
     from flashmoa_sglang.http.token_boundaries import BOUNDARIES, find_boundaries
 
@@ -106,11 +109,11 @@ def test_every_line_of_the_task_is_few_tokens_and_any_text_survives() -> None:
     assert len(tokenizer(prompt)["input_ids"]) < 40
     for text in (prompt, "Grüße, 中文 🙂\n\t x==1  y"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    # Streams of its texts are tokenised as they grow.
+    # A prompt stream can tokenise texts while they grow.
     assert find_boundaries(tokenizer, lambda text: tokenizer(text)["input_ids"]) == list(BOUNDARIES)
 
 
-def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
+def test_a_widened_network_computes_the_same_as_the_smaller_one() -> None:
     import torch
     from flashmoa_bench.family.net2net import widen
     from flashmoa_bench.family.network import Network, NetworkShape
@@ -121,42 +124,41 @@ def test_a_larger_network_begins_with_what_a_smaller_one_has_learned() -> None:
     widen(small, large)
     tokens = torch.arange(40).view(2, 20)
     before, after = (network.logits(network(tokens)) for network in (small, large))
-    # Computed in bfloat16, in other orders.
+    # The networks compute in bfloat16 and in different orders.
     assert (before - after).abs().max() < before.abs().max() / 20
 
 
-def test_a_slip_is_a_value_that_does_not_follow_from_the_line_before() -> None:
-    found = slips(QUESTION, "b = 22, c = 54, d = 24. Answer: 34")
-    assert found == [("+", 90), ("*", 0), ("-", 0)]
+def test_line_errors_are_differences_from_what_follows_from_the_line_before() -> None:
+    errors = line_errors(QUESTION, "b = 22, c = 54, d = 24. Answer: 34")
+    assert errors == [("+", 90), ("*", 0), ("-", 0)]
 
 
 @pytest.mark.parametrize(
-    ("served", "begun", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
+    ("served", "beginnings", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
 )
-def test_served_interleaved_turns_repeat_the_last_words(
-    served: bool, begun: list[str], turn: str
+def test_served_interleaved_turns_begin_with_the_last_words(
+    served: bool, beginnings: list[str], turn: str
 ) -> None:
-    from flashmoa_bench.family.evaluate import staircase_answers
-    from flashmoa_bench.family.inference import Reply
+    from flashmoa_bench.family.inference import Reply, staircase_answers
 
-    class Parrot:
-        """Writes how often it was asked, and notes what it was asked to go on with."""
+    class FakeModel:
+        """Answers with the number of its answers, and notes the beginnings that it is given."""
 
         def __init__(self) -> None:
-            self.begun: list[str] = []
+            self.beginnings: list[str] = []
             self.prompts: list[list[str]] = []
 
-        def say(
-            self, prompts: list[list[dict[str, str]]], _t: float, begun: list[str], _longest: int
+        def answer(
+            self, prompts: list[list[dict[str, str]]], _t: float, beginnings: list[str], _n: int
         ) -> list[Reply]:
             if prompts:
-                self.begun += begun
+                self.beginnings += beginnings
                 self.prompts.append([message["content"] for message in prompts[0]])
-            return [Reply(f"x{len(self.begun)}", 1.0)] * len(prompts)
+            return [Reply(f"x{len(self.beginnings)}", 1.0)] * len(prompts)
 
-    parrot = Parrot()
+    model = FakeModel()
     # Three rounds, of 4, 8 and 16 characters.
-    replies = staircase_answers(parrot, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
+    replies = staircase_answers(model, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
     assert replies == ["x1x2x3"]
-    assert parrot.begun[:2] == begun
-    assert parrot.prompts[2][2:5:2] == ["x1", turn]
+    assert model.beginnings[:2] == beginnings
+    assert model.prompts[2][2:5:2] == ["x1", turn]

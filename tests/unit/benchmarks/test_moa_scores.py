@@ -1,4 +1,4 @@
-"""What answers to many questions come to."""
+"""Test the figures of ``flashmoa bench moa`` and their tables."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from io import StringIO
 
 import pytest
 from flashmoa_bench.moa.prompt_tokens import PromptTokens
-from flashmoa_bench.moa.scores import Answered, summarise, verdict
+from flashmoa_bench.moa.scores import ScoredAnswer, summarise, verdict
 from flashmoa_bench.moa.tables import show
 from flashmoa_bench.moa.ways import MixtureOutcome, MixtureWay
 from rich.console import Console
 
 
-def answered(number: int, group: str, score: float, seconds: float | None) -> Answered:
+def make_answer(number: int, group: str, score: float, seconds: float | None) -> ScoredAnswer:
     if seconds is None:
-        return Answered(f"{number}", group, score, None)
+        return ScoredAnswer(f"{number}", group, score, None)
     outcome = MixtureOutcome(
         "text",
         seconds,
@@ -26,12 +26,12 @@ def answered(number: int, group: str, score: float, seconds: float | None) -> An
         decisions=[0.1, 0.3],
         deciding=0.5,
     )
-    return Answered(f"{number}", group, score, outcome)
+    return ScoredAnswer(f"{number}", group, score, outcome)
 
 
-TIMED: dict[MixtureWay, list[Answered]] = {
-    "all-to-all": [answered(1, "easy", 1, 4.0), answered(2, "hard", 0, 10.0)],
-    "full": [answered(1, "easy", 1, 1.0), answered(2, "hard", 1, 5.0)],
+TIMED: dict[MixtureWay, list[ScoredAnswer]] = {
+    "all-to-all": [make_answer(1, "easy", 1, 4.0), make_answer(2, "hard", 0, 10.0)],
+    "full": [make_answer(1, "easy", 1, 1.0), make_answer(2, "hard", 1, 5.0)],
 }
 
 
@@ -44,9 +44,9 @@ def test_latencies_are_compared_question_by_question() -> None:
 
 
 def test_scores_are_means_of_groups_and_of_all() -> None:
-    scored: dict[MixtureWay, list[Answered]] = {
-        "all-to-all": [answered(n, "easy", n % 2, 1.0) for n in range(4)],
-        "full": [answered(0, "easy", 1, 1.0), answered(1, "hard", 0, None)],
+    scored: dict[MixtureWay, list[ScoredAnswer]] = {
+        "all-to-all": [make_answer(n, "easy", n % 2, 1.0) for n in range(4)],
+        "full": [make_answer(0, "easy", 1, 1.0), make_answer(1, "hard", 0, None)],
     }
     base, full = summarise(TIMED, scored, "all-to-all", "one layer")
     assert base.accuracy == {"easy": 0.5, "all": 0.5}
@@ -59,12 +59,12 @@ def test_early_exit_reports_unused_proposers_and_decision_time() -> None:
     full = summarise(TIMED, TIMED, "all-to-all", "one layer")[1]
     assert full.used["small"] == {"easy": 1, "hard": 1, "all": 1}
     assert full.used["large"]["all"] == pytest.approx(1 / 3)
-    # Half a second of one second, and of five.
+    # The delay is half a second of one second, and of five seconds.
     assert full.deciding_on_path == pytest.approx((0.5 + 0.1) / 2)
     assert full.decision == pytest.approx(0.2)
 
 
-def test_prompt_tokens_are_shown_by_agent_and_unknown_ones_stay_unknown() -> None:
+def test_prompt_tokens_are_averaged_by_agent_and_unknown_ones_printed_as_such() -> None:
     full = summarise(TIMED, None, "all-to-all", "one layer")[1]
     assert full.prompts == {
         "1.1": PromptTokens(50, 0, None, None),
@@ -79,17 +79,17 @@ def test_prompt_tokens_are_shown_by_agent_and_unknown_ones_stay_unknown() -> Non
 
 @pytest.mark.parametrize(("mixed", "told"), [(0, "not more"), (1, "more")])
 def test_verdict_compares_mixtures_with_the_best_model_alone(mixed: float, told: str) -> None:
-    scored: dict[MixtureWay, list[Answered]] = {
-        "small": [answered(1, "easy", 0, 1.0)],
-        "large": [answered(1, "easy", 0.5, 1.0)],
-        "tree": [answered(1, "easy", 0, 1.0)],
-        "full": [answered(1, "easy", mixed, 1.0)],
+    scored: dict[MixtureWay, list[ScoredAnswer]] = {
+        "small": [make_answer(1, "easy", 0, 1.0)],
+        "large": [make_answer(1, "easy", 0.5, 1.0)],
+        "tree": [make_answer(1, "easy", 0, 1.0)],
+        "full": [make_answer(1, "easy", mixed, 1.0)],
     }
     said = verdict(summarise(scored, scored, "tree", "tree"))
     assert said is not None and f"is {told} accurate than large alone (50.0%)" in said
     assert verdict(summarise(TIMED, TIMED, "full", "full")) is None
 
 
-def test_timed_questions_tell_which_proposers_were_used_if_none_are_scored() -> None:
+def test_used_shares_are_those_of_timed_questions_if_none_are_scored() -> None:
     full = summarise(TIMED, None, "all-to-all", "one layer")[1]
     assert not full.accuracy and full.used == summarise(TIMED, TIMED, "full", "full")[1].used

@@ -1,4 +1,4 @@
-"""The pure parts of `flashmoa bench prefill-only`."""
+"""Test the pure parts of ``flashmoa bench prefill-only``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import argparse
 import pytest
 from flashmoa_bench.harness.report import terminal
 from flashmoa_bench.harness.routers import OURS as ROUTER
-from flashmoa_bench.prefill.benchmark import GOALS, OURS, mixed
+from flashmoa_bench.prefill.benchmark import GOALS, OURS, make_requests
 from flashmoa_bench.prefill.mix import mix, prompts
 from flashmoa_bench.prefill.passes import (
     Agreement,
-    AskFunction,
     PrefillAnswer,
     PrefillPass,
     PrefillRequest,
+    SendFunction,
     agreement,
     play,
     show,
@@ -27,7 +27,7 @@ from flashmoa.router.blocks import token_blocks
 OPTIONS = argparse.Namespace(scale=0.002, lengths=0.5, longest=2000, spread=0.05, seed=3)
 
 
-def answer(token: int, logprob: float | None = None, seconds: float = 1.0) -> PrefillAnswer:
+def make_answer(token: int, logprob: float | None = None, seconds: float = 1.0) -> PrefillAnswer:
     return PrefillAnswer(token, logprob, prompt_tokens=100, cached_tokens=40, seconds=seconds)
 
 
@@ -37,14 +37,14 @@ def test_the_mix_as_tokens_is_the_mix_as_blocks() -> None:
     assert [ask.blocks for ask in asks] == [token_blocks(prompt.tokens) for prompt in whole]
 
 
-def test_a_smaller_mix_keeps_what_is_shared_and_fits_a_model() -> None:
-    requests = mixed(OPTIONS)
+def test_a_smaller_mix_still_shares_prefixes_and_fits_a_model() -> None:
+    requests = make_requests(OPTIONS)
     assert len(requests) == 147
     assert max(len(request.ids) for request in requests) <= OPTIONS.longest
     assert all(1000 <= token < 4000 for request in requests for token in request.ids)
     tokens = sum(len(request.ids) for request in requests)
     assert 0.3 < unique_tokens(requests) / tokens < 0.9
-    assert mixed(OPTIONS) == requests
+    assert make_requests(OPTIONS) == requests
 
 
 def test_unique_tokens_are_those_of_a_radix_tree() -> None:
@@ -52,21 +52,23 @@ def test_unique_tokens_are_those_of_a_radix_tree() -> None:
     assert unique_tokens([PrefillRequest(str(ids), ids) for ids in prompts]) == 3 + 2 + 1
 
 
-def test_answers_agree_in_their_token_and_in_how_likely_it_is() -> None:
-    expected = {"a": answer(1, -1.0), "b": answer(2, -2.0)}
+def test_agreement_compares_tokens_and_log_probabilities() -> None:
+    expected = {"a": make_answer(1, -1.0), "b": make_answer(2, -2.0)}
     passes = [
-        PrefillPass(1.0, {"a": answer(1), "b": answer(2)}),
-        PrefillPass(1.0, {"a": answer(1, -1.25), "b": answer(3, -2.0)}),
+        PrefillPass(1.0, {"a": make_answer(1), "b": make_answer(2)}),
+        PrefillPass(1.0, {"a": make_answer(1, -1.25), "b": make_answer(3, -2.0)}),
     ]
     assert agreement(expected, passes) == Agreement(answers=4, same=3, logprob=0.25)
     assert agreement(expected, passes[:1]).logprob is None
 
 
-def test_gains_are_those_of_the_medians(capsys: pytest.CaptureFixture[str]) -> None:
-    expected = {"a": answer(1, -1.0)}
+def test_gains_are_ratios_of_median_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = {"a": make_answer(1, -1.0)}
     passes = {
-        "fcfs": [PrefillPass(seconds, {"a": answer(1)}) for seconds in (3.0, 2.0, 9.0)],
-        OURS: [PrefillPass(seconds, {"a": answer(1, -1.0, 0.5)}) for seconds in (2.0, 1.0, 2.0)],
+        "fcfs": [PrefillPass(seconds, {"a": make_answer(1)}) for seconds in (3.0, 2.0, 9.0)],
+        OURS: [
+            PrefillPass(seconds, {"a": make_answer(1, -1.0, 0.5)}) for seconds in (2.0, 1.0, 2.0)
+        ],
     }
     stock, ours = summarise(passes, "fcfs", expected, unique=50)
     assert (stock.gain, ours.gain) == (1.0, 1.5)
@@ -78,17 +80,17 @@ def test_gains_are_those_of_the_medians(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.anyio
-async def test_ways_take_turns_and_each_request_is_asked_once() -> None:
-    asked: list[tuple[str, str]] = []
+async def test_senders_take_turns_and_each_request_is_sent_once() -> None:
+    sent: list[tuple[str, str]] = []
 
-    def way(name: str) -> AskFunction:
-        async def ask(request: PrefillRequest) -> PrefillAnswer:
-            asked.append((name, request.name))
-            return answer(1)
+    def make_sender(name: str) -> SendFunction:
+        async def send(request: PrefillRequest) -> PrefillAnswer:
+            sent.append((name, request.name))
+            return make_answer(1)
 
-        return ask
+        return send
 
     requests = [PrefillRequest(str(number), [number]) for number in range(5)]
-    done = await play([way("x"), way("y")], requests, at_once=2)
-    assert asked == [("x", "0"), ("y", "1"), ("x", "2"), ("y", "3"), ("x", "4")]
+    done = await play([make_sender("x"), make_sender("y")], requests, limit=2)
+    assert sent == [("x", "0"), ("y", "1"), ("x", "2"), ("y", "3"), ("x", "4")]
     assert (done.prompt_tokens, done.computed_tokens) == (500, 300)

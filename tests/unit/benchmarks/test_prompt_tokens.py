@@ -1,9 +1,9 @@
-"""What engines say of prompts, and what they leave out."""
+"""Test how prompt tokens are counted from what engines report and omit."""
 
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens, layers
+from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens, group_by_layer
 
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.wire import StreamUse
@@ -15,11 +15,11 @@ STREAM = StreamUse(id="s", status="hit")
 @pytest.mark.parametrize(
     ("usage", "reports", "expected"),
     [
-        # Stock SGLang says nothing of what is cached, or leaves out that it is nothing.
+        # Stock SGLang does not report cached tokens, or omits their number if it is 0.
         ({}, False, PromptTokens(100, 0, None, None)),
         ({}, True, PromptTokens(100, 0, 0, 100)),
         ({"cached_tokens": 40}, True, PromptTokens(100, 0, 40, 60)),
-        # The plugin always says it of requests with a stream.
+        # The plugin always reports them for requests with a stream.
         (
             {"cached_tokens": 90, "streamed_tokens": 70, "prompt_stream": STREAM},
             False,
@@ -32,7 +32,7 @@ def test_tokens_that_an_engine_does_not_report_are_unknown(
     usage: dict[str, object], reports: bool, expected: PromptTokens
 ) -> None:
     told = PromptUsage.model_validate({"prompt_tokens": 100, "completion_tokens": 1, **usage})
-    assert PromptTokens.of(told, reports) == expected
+    assert PromptTokens.from_usage(told, reports) == expected
 
 
 def test_a_total_is_unknown_if_one_part_is() -> None:
@@ -53,4 +53,4 @@ def test_tokens_are_counted_by_agent_with_all_rounds_of_a_staircase() -> None:
     call("1.2", "http://silent")
     found = prompts.by_agent
     assert found == {"1.2": PromptTokens(10, 0, None, None), "2.1": PromptTokens(20, 0, 0, 20)}
-    assert layers(found) == {1: [found["1.2"]], 2: [found["2.1"]]}
+    assert group_by_layer(found) == {1: [found["1.2"]], 2: [found["2.1"]]}

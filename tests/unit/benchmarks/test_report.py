@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: grids, bounds, summaries, pictures."""
+"""Test the pure parts of the benchmarks of links: grids, bounds, summaries, pictures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from flashmoa_bench.harness.command_line import command_line
-from flashmoa_bench.harness.engines import Role, _urls
-from flashmoa_bench.harness.rounds import alternating, gaps, percentile
+from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.engines import Role, _given_urls
+from flashmoa_bench.harness.rounds import alternate, gaps, percentile
 from flashmoa_bench.linking import (
     ablation,
     chunk,
@@ -21,29 +21,31 @@ from flashmoa_bench.linking import (
     latency,
     schedule,
 )
-from flashmoa_bench.linking.overlap import LINKED, HandoffCell, cell, summarise
+from flashmoa_bench.linking.overlap import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
-from flashmoa_bench.linking.schedule import KINDS, workflows
+from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
 
 from flashmoa.engine import EngineError
 
 WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
 
 
-def rounds(*seconds: float, floor: float | None = None, computed: int = 0) -> list[PipelineRound]:
+def make_rounds(
+    *seconds: float, floor: float | None = None, computed: int = 0
+) -> list[PipelineRound]:
     return [PipelineRound(value, 3.0, computed, floor) for value in seconds]
 
 
-def a_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> HandoffCell:
+def make_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> HandoffCell:
     measured = {
-        "fcfs": rounds(fcfs),
-        "lpm": rounds(lpm),
-        LINKED: rounds(linked, floor=0.1),
+        "fcfs": make_rounds(fcfs),
+        "lpm": make_rounds(lpm),
+        LINKED: make_rounds(linked, floor=0.1),
     }
-    return cell(workload, measured)
+    return summarise_cell(workload, measured)
 
 
-def grid(*arguments: str) -> list[Workload]:
+def parse_grid(*arguments: str) -> list[Workload]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--full", action="store_true")
     for name, kind in (("tps", float), ("prefix", int), ("upstream", int), ("concurrency", int)):
@@ -52,23 +54,23 @@ def grid(*arguments: str) -> list[Workload]:
 
 
 def test_the_default_grid_has_24_cells_and_the_full_one_240() -> None:
-    assert len(set(grid())) == 24
-    assert len(set(grid("--full"))) == 240
+    assert len(set(parse_grid())) == 24
+    assert len(set(parse_grid("--full"))) == 240
 
 
 def test_every_dimension_of_the_grid_can_be_set() -> None:
     chosen = ["--tps", "5", "--prefix", "7", "8", "--upstream", "9", "--concurrency", "3"]
-    assert grid(*chosen) == [Workload(5, 7, 9, 3), Workload(5, 8, 9, 3)]
+    assert parse_grid(*chosen) == [Workload(5, 7, 9, 3), Workload(5, 8, 9, 3)]
 
 
-def test_a_workload_counts_what_it_shares_once() -> None:
+def test_a_workload_counts_shared_tokens_once() -> None:
     assert WORKLOAD.decode_seconds == 2.0
     assert WORKLOAD.unique_tokens == 100 + 2 * (21 + 10)
     assert WORKLOAD.pool_tokens > 2 * (100 + 21 + 10)
 
 
-def test_the_bound_is_the_shorter_phase_without_what_cannot_be_hidden() -> None:
-    short_prefill = a_cell(fcfs=3.2, lpm=3.0, linked=2.2)
+def test_the_bound_is_the_shorter_phase_without_the_floor() -> None:
+    short_prefill = make_cell(fcfs=3.2, lpm=3.0, linked=2.2)
     assert short_prefill.sequential == 3.0
     assert short_prefill.prefill == pytest.approx(1.0)
     assert short_prefill.bound == pytest.approx(0.9)
@@ -77,29 +79,29 @@ def test_the_bound_is_the_shorter_phase_without_what_cannot_be_hidden() -> None:
         "fcfs": pytest.approx(3.2 / 2.2),
         "lpm": pytest.approx(3.0 / 2.2),
     }
-    short_decode = a_cell(fcfs=9.0, lpm=9.0, linked=7.0)
+    short_decode = make_cell(fcfs=9.0, lpm=9.0, linked=7.0)
     assert short_decode.bound == pytest.approx(2.0)
     assert short_decode.hidden_fraction == pytest.approx(1.0)
 
 
-def test_nothing_to_hide_has_no_fraction() -> None:
-    nothing = a_cell(fcfs=2.05, lpm=2.05, linked=2.05)
+def test_a_cell_with_nothing_to_hide_has_no_hidden_fraction() -> None:
+    nothing = make_cell(fcfs=2.05, lpm=2.05, linked=2.05)
     assert nothing.hidden_fraction is None
     assert not nothing.is_worth_hiding
 
 
-def test_cells_are_medians_of_their_rounds() -> None:
-    measured = {"fcfs": rounds(1, 9, 4), LINKED: rounds(3, 2, 8, floor=0.1)}
-    assert cell(WORKLOAD, measured).seconds == {"fcfs": 4, LINKED: 3}
+def test_a_cell_has_the_medians_of_its_rounds() -> None:
+    measured = {"fcfs": make_rounds(1, 9, 4), LINKED: make_rounds(3, 2, 8, floor=0.1)}
+    assert summarise_cell(WORKLOAD, measured).seconds == {"fcfs": 4, LINKED: 3}
 
 
-def test_the_summary_counts_wins_and_what_was_hidden() -> None:
+def test_the_grid_summary_counts_won_and_well_hidden_cells() -> None:
     cells = [
-        a_cell(3.2, 3.0, 2.1),
-        a_cell(3.2, 3.0, 3.1),
-        a_cell(2.15, 2.15, 2.1),
+        make_cell(3.2, 3.0, 2.1),
+        make_cell(3.2, 3.0, 3.1),
+        make_cell(2.15, 2.15, 2.1),
     ]
-    total = summarise(cells)
+    total = summarise_grid(cells)
     assert total.cells == 3
     assert total.won == {"fcfs": 3, "lpm": 2}
     assert total.worth_hiding == 2
@@ -111,7 +113,7 @@ def test_the_summary_counts_wins_and_what_was_hidden() -> None:
 
 def test_the_heat_map_is_svg_with_a_tile_per_cell_and_baseline() -> None:
     cells = [
-        a_cell(3, 3, 2, Workload(10, prefix, 21, count)) for prefix in (5, 6) for count in (1, 2)
+        make_cell(3, 3, 2, Workload(10, prefix, 21, count)) for prefix in (5, 6) for count in (1, 2)
     ]
     picture = ElementTree.fromstring(heatmap.draw(cells, "a < b & c"))
     tag = "{http://www.w3.org/2000/svg}"
@@ -121,7 +123,7 @@ def test_the_heat_map_is_svg_with_a_tile_per_cell_and_baseline() -> None:
     assert {"10/5/21", "10/6/21", "vs fcfs", "vs lpm", "C=1", "C=2"} <= set(texts)
 
 
-def test_colours_go_from_red_over_white_to_blue() -> None:
+def test_colours_go_from_red_through_white_to_blue() -> None:
     assert heatmap.colour(1.0, 2.0) == heatmap.colour(1.0, 1.0) == "#f7f7f7"
     assert heatmap.colour(2.0, 2.0) == "#2166ac"
     assert heatmap.colour(0.5, 2.0) == heatmap.colour(0.1, 2.0) == "#b2182b"
@@ -137,26 +139,26 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert gaps([1, 2, 4]) == [1, 2]
 
 
-def test_every_way_is_measured_first_as_often_as_any() -> None:
-    assert alternating(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+def test_alternate_lets_every_way_go_first_equally_often() -> None:
+    assert alternate(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
-def test_ablation_rows_stand_beside_the_papers() -> None:
+def test_ablation_rows_have_the_papers_figures_for_its_workloads() -> None:
     workload = Workload(50, 2000, 200, 8)
     unique = workload.unique_tokens
     measured = {
-        "baseline": rounds(10, 12, 11, computed=3 * unique),
-        "batched": rounds(12, computed=4 * unique),
-        "streaming": rounds(6, computed=2 * unique),
-        "full": rounds(5, floor=0.2, computed=unique),
+        "baseline": make_rounds(10, 12, 11, computed=3 * unique),
+        "batched": make_rounds(12, computed=4 * unique),
+        "streaming": make_rounds(6, computed=2 * unique),
+        "full": make_rounds(5, floor=0.2, computed=unique),
     }
-    row = ablation.row(workload, measured)
+    row = ablation.summarise_row(workload, measured)
     assert row.seconds == {"baseline": 11, "batched": 12, "streaming": 6, "full": 5}
     assert row.duplicates == {"baseline": 3, "batched": 4, "streaming": 2, "full": 1}
     assert row.speedup == {"baseline": pytest.approx(2.2), "batched": pytest.approx(2.4)}
     assert row.paper == {"baseline": 10.10, "streaming": 5.32, "full": 4.20}
-    assert ablation.row(Workload(50, 2000, 30, 8), measured).paper is None
-    assert ablation.row(WORKLOAD, measured).paper is None
+    assert ablation.summarise_row(Workload(50, 2000, 30, 8), measured).paper is None
+    assert ablation.summarise_row(WORKLOAD, measured).paper is None
 
 
 def test_chunks_are_compared_with_a_single_pass() -> None:
@@ -172,17 +174,17 @@ def test_chunks_are_compared_with_a_single_pass() -> None:
     assert (single.over_single_pass, single.last_over_first) == (1.0, None)
 
 
-def test_few_workflows_at_once_still_are_of_every_kind() -> None:
+def test_small_batches_of_workflows_together_have_every_kind() -> None:
     dice = random.Random(0)
-    assert [len(batch) for batch in schedule.batches(1, dice, shared=True)] == [1] * len(KINDS)
-    assert [len(batch) for batch in schedule.batches(10, dice, shared=True)] == [10]
+    assert [len(batch) for batch in make_batches(1, dice, shared=True)] == [1] * len(KINDS)
+    assert [len(batch) for batch in make_batches(10, dice, shared=True)] == [10]
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_workflows_share_prefixes_where_told_to_and_nothing_else(shared: bool) -> None:
+def test_workflows_share_prefixes_if_asked_to_and_nothing_else(shared: bool) -> None:
     count = len(KINDS) + 1
-    made = workflows(count, random.Random(0), shared=shared)
-    first, again = made[0], made[-1]
+    workflows = make_workflows(count, random.Random(0), shared=shared)
+    first, again = workflows[0], workflows[-1]
     assert (first[1].prefix == again[1].prefix) is shared
     assert first[1].suffix != again[1].suffix
     assert first[0].prefix != again[0].prefix
@@ -197,46 +199,50 @@ def test_schedules_are_compared_with_fcfs() -> None:
 
 
 def test_throughput_is_compared_pair_by_pair() -> None:
-    flow = interference.throughput([100, 200, 50], [99, 220, 49])
-    assert (flow.stock, flow.plugin) == (100, 99)
-    assert flow.ratio == pytest.approx(0.99)
-    assert len(flow.ratios) == 3
+    throughput = interference.compare([100, 200, 50], [99, 220, 49])
+    assert (throughput.stock, throughput.plugin) == (100, 99)
+    assert throughput.ratio == pytest.approx(0.99)
+    assert len(throughput.ratios) == 3
 
 
-def test_latency_beside_streams_is_compared_by_medians_of_rounds() -> None:
-    alone = [latency.DecodedBeside((1.0, 1.0, 2.0), 0.0)]
-    beside = [latency.DecodedBeside((2.0, 2.0, 6.0), 30.0)]
+def test_latencies_alone_and_beside_streams_are_compared() -> None:
+    alone = [latency.LatencyRound((1.0, 1.0, 2.0), 0.0)]
+    beside = [latency.LatencyRound((2.0, 2.0, 6.0), 30.0)]
     found = latency.compare(alone, beside)
     assert (found.median_ratio, found.p99_ratio) == (2, 3)
     assert found.beside.stream_tokens_per_second == 30
 
 
-def test_running_engines_must_be_complete() -> None:
+def test_urls_must_be_given_for_all_engines_that_are_not_optional() -> None:
     roles = [
         Role("stock", plugin=False),
         Role("lpm", plugin=False, optional=True),
         Role("flashmoa", plugin=True),
     ]
-    parser = command_line("x", "y", roles)
-    assert _urls(roles, parser.parse_args([])) == {}
+    parser = make_parser("x", "y", roles)
+    assert _given_urls(roles, parser.parse_args([])) == {}
     with pytest.raises(EngineError, match="--flashmoa-url"):
-        _urls(roles, parser.parse_args(["--stock-url", "http://a:1"]))
+        _given_urls(roles, parser.parse_args(["--stock-url", "http://a:1"]))
     given = parser.parse_args(["--stock-url", "http://a:1", "--flashmoa-url", "http://b:1"])
-    assert list(_urls(roles, given)) == ["stock", "flashmoa"]
+    assert list(_given_urls(roles, given)) == ["stock", "flashmoa"]
 
 
-def test_pictures_are_svg(tmp_path: Path) -> None:
+def test_handoff_refuses_a_picture_that_is_not_svg(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         handoff.main(["--picture", str(tmp_path / "map.png")])
 
 
-def test_an_upstream_that_decodes_has_no_pace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_handoff_refuses_a_pace_for_an_upstream_that_decodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         handoff.main(["--upstream-decodes", "--tps", "50"])
     assert "--upstream-decodes starts its engines" in capsys.readouterr().err
 
 
-def test_pressure_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interference_refuses_pressure_with_other_measurements(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         interference.main(["--measure", "latency", "pressure"])
     assert "measure it by itself" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The policies that ours is compared with."""
+"""Test the routing policies that ours is compared with."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_cache_aware_follows_a_long_prefix_unless_requests_are_uneven() -> None:
     stock.join("b", EngineTraits())
     shared, other = [1] * 40, [2] * 40
     first = place(stock, "0", blocks([*shared, 5]))
-    # The same prefix, and then one of which less than 0.3 is known: the engine with fewer requests.
+    # First the same prefix, then a prompt with less than 0.3 known: the engine with fewer requests.
     assert place(stock, "1", blocks([*shared, 6])) == first
     assert place(stock, "2", blocks([*shared[:8], *other])) != first
     for number in range(3, 70):
         place(stock, str(number), blocks([*shared, 5]))
-    # 64 more than the other, and more than one and a half times as many.
+    # The engine has 64 requests more than the other one, and more than 1.5 times its number.
     assert stock.running[first or ""] == 66
     assert place(stock, "70", blocks([*shared, 5])) != first

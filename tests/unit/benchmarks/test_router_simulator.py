@@ -1,4 +1,4 @@
-"""The simulated engines and the mix they are given, on cases small enough to compute by hand."""
+"""Test the simulated engines and their mix of requests, on cases that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ from flashmoa.router.flops import TokenCount
 from flashmoa.router.policies import RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 
-# Ten tokens a second, a hundred at a time.
+# It computes ten tokens a second, and at most 100 in a forward.
 MACHINE = Machine(TokenCount(), rate=10.0, batch_tokens=100, cache_blocks=1000)
 
 
-def ask(name: str, *parts: tuple[int, int]) -> MixRequest:
-    """``parts``: (token, how often)."""
+def make_request(name: str, *parts: tuple[int, int]) -> MixRequest:
+    """Make a request whose prompt repeats each token: ``parts`` are (token, repetitions)."""
     return MixRequest(
         name, "", token_blocks([token for token, count in parts for _ in range(count)])
     )
 
 
-def engines(count: int, machine: Machine = MACHINE) -> dict[str, Machine]:
+def make_engines(count: int, machine: Machine = MACHINE) -> dict[str, Machine]:
     return {f"e{number}": machine for number in range(count)}
 
 
-SIBLINGS = [ask("a", (1, 32), (2, 8)), ask("b", (1, 32), (3, 8))]
+SIBLINGS = [make_request("a", (1, 32), (2, 8)), make_request("b", (1, 32), (3, 8))]
 
 
 def test_siblings_in_one_forward_compute_their_prefix_once() -> None:
-    outcome = replay(SIBLINGS, RoundRobin(), engines(1), concurrency=2)
+    outcome = replay(SIBLINGS, RoundRobin(), make_engines(1), concurrency=2)
     assert (outcome.tokens, outcome.cached, outcome.work) == (80, 32, 48)
     assert (outcome.seconds, outcome.steps, outcome.imbalance) == (4.8, 1, 1.0)
     assert (outcome.throughput, outcome.hit_rate) == (pytest.approx(80 / 4.8), 0.4)
     assert best_hit_rate(one.blocks for one in SIBLINGS) == 0.4
 
 
-def test_siblings_on_two_engines_compute_it_twice() -> None:
-    outcome = replay(SIBLINGS, RoundRobin(), engines(2), concurrency=2)
+def test_siblings_on_two_engines_compute_their_prefix_twice() -> None:
+    outcome = replay(SIBLINGS, RoundRobin(), make_engines(2), concurrency=2)
     assert (outcome.cached, outcome.work, outcome.seconds, outcome.steps) == (0, 80, 4.0, 2)
 
 
 def test_a_long_prompt_is_chunked_and_a_short_forward_takes_its_floor() -> None:
     machine = Machine(TokenCount(), 10.0, batch_tokens=16, cache_blocks=1000, floor=1.0)
-    outcome = replay([ask("a", (1, 40))], RoundRobin(), engines(1, machine), concurrency=1)
-    # 1.6 + 1.6 s, and 1 s for the last 8 tokens.
+    outcome = replay(
+        [make_request("a", (1, 40))], RoundRobin(), make_engines(1, machine), concurrency=1
+    )
+    # The forwards take 1.6 s, 1.6 s, and 1 s for the last 8 tokens.
     assert (outcome.steps, outcome.seconds) == (3, pytest.approx(4.2))
 
 
 @pytest.mark.parametrize(("blocks", "cached"), [(2, 0), (4, 31)])
-def test_a_small_cache_forgets(blocks: int, cached: int) -> None:
+def test_a_cache_that_is_too_small_loses_the_prefix(blocks: int, cached: int) -> None:
     machine = Machine(TokenCount(), 10.0, batch_tokens=100, cache_blocks=blocks)
-    asks = [ask("a", (1, 32)), ask("b", (2, 32)), ask("c", (1, 32))]
-    assert replay(asks, RoundRobin(), engines(1, machine), concurrency=1).cached == cached
+    asks = [make_request("a", (1, 32)), make_request("b", (2, 32)), make_request("c", (1, 32))]
+    assert replay(asks, RoundRobin(), make_engines(1, machine), concurrency=1).cached == cached
 
 
 def test_the_cache_evicts_ends_of_the_least_recently_used_prompt_first() -> None:
@@ -69,15 +71,15 @@ def test_the_cache_evicts_ends_of_the_least_recently_used_prompt_first() -> None
     assert cache.match([1, 2]) == 1 and cache.match([3, 4]) == 2
 
 
-def test_prefixes_stay_together_under_a_queue() -> None:
+def test_prefix_aware_routing_keeps_prefixes_together_under_a_queue() -> None:
     documents = [
-        ask(f"{document}-{number}", (document, 160), (100 + number, 16))
+        make_request(f"{document}-{number}", (document, 160), (100 + number, 16))
         for number in range(8)
         for document in range(4)
     ]
     policies = {"ours": PrefixAware(), "paper": PrefixAware(patience=0), "turn": RoundRobin()}
     hits = {
-        name: replay(documents, policy, engines(3), saturation=200, concurrency=12).hit_rate
+        name: replay(documents, policy, make_engines(3), saturation=200, concurrency=12).hit_rate
         for name, policy in policies.items()
     }
     best = best_hit_rate(one.blocks for one in documents)
@@ -86,7 +88,7 @@ def test_prefixes_stay_together_under_a_queue() -> None:
 
 
 @pytest.mark.parametrize("dataset", TABLE_2, ids=lambda one: one.name)
-def test_lengths_have_the_paper_s_range_and_mean(dataset: object) -> None:
+def test_lengths_have_the_papers_range_and_mean(dataset: object) -> None:
     assert isinstance(dataset, type(TABLE_2[0]))
     dice = random.Random(0)
     lengths = [dataset.length(dice) for _ in range(20_000)]
@@ -94,14 +96,14 @@ def test_lengths_have_the_paper_s_range_and_mean(dataset: object) -> None:
     assert sum(lengths) / len(lengths) == pytest.approx(dataset.tokens / dataset.requests, rel=0.05)
 
 
-def test_the_mix_has_each_dataset_s_part_and_is_the_same_for_a_seed() -> None:
+def test_the_mix_has_each_datasets_share_and_is_the_same_for_a_seed() -> None:
     asks = mix(0.01, 0.05, 3)
     assert len(asks) == 738 and asks == mix(0.01, 0.05, 3) != mix(0.01, 0.05, 4)
     assert sum(one.dataset == "MMLU" for one in asks) == 240
     assert len({one.name for one in asks}) == len(asks)
 
 
-def test_the_bench_ranks_policies_and_saves_what_it_shows(
+def test_the_benchmark_ranks_policies_and_saves_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "router.json"
@@ -116,21 +118,23 @@ def test_the_bench_ranks_policies_and_saves_what_it_shows(
     assert all(name.split(",")[0] in shown for name in rows)
 
 
-def test_a_live_round_has_its_requests_about_documents_and_others() -> None:
+def test_a_live_round_has_requests_about_documents_and_others() -> None:
     options = argparse.Namespace(documents=2, siblings=3, others=4, words=50)
-    texts = live.prompts(options, 0)
-    assert len(texts) == 10 and texts == live.prompts(options, 0) != live.prompts(options, 1)
+    texts = live.make_prompts(options, 0)
+    assert len(texts) == 10 and texts == live.make_prompts(options, 0) != live.make_prompts(
+        options, 1
+    )
     starts = [text[:300] for text in texts]
     assert sorted(starts.count(start) for start in set(starts)) == [1, 1, 1, 1, 3, 3]
 
 
-def test_a_live_router_has_a_name() -> None:
-    assert live._named("ours=http://a:1/") == ("ours", "http://a:1")
+def test_a_running_router_is_given_as_name_and_url() -> None:
+    assert live._parse_named_url("ours=http://a:1/") == ("ours", "http://a:1")
     with pytest.raises(argparse.ArgumentTypeError, match="NAME=URL"):
-        live._named("http://a:1")
+        live._parse_named_url("http://a:1")
 
 
-def test_running_routers_need_their_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_routers_need_the_engines_urls(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark.parse(["--router", "ours=http://a:1"])
     assert "both --engine URL and --router NAME=URL" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_without_autogen() -> None:
     assert error.endswith("pip install 'flashmoa[autogen]'")
 
 
-def test_a_benchmark_without_the_plugin() -> None:
+def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
     script = "from flashmoa.cli import bench; sys.exit(bench.main(['chunk']))"
     assert error_without("flashmoa_sglang", script).endswith("give engines' URLs")
 
@@ -95,7 +95,7 @@ def client_of_server(status: int, **content: object) -> EngineClient:
     return client
 
 
-async def test_a_lost_connection_has_a_reason() -> None:
+async def test_a_lost_connection_is_reported_with_its_reason() -> None:
     def lost(_: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("")
 

@@ -57,7 +57,7 @@ def test_installation_is_ok_without_importing_torch_or_sglang() -> None:
     assert findings["SGLang"]["level"] == "ok" and findings["internals"]["level"] == "ok"
 
 
-def test_old_sglang_is_to_be_fixed() -> None:
+def test_an_old_sglang_is_reported_as_a_problem() -> None:
     old = installation.check_release("0.4.6")
     assert old.level == "fix" and all(release in old.text for release in releases.TESTED)
     assert installation.check_release("0.5.19").level == "note"
@@ -79,7 +79,7 @@ def test_missing_internal_of_an_optional_feature_is_a_note(monkeypatch: pytest.M
     monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
     (found,) = installation.check_internals()
     assert found.level == "note" and "--flashmoa-asyncep needs that" in found.text
-    # Without a GPU every engine is on a CPU.
+    # Without a GPU, every engine runs on a CPU.
     monkeypatch.setattr(internals, "installed", lambda: Renamed("PlatformEnum"))
     for gpus, level in ((["nvidia0"], "note"), ([], "fix")):
         monkeypatch.setattr(installation, "accelerators", lambda gpus=gpus: gpus)
@@ -122,7 +122,7 @@ async def test_url_without_an_engine(url: str, text: str, remedy: str) -> None:
     assert finding.level == "fix" and text in finding.text and remedy in finding.remedy
 
 
-async def test_server_that_is_not_an_engine(other_server: str) -> None:
+async def test_a_server_that_is_not_an_engine_is_a_problem(other_server: str) -> None:
     (finding,) = await check_engine(EngineToCheck(other_server))
     assert (finding.level, finding.text) == ("fix", f"{other_server} answers, but is not an engine")
 

@@ -67,7 +67,7 @@ class FaultyEngine:
             await send(client, 200, _completion(OTHER if fate == "other" else WORDS))
 
 
-# Seconds before each word.
+# Pause before each word, in seconds.
 _SLOW = 0.15
 _ERROR = {"object": "error", "message": "busy", "type": "Busy", "param": None}
 _REASONS = {200: b"OK"}

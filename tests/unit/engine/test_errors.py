@@ -1,4 +1,4 @@
-"""Refusals of engines as exceptions, and all exceptions as one tree."""
+"""Test that engines' refusals become exceptions, and that all exceptions form one tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused(status: int, body: Any) -> errors.EngineError:
 
 
 @pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_server_errors_keep_their_name_on_the_client(kind: type[ApiError]) -> None:
+def test_a_server_error_has_the_same_class_name_on_the_client(kind: type[ApiError]) -> None:
     error = refused(kind.status, kind("Read this.").body())
     assert type(error) is CLIENT_CLASSES.get(kind.__name__) or type(error).__name__ == kind.__name__
     assert "Read this." in str(error)
@@ -45,7 +45,7 @@ def test_code_decides_whatever_the_status(kind: type[ApiError]) -> None:
 
 
 @pytest.mark.parametrize("status", [409, 410, 429])
-def test_status_with_an_unknown_code_is_not_an_error_of_streams(status: int) -> None:
+def test_a_status_of_streams_with_an_unknown_code_is_a_plain_refusal(status: int) -> None:
     error = refused(status, {"error": {"message": "Slow down.", "code": "rate_limit"}})
     assert type(error) is errors.RequestRefused and error.code == "rate_limit"
 
@@ -54,7 +54,7 @@ def test_status_with_an_unknown_code_is_not_an_error_of_streams(status: int) -> 
     ("status", "kind"),
     [(400, errors.MalformedRequest), (413, errors.PromptTooLarge), (503, errors.EngineDraining)],
 )
-def test_status_decides_for_sglangs_own_refusals(
+def test_the_status_decides_for_sglangs_own_refusals(
     status: int, kind: type[errors.RequestRefused]
 ) -> None:
     for body in ({"error": {"message": "No.", "code": status}}, {"message": "No.", "code": status}):
@@ -68,7 +68,7 @@ def exceptions() -> set[type[BaseException]]:
     for module in pkgutil.walk_packages(flashmoa.__path__, "flashmoa.", onerror=lambda _: None):
         try:
             values = vars(importlib.import_module(module.name)).values()
-        except ImportError:  # An extra that is not installed.
+        except ImportError:  # The module belongs to an extra that is not installed.
             continue
         found |= {
             value

@@ -1,4 +1,4 @@
-"""Streamed answers, as an engine sends them."""
+"""Test reading streamed answers as an engine sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted prompts, over chat templates of the main families."""
+"""Test predicted prompts with chat templates of the main model families."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _refuse(reason: str) -> None:
 
 
 def reader(family: str, *, merge: bool, tools: bool) -> Any:
-    """Make an agent that has spoken once already."""
+    """Make an agent that has already spoken once."""
     client = FlashMoAChatCompletionClient(
         model="tiny", base_url="http://127.0.0.1:9", merge_user_messages=merge
     )

@@ -60,7 +60,7 @@ def test_a_cycle_of_causes_is_classified() -> None:
     assert classify_failure(caused(error, caused(KeyError(), error))) == "error"
 
 
-def test_a_single_action_applies_to_all_failures_but_stalls() -> None:
+def test_a_policy_of_one_action_applies_it_to_all_failures_but_stalls() -> None:
     policy = FailurePolicy.of("finalize")
     assert [policy.action(one) for one in ("error", "cancel", "timeout")] == ["finalize"] * 3
     assert policy.action("stall") == "abort"
@@ -80,7 +80,7 @@ def test_invalid_policies_are_refused(arguments: dict[str, Any], message: str) -
         FailurePolicy(**arguments)
 
 
-async def test_a_failed_text_is_read_by_the_readers_policy() -> None:
+async def test_reading_a_failed_text_follows_the_readers_policy() -> None:
     text = Text("draft")
     text.write("so far")
     with pytest.raises(TimeoutError):
@@ -98,7 +98,7 @@ async def test_a_failed_text_is_read_by_the_readers_policy() -> None:
     assert not text.is_complete and f"{text}" == text.mark
 
 
-def test_marks_are_found_and_replaced() -> None:
+def test_marks_of_texts_are_found_and_replaced() -> None:
     texts = {text.mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
     one, two, three = texts
     assert [t.mark for t in find_texts([f"{two} {one}", f"x{two}"], texts)] == [two, one]

@@ -92,7 +92,7 @@ async def test_an_unused_stream_is_released_after_unused_seconds() -> None:
     assert closed.reason == "unused"
 
 
-async def test_a_plugin_without_keep_alive_is_linked() -> None:
+async def test_a_plugin_without_a_keep_alive_route_can_be_linked() -> None:
     async with hung_engine() as engine:
         engine.lacks.add("keep_alive")
         async with linked(engine) as link:
@@ -104,7 +104,7 @@ async def test_a_plugin_without_keep_alive_is_linked() -> None:
             assert not link.is_over
 
 
-async def test_a_stream_that_is_gone_ends_its_link() -> None:
+async def test_an_expired_stream_ends_its_link() -> None:
     events: list[Event] = []
     async with hung_engine() as engine, linked(engine, events):
         engine.gone.add("s0")
@@ -113,7 +113,7 @@ async def test_a_stream_that_is_gone_ends_its_link() -> None:
     assert closed.reason.startswith("StreamGone")
 
 
-async def test_text_is_appended_though_keep_alive_is_not_answered() -> None:
+async def test_text_is_appended_while_a_keep_alive_gets_no_answer() -> None:
     async with hung_engine("keep_alive") as engine, linked(engine) as link:
         await engine.until("keep_alive")
         link.feed("a", "some ")

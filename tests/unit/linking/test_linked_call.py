@@ -1,4 +1,4 @@
-"""A call of a linked team, without engines."""
+"""Test a call of a linked team, without engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Planner(CallOwner):
-    """A planner that only keeps the events, and holds the links that it is given."""
+    """A planner that records events, and returns the links that a test gives it."""
 
     streams = True
 

@@ -1,4 +1,4 @@
-"""Tokenizers that tell less than Hugging Face's do not stop a server; it says what it lacks."""
+"""Test that a tokenizer with missing methods is reported, and does not stop a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.plugin.test_token_buffer import byte_level_with_pattern, sentenc
 
 
 class Wrapped:
-    """A tokenizer that shows ``encode`` and what a test adds."""
+    """A tokenizer that has only ``encode`` and the methods that a test adds."""
 
     def __init__(self, tokenizer: Any, **shown: Any) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ def test_without_a_vocabulary_text_is_held_back_to_its_end(
     assert buffer.all_tokens() == real.encode("One two three. Four\nfive", add_special_tokens=False)
 
 
-def test_a_vocabulary_in_bytes_is_read(real: Any) -> None:
+def test_a_vocabulary_of_bytes_is_read(real: Any) -> None:
     spelled = {token.replace("Ġ", " ").encode(): index for token, index in real.get_vocab().items()}
     tokenizer = CanonicalTokenizer(Wrapped(real, get_vocab=lambda: {**spelled, b"\xff": 9999}))
     assert "word" in tokenizer.boundaries
@@ -69,7 +69,7 @@ def no_keyword(text: str) -> list[int]:
     return [len(text)]
 
 
-def test_a_tokenizer_that_encodes_otherwise_leaves_token_ids(
+def test_with_an_incompatible_encode_method_streams_still_take_token_ids(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager = SimpleNamespace(
@@ -90,7 +90,7 @@ def with_bos() -> Any:
 
 
 def joined_as_sglang_does(tokenizer: Any, prompt: str, answer: str) -> list[int]:
-    """``OpenAIServingChat._append_assistant_prefix_to_prompt_ids``."""
+    """Join as ``OpenAIServingChat._append_assistant_prefix_to_prompt_ids`` does."""
     encoded = tokenizer.encode(answer)
     if encoded and encoded[0] == tokenizer.bos_token_id:
         encoded = encoded[1:]
@@ -106,11 +106,11 @@ def special(request: pytest.FixtureRequest) -> tuple[Any, CanonicalTokenizer]:
 
 @settings(max_examples=150, deadline=None)
 @given(prompt=texts, answer=texts, more=texts)
-def test_an_answer_to_continue_has_tokens_of_its_own(
+def test_an_answer_to_continue_is_tokenised_separately_from_the_prompt(
     special: tuple[Any, CanonicalTokenizer], prompt: str, answer: str, more: str
 ) -> None:
     tokenizer, canonical = special
-    # Two encodings of nothing but a beginning-of-text token are one to SGLang and to us.
+    # SGLang and the plugin join two encodings that are only a beginning-of-text token.
     if tokenizer.bos_token and answer.startswith(tokenizer.bos_token):
         return
     rendered = Rendered([Piece(prompt, False), Piece(answer, True)])

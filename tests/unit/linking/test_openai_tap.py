@@ -81,7 +81,7 @@ async def outcome_of(client: OpenAIChatCompletionClient, how: How, engine: Fault
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenAI's client waits half a second and longer before it tries again."""
+    """Remove the waiting time of half a second and more before OpenAI's client retries."""
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
@@ -94,12 +94,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_a_tapped_call_ends_as_an_untapped_one(fates: tuple[Fate, ...], retries: int) -> None:
-    """Its text or its exception, and the number of its requests."""
+async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
+    fates: tuple[Fate, ...], retries: int
+) -> None:
+    """The outcome is the text or the exception, and the number of requests."""
     outcomes: dict[How, Any] = {}
     for how in HOWS:
         async with faulty_engine(*fates) as engine:
-            # A slow answer takes longer, though no word of it does.
+            # A slow answer takes longer than the timeout, but none of its words does.
             timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
             async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
                 outcomes[how] = await outcome_of(client, how, engine)
@@ -115,7 +117,7 @@ async def test_a_tapped_call_ends_as_an_untapped_one(fates: tuple[Fate, ...], re
 
 
 @pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
-async def test_a_watched_stream_ends_as_the_stock_clients(fate: Fate) -> None:
+async def test_a_watched_stream_has_the_same_outcome_as_the_stock_clients(fate: Fate) -> None:
     outcomes: list[Any] = []
     for how in ("stock", "listener"):
         async with faulty_engine(fate) as engine:
@@ -205,7 +207,9 @@ async def test_a_shared_http_client_is_tapped_once() -> None:
     assert [body.get("stream") for body in engine.bodies] == [True, None, None]
 
 
-async def test_a_patched_http_client_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_patch_of_the_http_clients_send_method_still_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
     async with faulty_engine() as engine, openai_of(engine) as client:
         kind: Any = type(client._client)
@@ -259,7 +263,7 @@ async def test_a_stream_that_cannot_be_put_together_is_asked_for_untapped(
 
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
-async def test_a_tapped_call_of_agent_framework_ends_as_an_untapped_one(
+async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped_one(
     fate: Fate, retries: int
 ) -> None:
     outcomes: list[Any] = []

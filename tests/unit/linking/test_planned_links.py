@@ -60,7 +60,7 @@ async def test_an_uncertain_link_is_used_unless_its_team_was_reset(
     assert (links.take("b") is not None) is is_used
 
 
-async def test_a_waiting_link_does_not_fit_once_other_messages_came(
+async def test_a_waiting_link_is_not_used_after_unforecast_messages(
     engine: EngineClient,
 ) -> None:
     later = Turn("b", (frozenset("x"), frozenset("a")))

@@ -1,4 +1,4 @@
-"""Prompts and their stable frontier."""
+"""Test prompts and their stable frontier."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_can_be_added_to_a_closed_slot() -> None:
         slot.append("more")
 
 
-def test_a_slot_appears_once() -> None:
+def test_a_prompt_cannot_contain_a_slot_twice() -> None:
     slot = Slot("upstream")
     with pytest.raises(ValueError, match="twice"):
         Prompt([slot, slot])
@@ -66,7 +66,7 @@ def test_a_slot_appears_once() -> None:
 def test_pieces_in_any_order_make_the_whole_prompt(
     texts: list[str], strip: bool, data: st.DataObject
 ) -> None:
-    """Whatever the order of appends and closings, what is taken adds up and never retracts."""
+    """For any order of appends and closings, the pieces form the prompt, and none changes later."""
     slots = [Slot(str(i), strip_start=strip, strip_end=strip) for i in range(len(texts))]
     segments: list[str | Slot] = ["head"]
     for slot in slots:
@@ -85,7 +85,7 @@ def test_pieces_in_any_order_make_the_whole_prompt(
     assert taken == whole == prompt.stable()
 
 
-def test_a_prompt_goes_on_as_one_in_which_more_is_certain() -> None:
+def test_a_prompt_can_be_replaced_by_one_with_a_longer_certain_part() -> None:
     unsettled = Slot("?")
     prompt = Prompt(["So ", unsettled])
     assert prompt.take() == "So "
@@ -98,7 +98,7 @@ def test_a_prompt_goes_on_as_one_in_which_more_is_certain() -> None:
     assert prompt.slots == (first, second) and not prompt.is_complete
 
 
-def test_a_prompt_cannot_become_one_with_another_beginning() -> None:
+def test_a_prompt_cannot_be_replaced_by_one_with_a_different_beginning() -> None:
     slot = Slot("A")
     prompt = Prompt(["So ", slot])
     slot.append("far")

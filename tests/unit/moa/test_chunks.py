@@ -42,7 +42,7 @@ async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
             assert proposal.ends_before(3) and not proposal.ends_before(2)
 
 
-async def test_stalled_answer_gives_the_chunks_written_so_far() -> None:
+async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("slow")
         answer.write("abcdef")

@@ -1,4 +1,4 @@
-"""Prompts of debates, and votes."""
+"""Test the prompts of debates, and votes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faster-MoA Algorithm 1, compared with the formulas as printed."""
+"""Test Faster-MoA's Algorithm 1 against the formulas as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a mixture."""
+"""Test the arguments of a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of aggregators, and the shares of answers in them."""
+"""Test aggregators' prompts, and the shares of answers in them."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room
     assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))
     cut = [share for share, length in zip(shares, lengths, strict=True) if share < length]
     if cut:
-        # A cut answer has as much as any other, except for the remainder of the division.
+        # All cut answers are equally long, except for the remainder of the division.
         assert max(shares) - min(cut) <= 1 and sum(shares) == max(0, room)

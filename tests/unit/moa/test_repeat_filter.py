@@ -74,7 +74,7 @@ def test_repetition_is_dropped(written: str, part: str, expected: str) -> None:
     assert filter_pieces(written, list(part))[0] == expected
 
 
-def test_only_a_possible_repetition_is_held_back() -> None:
+def test_only_text_that_may_be_a_repetition_is_held_back() -> None:
     repeats = RepeatFilter("You need three days in Kathmandu")
     assert repeats.add("thr") == "" and repeats.held == "thr"
     assert repeats.add("ough") == "through"

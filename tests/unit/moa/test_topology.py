@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flashmoa.moa.topology import Topology
 
 
-def test_tree_and_all_to_all_of_the_paper() -> None:
+def test_tree_and_all_to_all_are_those_of_the_paper() -> None:
     tree, dense = Topology.parse("9-3-1"), Topology.parse("9x9x1")
     assert tree.widths == (9, 3, 1) and dense.widths == (9, 9, 1)
     assert tree.layers[1] == ((0, 1, 2), (3, 4, 5), (6, 7, 8)) and tree.layers[2] == ((0, 1, 2),)
@@ -18,7 +18,7 @@ def test_tree_and_all_to_all_of_the_paper() -> None:
     assert tree.readers(1, 2) == (0,) and tree.readers(2, 0) == ()
 
 
-def test_clusters_of_different_sizes() -> None:
+def test_clusters_may_differ_in_size() -> None:
     mixed = Topology.clusters([4, 3, 2], [3])
     assert mixed.layers[1] == ((0, 1, 2, 3), (4, 5, 6), (7, 8)) and mixed.widths == (9, 3, 1)
     assert Topology.tree(5, 2, 1).layers[1] == ((0, 1, 2), (3, 4))

@@ -248,7 +248,7 @@ def test_links_without_a_stream_are_events_of_the_call(telemetry: Telemetry) -> 
     assert chat.attributes is not None and chat.attributes["flashmoa.link.late"] is True
 
 
-def test_unused_link_is_a_child_of_where_it_was_opened(telemetry: Telemetry) -> None:
+def test_unused_link_is_a_child_of_the_span_in_which_it_was_opened(telemetry: Telemetry) -> None:
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
         report(listener, [*LINKED[:2], UpstreamFailed(**B, upstream="A", failure="x", action="y")])

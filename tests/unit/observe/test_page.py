@@ -23,7 +23,7 @@ def embedded(document: str) -> dict[str, Any]:
     return json.loads(found[0])
 
 
-def test_run_data_of_lanes_calls_and_notes() -> None:
+def test_run_data_has_lanes_calls_and_notes() -> None:
     data = run_data(RUN)
     assert [(lane["agent"], lane["engine"]) for lane in data["lanes"]] == [
         ("A", "http://a"),
@@ -37,7 +37,7 @@ def test_run_data_of_lanes_calls_and_notes() -> None:
     assert data["seconds"] == 10 and data["summary"]["end_to_end"] == 10
 
 
-def test_concurrent_calls_of_one_agent_get_rows() -> None:
+def test_concurrent_calls_of_one_agent_get_separate_rows() -> None:
     events: list[Event] = []
     for name, start, end in (("1", 0, 5), ("2", 1, 3), ("3", 4, 6), ("4", 6, 7)):
         who = {"agent": "A", "engine": "http://e", "call_id": name}

@@ -55,7 +55,7 @@ def test_prefill_counts_until_the_call_and_under_decode() -> None:
     assert overlaps(found)["B"] == Overlap(4.0, 3.0, 0.5, 70, 10)
 
 
-def test_concurrent_decodes_count_once_and_later_ones_not() -> None:
+def test_concurrent_decodes_count_once_and_later_decodes_do_not_count() -> None:
     events = [*call("A", 0, 1, 3), *call("C", 0, 2, 4), *call("D", 5, 5.5, 6)]
     found = calls([*events, *call("B", 7, 8, 12, use((0, 5)))])
     assert overlaps(found)["B"].under_decode == 3.0
@@ -70,7 +70,7 @@ def test_stream_without_hit_has_no_overlap(status: str) -> None:
     assert row(found[1], None)[-3:] == ["", "1.00 s", status]
 
 
-def test_summary_of_a_run() -> None:
+def test_summary_has_the_figures_of_a_run() -> None:
     failed = {"agent": "C", "engine": "http://e", "call_id": "C"}
     events = [
         *call("A", 0, 2, 8),
@@ -102,7 +102,7 @@ def test_handoffs_follow_the_order_of_the_prompt() -> None:
     assert handoffs(events) == {"M": [Handoff("A", 1, 4), Handoff("B", 4, 6)]}
 
 
-def test_writer_is_the_agents_last_call_before_the_reader() -> None:
+def test_a_handoff_starts_at_the_writers_last_call_before_the_readers() -> None:
     events = [*call("A", 0, 1, 2), *call("M", 5, 6, 7, use((1, 2)))]
     opened = LinkOpened(agent="M", engine="http://e", at=3, upstream=("A",), stream_id="s")
     # A had ended when the link was opened, so that no text of it flowed.

@@ -28,7 +28,7 @@ RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"
-    for _ in range(2):  # The first is replaced.
+    for _ in range(2):  # The first trace is replaced.
         trace = Trace(path)
         trace(LINK[0])
     trace = Trace(path)
@@ -48,7 +48,9 @@ def test_reading_returns_what_was_written(file: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["no json", "[]", "{}", '{"event": "Unheard"}', '{"event": "FirstToken", "at": "x"}']
 )
-def test_reading_another_file_raises_trace_error(file: Path, line: str, capsys: Any) -> None:
+def test_reading_a_file_that_is_not_a_trace_raises_trace_error(
+    file: Path, line: str, capsys: Any
+) -> None:
     file.write_text(f"{line}\n{file.read_text()}")
     with pytest.raises(TraceError, match=r"is not a trace, .*; its line 1 is not an event"):
         read(file)
@@ -58,7 +60,7 @@ def test_reading_another_file_raises_trace_error(file: Path, line: str, capsys: 
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_a_trace_is_kept(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_not_overwritten(tmp_path: Path) -> None:
     program = tmp_path / "team.py"
     program.write_text("print('Hello!')\n")
     with pytest.raises(ValueError, match="is not a trace; give another name"):

@@ -30,7 +30,7 @@ class Tree:
 
 
 class Grammars:
-    """Holds the requests whose grammar is compiled by now."""
+    """Holds the requests whose grammars are compiled."""
 
     def __init__(self) -> None:
         self.ready: list[Any] = []
@@ -71,7 +71,7 @@ class FakeScheduler:
         self.enable_hierarchical_cache = False
         self.enable_priority_preemption = False
         self.grammar_manager = Grammars()
-        # Where either release keeps it.
+        # The releases keep it in different places.
         self.new_token_ratio = ratio
         self.new_token_ratio_tracker = SimpleNamespace(current=ratio)
         self.running = SimpleNamespace(

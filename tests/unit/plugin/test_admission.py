@@ -1,4 +1,4 @@
-"""Room in the KV pool: requests find it before streams do, which are told when there is some."""
+"""Test that requests get room in the KV pool before streams do, and that streams learn of room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.plugin.fake_scheduler import FakeScheduler, Tree, request
 
 @pytest.fixture(autouse=True)
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reason for each request that is dropped."""
+    """The reason for each request that was dropped."""
     reasons: list[str] = []
 
     def drop(scheduler: Any, which: set[int], why: str) -> None:
@@ -28,7 +28,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Adder:
-    """As SGLang's ``PrefillAdder``: each request takes its tokens of what is free."""
+    """Adds requests as SGLang's ``PrefillAdder`` does: each takes its tokens of the free ones."""
 
     def __init__(self, tree: Tree, state: Any) -> None:
         self.tree_cache = tree
@@ -62,7 +62,7 @@ class Adder:
 
 @pytest.fixture
 def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
-    """1,000 tokens are free, and eight streams hold 1,000 each."""
+    """An adder with 1,000 free tokens, and eight streams that hold 1,000 tokens each."""
     monkeypatch.setattr(admission, "lacks_room", lambda said: said == "no token")
     monkeypatch.setattr(RELEASE, "cached_tokens", lambda _: 0)
     tree = Tree(1000)
@@ -72,12 +72,12 @@ def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
     return Adder(tree, SimpleNamespace(pins=pins, shared=None))
 
 
-def test_requests_that_arrive_together_find_the_room_that_streams_hold(adder: Adder) -> None:
+def test_requests_that_arrive_together_get_the_room_that_streams_hold(adder: Adder) -> None:
     waiting_requests = [request(150, 850) for _ in range(6)]
     for req in waiting_requests:
         assert admission.admit(Adder.add, adder, req) == "continue"
     assert adder.can_run_list == waiting_requests
-    # The sixth left nothing free, and one stream more gave way for the request after it.
+    # The sixth request left nothing free, and one more stream gave way for the request after it.
     assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
 
 
@@ -86,13 +86,13 @@ def test_no_more_streams_give_way_than_requests_need(adder: Adder) -> None:
     assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
 
 
-def test_sglang_is_asked_once_more_however_many_streams_give_way(adder: Adder) -> None:
-    """It may count how often a request found no room."""
+def test_sglangs_adder_is_called_only_once_more_if_many_streams_give_way(adder: Adder) -> None:
+    """SGLang may count how often a request found no room."""
     assert admission.admit(Adder.add, adder, request(4000, 4000)) == "continue"
     assert adder.asked == 2
 
 
-def test_an_increment_without_room_makes_no_stream_give_way_and_leaves_the_queue(
+def test_an_increment_without_room_is_dropped_and_makes_no_stream_give_way(
     adder: Adder, dropped: list[str]
 ) -> None:
     increment = request(1500, 0, stream="z")
@@ -100,7 +100,7 @@ def test_an_increment_without_room_makes_no_stream_give_way_and_leaves_the_queue
     state: Any = adder.tree_cache.flashmoa  # type: ignore[attr-defined]
     assert len(state.pins) == 8
     assert state.lack_concerns_streams
-    # Though there seems to be room: what it has cached is evictable, and counted.
+    # There only seems to be room: its own cached tokens are evictable, and are counted as free.
     scheduler = FakeScheduler(50_000, 0.1, [])
     scheduler.waiting_queue = [increment]
     queue.prepare(scheduler, scheduler.running)
@@ -120,13 +120,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return streams
 
 
-def test_streams_without_room_are_told_once_when_there_is_some(
+def test_streams_without_room_are_notified_once_when_there_is_room(
     dropped: list[str], told: list[tuple[str, ...]]
 ) -> None:
     scheduler = FakeScheduler(500, 0.1, [], total=16_000)
     scheduler.waiting_queue = [request(400, 0, stream="a"), request(900, 0, stream="b")]
     queue.prepare(scheduler, scheduler.running)
-    # The sixteenth of the pool that they leave alone is more than what is free.
+    # Increments leave a sixteenth of the pool free, which is more than what is free now.
     assert len(dropped) == 2
     for free in (600, 1399, 1400, 1400, 2299, 2300, 9000):
         scheduler.tree_cache.free = free
@@ -149,7 +149,7 @@ def test_a_large_increment_without_room_does_not_hold_up_a_smaller_one(
 def test_room_that_a_queued_increment_takes_is_not_offered(
     dropped: list[str], told: list[tuple[str, ...]]
 ) -> None:
-    """Or the other stream would ask, be refused, be told, and so on."""
+    """Otherwise the other stream would ask, be refused, be notified, and ask again."""
     scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
     scheduler.waiting_queue = [request(1500, 0, stream="a"), request(1000, 0, stream="b")]
     queue.prepare(scheduler, scheduler.running)
@@ -159,7 +159,7 @@ def test_room_that_a_queued_increment_takes_is_not_offered(
     assert told == []
 
 
-def test_an_increment_of_a_stream_that_is_over_is_not_waited_for(dropped: list[str]) -> None:
+def test_an_increment_of_an_ended_stream_is_dropped_for_good(dropped: list[str]) -> None:
     scheduler = FakeScheduler(100, 0.1, [])
     scheduler.flashmoa.pins.release("a")
     scheduler.waiting_queue = [request(5000, 0, stream="a")]
@@ -177,7 +177,7 @@ def test_streams_give_way_before_requests_are_preempted() -> None:
     assert len(scheduler.flashmoa.pins) == 1
 
 
-def test_a_stream_that_has_ended_is_told_nothing(told: list[tuple[str, ...]]) -> None:
+def test_a_stream_that_has_ended_is_not_notified(told: list[tuple[str, ...]]) -> None:
     scheduler = FakeScheduler(9000, 0.1, [])
     state: Any = SimpleNamespace(refused={"a": 100}, pins=scheduler.flashmoa.pins)
     SchedulerState.end_stream(state, "a")

@@ -1,4 +1,4 @@
-"""Experts in host memory: how they are packed, whose are where, and that layers get their own."""
+"""Test experts in host memory: how they are packed and copied, and that each layer gets its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @given(tensors())
-def test_packed_tensors_are_what_they_were(found: dict[str, torch.Tensor]) -> None:
+def test_packed_tensors_keep_their_values(found: dict[str, torch.Tensor]) -> None:
     packing = Packing.of(found)
     memory = torch.zeros(packing.bytes + 64, dtype=torch.uint8)
     packing.fill(memory, found)
@@ -38,7 +38,7 @@ def test_packed_tensors_are_what_they_were(found: dict[str, torch.Tensor]) -> No
     for name, tensor in found.items():
         assert torch.equal(views[name], tensor)
         assert views[name].dtype == tensor.dtype
-        # Kernels are chosen by what they were given at first.
+        # Kernels are chosen for the original tensors, so that strides must stay the same.
         assert views[name].stride() == tensor.stride()
 
 
@@ -73,7 +73,9 @@ def test_consecutive_forwards_never_miss_a_layer(layers: int, slots: int, forwar
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.DataObject) -> None:
+def test_layers_that_run_in_any_order_get_their_own_experts(
+    layers: int, slots: int, data: st.DataObject
+) -> None:
     rotation = Rotation(layers, slots)
     content = list(rotation.slots)
     for layer in data.draw(st.lists(st.integers(0, layers - 1), max_size=20)):
@@ -89,7 +91,7 @@ def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.
 
 
 class Layer(torch.nn.Module):
-    """A layer with experts, as far as an offloader looks at it."""
+    """A layer with experts, with the attributes that an offloader uses."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_forward_is_timed_where_that_was_asked_for(slots: int) -> None:
+def test_a_forward_is_timed_only_on_request(slots: int) -> None:
     offloader = ExpertOffloader(Layer, "compute", slots, in_host_memory)
     layers: list[Any] = offloader.wrap_modules(Layer(number) for number in range(4))
     for layer in layers:
@@ -148,7 +150,7 @@ def test_a_forward_is_timed_where_that_was_asked_for(slots: int) -> None:
 
 
 class OneScale(Layer):
-    """Of a quantisation that has one scale for all experts, once the weights are loaded."""
+    """A layer whose quantisation has one scale for all experts, once the weights are loaded."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -159,14 +161,14 @@ class OneScale(Layer):
         self.input_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
 
-def test_tensors_of_no_single_expert_return_to_the_device(
+def test_tensors_that_belong_to_no_single_expert_return_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offloader = ExpertOffloader(OneScale, "compute", 2, in_host_memory)
     layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
     for layer, experts in zip(layers, offloader._experts, strict=True):
         layer.load()
-        # Nothing can be computed there, but everybody has it.
+        # The device "meta" exists everywhere, although nothing can be computed on it.
         experts.device = torch.device("meta")
     bound: dict[str, str] = {}
 
@@ -180,7 +182,7 @@ def test_tensors_of_no_single_expert_return_to_the_device(
 
 
 class Heavy(Layer):
-    """With weights that are most of what it has."""
+    """A layer with additional weights, which are most of its bytes."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -249,13 +251,13 @@ def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
     assert offloader.memory().layers == 0
 
 
-def test_a_layer_that_the_offloader_is_not_handed_is_refused_at_once(
+def test_experts_that_the_offloader_does_not_get_are_refused_at_once(
     offloader: ExpertOffloader,
 ) -> None:
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
     with pytest.raises(SystemExit, match=r"hands experts of Sequential to no offloader"):
         torch.nn.Sequential().add_module("experts", Layer(2))
-    # Nobody watches any more, so that a process which goes on is left alone.
+    # The check has ended, so that a process that continues is not disturbed.
     torch.nn.Sequential().add_module("experts", Layer(2))
 
 

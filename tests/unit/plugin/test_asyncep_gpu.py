@@ -1,4 +1,4 @@
-"""What is asked of a GPU, of one that only keeps account: the order of copies, pinned memory."""
+"""Test the order of copies and pinned memory, with a fake GPU that only records operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmoa_sglang.asyncep.slots import StreamCopying
 
 
 class Stream:
-    """``done`` is all that must have happened before what comes next on this stream."""
+    """A CUDA stream; ``done`` has all that must have happened before its next operation."""
 
     def __init__(self, _device: Any = None) -> None:
         self.done: set[str] = set()
@@ -29,7 +29,7 @@ class Stream:
 
 
 class Event:
-    """Waiting for one that was never recorded is waiting for nothing, as it is in CUDA."""
+    """A CUDA event; as in CUDA, waiting for one that was never recorded does nothing."""
 
     def __init__(self) -> None:
         self.after: set[str] = set()
@@ -56,7 +56,7 @@ class Gpu:
         self.current = before
 
     def copying(self, what: str) -> Any:
-        """A source whose copy says what has been done before it."""
+        """Make a source that notes, when it is copied, which operations were done before."""
         return SimpleNamespace(fill=lambda memory: self._fill(what, memory))
 
     def _fill(self, what: str, memory: list[set[str]]) -> None:
@@ -69,21 +69,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def test_a_first_copy_waits_for_what_had_the_slots_memory_before(gpu: Gpu) -> None:
+def test_the_first_copy_waits_for_earlier_uses_of_the_slots_memory(gpu: Gpu) -> None:
     gpu.main.do("weights repacked")
     before: list[Any] = []
     StreamCopying(torch.device("cuda"), 2).fetch(1, before, gpu.copying("layer 1"))  # pyright: ignore
     assert before == [{"weights repacked"}]
 
 
-def test_a_copy_waits_for_its_slot_alone_and_the_computation_for_the_copy(gpu: Gpu) -> None:
+def test_a_copy_waits_for_its_slot_only_and_the_layer_waits_for_the_copy(gpu: Gpu) -> None:
     copies = StreamCopying(torch.device("cuda"), 2)
     before: Any = []
     gpu.main.do("layer 0 computed in slot 0")
     copies.used(0)
     gpu.main.do("layer 1 computed in slot 1")
     copies.fetch(0, before, gpu.copying("layer 2 copied"))
-    # Beside what the other slot computes with.
+    # It does not wait for the layer that computes with the other slot.
     assert before == [{"layer 0 computed in slot 0"}]
     assert "layer 2 copied" not in gpu.main.done
     copies.wait(0)
@@ -100,18 +100,18 @@ def cudart(code: int, told: list[tuple[int, int]]) -> Callable[[], Any]:
     return lambda: made
 
 
-def test_as_many_bytes_are_pinned_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exactly_the_requested_bytes_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "cudart", cudart(0, told))
     memory = pinned(5 * 4096 + 3)
     assert told == [(memory.data_ptr(), 5 * 4096 + 3)]
-    # Pages of its own, so that no other memory is pinned with it.
+    # The memory has separate pages, so that no other memory is pinned with it.
     assert memory.nbytes == 5 * 4096 + 3 and memory.data_ptr() % 4096 == 0
     memory.fill_(7)
     assert int(memory.sum(dtype=torch.int64)) == 7 * memory.nbytes
 
 
-def test_memory_that_cannot_be_pinned_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", cudart(2, []))
     with pytest.raises(SystemExit, match=r"does not pin 4096 bytes .*no memory.*ulimit"):
         pinned(4096)
@@ -149,7 +149,7 @@ def test_experts_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("count", "forbidden"), [(64, True), (72, True), (16, False)])
-def test_the_copy_engine_is_left_to_experts_where_sglang_can_do_without(
+def test_sglang_may_not_use_the_copy_engine_if_it_can_do_without(
     count: int, forbidden: bool
 ) -> None:
     offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory)

@@ -1,4 +1,4 @@
-"""Which models' experts can move, by SGLang's sources: the documentation has the same list."""
+"""Test that the documentation lists the models whose experts can be moved, by SGLang's sources."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ HANDED_OVER = {"make_layers", "make_layers_non_pp"}
 MODELS = "sglang.srt.models."
 
 
-# Of models that are for speculative decoding only.
+# These models are for speculative decoding only.
 DRAFTS = ("_eagle", "_mtp", "_nextn", "_dspark")
 
 
 @dataclass
 class Class:
-    """Or a function, or a variable of a module.
+    """A class, a function, or a variable of a module.
 
-    ``calls``: functions that it calls. ``names``: what else of models it names. ``bases``.
+    Attributes:
+        calls: names of functions that it calls.
+        names: other names of the models' modules that it uses.
     """
 
     calls: set[str] = field(default_factory=set)
@@ -36,7 +38,7 @@ class Class:
 
 
 def classes() -> dict[str, Class]:
-    """All of SGLang's models', by module and name."""
+    """All classes of SGLang's models, by module and name."""
     spec = find_spec("sglang")
     assert spec and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "models"
@@ -72,7 +74,7 @@ def known_names(nodes: Iterable[ast.AST], known: dict[str, str]) -> set[str]:
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """What a module takes from others, as it calls it: a class, or all of one."""
+    """Return the names that a module imports: the name that it uses, and the class or module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             module = f"{MODELS}{node.module}." if node.level == 1 else f"{node.module}."
@@ -97,7 +99,7 @@ def call(node: ast.AST) -> str | None:
 
 
 def reached(found: dict[str, Class], start: str, by: str) -> set[str]:
-    """Classes that a class comes to by its ``names`` or ``bases``, itself among them."""
+    """Return the classes that a class reaches by its ``names`` or ``bases``, and itself."""
     seen, waiting = set[str](), [start]
     while waiting:
         name = waiting.pop()
@@ -108,7 +110,7 @@ def reached(found: dict[str, Class], start: str, by: str) -> set[str]:
 
 
 def by_sources() -> tuple[set[str], set[str]]:
-    """Modules whose experts can move, and those whose experts all stay."""
+    """Return the modules whose experts can be moved, and those whose experts all stay."""
     found = classes()
     own = {name for name, one in found.items() if one.calls & EXPERTS}
     works, stays, moving = set[str](), set[str](), set[str]()

@@ -1,4 +1,4 @@
-"""Experts divided among replicas: who holds what, how they meet, and what they refuse."""
+"""Test experts divided among replicas: who holds which, how replicas meet and whom they refuse."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAIT = 20.0
 
 @pytest.fixture
 def group() -> str:
-    """A name that no other test's replicas have."""
+    """A group name that no other test's replicas have."""
     return uuid.uuid4().hex
 
 
 class Layer(torch.nn.Module):
-    """A layer with experts, as far as an offloader looks at it; it computes its own weights."""
+    """A layer with experts, with the attributes that an offloader uses; it returns its weights."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Layer(torch.nn.Module):
 
 
 def start(stack: ExitStack, replica: Replica, seed: int = 0) -> tuple[ExpertOffloader, list[Layer]]:
-    """A replica of a model, once the others are there."""
+    """Start a replica of a model, once the others have started."""
     meeting = stack.enter_context(closing(Meeting(replica)))
     keep = partial(share_with, replica=replica, meeting=meeting, wait=WAIT)
     offloader = ExpertOffloader(Layer, "compute", 2, keep)
@@ -91,13 +91,13 @@ def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:
             _, layers = first.result()
         for layer, right in zip(layers, expected, strict=True):
             assert torch.equal(layer.compute()[0], right[0])
-        # It comes again while the first one is at work.
+        # It starts again while the first one is running.
         _, back = start(stays, Replica(group, 1, 2))
         assert torch.equal(back[3].compute()[0], expected[3][0])
 
 
 def both(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
-    """What each of two replicas fails with."""
+    """Yield the errors with which two replicas fail."""
     with ThreadPoolExecutor(2) as pool:
         for started in [pool.submit(first), pool.submit(second)]:
             with pytest.raises(ReplicaError) as failure:
@@ -121,7 +121,7 @@ def test_replicas_of_groups_of_different_sizes_refuse_each_other(group: str) -> 
             assert "--flashmoa-asyncep-replica must give one number" in told
 
 
-def test_a_running_replica_refuses_others_and_goes_on(group: str) -> None:
+def test_a_running_replica_refuses_others_and_keeps_running(group: str) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         with ExitStack() as ends:
             first = pool.submit(start, stack, Replica(group, 0, 2))
@@ -139,14 +139,14 @@ def test_a_rank_that_runs_already_is_refused(group: str) -> None:
     Meeting(replica).close()
 
 
-def test_waiting_for_a_replica_ends(group: str) -> None:
+def test_waiting_for_a_replica_times_out(group: str) -> None:
     with closing(Meeting(Replica(group, 0, 2))) as meeting:
         meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
         with pytest.raises(ReplicaError, match="waited too long for replica 1"):
             meeting.take(1, time.monotonic())
 
 
-def test_an_answer_that_is_no_replica_is_refused(group: str) -> None:
+def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
     with closing(Meeting(Replica(group, 0, 2))) as meeting, ExitStack() as stack:
         meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
         stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -167,7 +167,7 @@ def test_fewer_experts_than_replicas_are_refused(group: str) -> None:
         start(stack, Replica(group, 0, EXPERTS + 1))
 
 
-def test_a_sealed_segment_stays_as_it_is() -> None:
+def test_a_sealed_segment_cannot_be_changed() -> None:
     segment = sealed([torch.arange(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.uint8)])
     with pytest.raises(PermissionError):
         os.pwrite(segment, b"other", 0)
@@ -182,7 +182,7 @@ def test_a_sealed_segment_stays_as_it_is() -> None:
     assert memory.tolist() == [0, 1, 2, 9, 9]
 
 
-def test_a_segment_that_may_change_is_refused() -> None:
+def test_a_segment_that_is_not_sealed_is_refused() -> None:
     segment = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(segment, b"share")
     with pytest.raises(ValueError, match="not sealed"):

@@ -1,4 +1,4 @@
-"""What an engine's costs are made of, whatever else its machine does; without engines."""
+"""Test how an engine measures its costs on a noisy machine; without engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Timed:
-    """An engine that says that forwards took so long."""
+    """An engine whose forwards take the given times."""
 
     largest_forward = 2048
     vocabulary = 100
@@ -23,7 +23,7 @@ class Timed:
         self, seconds: Callable[[int, int], float], *, steps_together: bool = False
     ) -> None:
         self.steps_together = steps_together
-        # Of a forward's tokens, and how many there were of that length before.
+        # Maps a forward's tokens, and the number of forwards of that length before, to seconds.
         self._seconds = seconds
         self.asked: list[int] = []
 
@@ -59,7 +59,7 @@ async def test_costs_are_the_least_of_several_rounds() -> None:
     assert engine.asked == [1, 4, 16, 64, 256, 1024] * 3
 
 
-async def test_long_forwards_need_not_be_measured() -> None:
+async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
     found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
     assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 256]
     found, engine = await costs(lambda _tokens, _before: 0.5)
@@ -67,13 +67,13 @@ async def test_long_forwards_need_not_be_measured() -> None:
 
 
 async def test_noisy_rounds_are_measured_again() -> None:
-    # The first forwards of all take a second.
+    # The very first forwards take a second.
     found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
     assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
-async def test_an_engine_says_what_prefills_wait_for_and_where_they_do_not(
+async def test_calibration_sets_the_tokens_that_prefills_wait_for(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")

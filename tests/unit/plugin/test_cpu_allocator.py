@@ -1,4 +1,4 @@
-"""The paged allocator against what pages mean."""
+"""Test the paged allocator against the meaning of pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def allocator_class() -> type:
 
 
 def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
-    """Extend each request's slots by a count; whether there was room."""
+    """Extend each request's slots by a count; return whether there was room."""
     olds = [len(row) for row in rows]
     news = [old + count for old, count in zip(olds, counts, strict=True)]
     old_lens, new_lens = torch.tensor(olds), torch.tensor(news)
@@ -34,9 +34,7 @@ def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("page", [2, 16])
-def test_rows_are_made_of_whole_pages_and_nothing_is_given_twice(
-    allocator_class: type, page: int
-) -> None:
+def test_requests_get_whole_pages_and_no_slot_twice(allocator_class: type, page: int) -> None:
     import random
 
     dice = random.Random(page)
@@ -57,7 +55,7 @@ def test_rows_are_made_of_whole_pages_and_nothing_is_given_twice(
     assert allocator.available_size() == pages * page
 
 
-def test_decode_fills_a_page_before_it_takes_one(allocator_class: type) -> None:
+def test_decode_fills_a_page_before_it_takes_another(allocator_class: type) -> None:
     allocator = allocator_class(64, 4, torch.float32, "cpu", None, False)
     rows: list[list[int]] = [[]]
     assert grow(allocator, rows, [3])

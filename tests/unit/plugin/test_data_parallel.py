@@ -1,4 +1,4 @@
-"""Which data-parallel rank computes a stream."""
+"""Test which data-parallel rank computes a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_siblings_share_a_rank() -> None:
     assert choose_rank(3, streams, GUIDE + "b") == 2
 
 
-def test_the_longest_common_prefix_counts() -> None:
+def test_the_longest_common_prefix_decides() -> None:
     streams = [(0, GUIDE + "aaa"), (1, GUIDE + "aab"), (2, GUIDE)]
     assert choose_rank(3, streams, GUIDE + "aabc") == 1
 
@@ -33,7 +33,7 @@ def test_a_rank_far_above_the_others_gets_no_more_siblings() -> None:
     assert choose_rank(2, [(0, GUIDE)] * 16, GUIDE) == 1
 
 
-def test_tokens_are_compared_with_tokens() -> None:
+def test_tokens_are_compared_with_tokens_and_text_with_text() -> None:
     ids = array("q", range(100))
     assert choose_rank(2, [(0, GUIDE), (1, ids)], [*range(90), 7]) == 1
     assert choose_rank(2, [(0, array("q", range(9000))), (1, ids)], list(range(9000))) == 0

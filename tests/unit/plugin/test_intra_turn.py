@@ -1,4 +1,4 @@
-"""The intra-turn planner against a naive oracle: sets of prefixes."""
+"""Test the intra-turn planner against a naive implementation with sets of prefixes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pages(tokens: Prefix, page: int) -> set[Prefix]:
 
 
 def shared_pages(tokens: Prefix, known: set[Prefix], page: int) -> int:
-    """The naive way: look each prefix up."""
+    """Count the known tokens of a prompt by looking up each of its prefixes."""
     length = 0
     while length + page <= len(tokens) and tokens[: length + page] in known:
         length += page
@@ -50,7 +50,7 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
         assert shared.now == shared_pages(request.tokens, now, page)
         assert shared.now + shared.later == shared_pages(request.tokens, now | later, page)
         if shared.now:
-            # Its owner comes before it and has computed, or shared, all of it.
+            # Its owner comes earlier in the batch, and has computed or shared all of it.
             assert shared.owner is not None and shared.owner < number
             assert paths[shared.owner][: shared.now] == request.tokens[: shared.now]
         end = min(len(request.tokens), shared.now + request.budget)
@@ -65,9 +65,9 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
 
 
 @given(requests=st.lists(TOKENS, min_size=1, max_size=10), page=st.sampled_from([1, 2, 4]))
-def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
-    """Without sharing within a forward: a request that waits finds it cached a step later."""
-    # Stretched, so that everything shared is worth waiting for.
+def test_waiting_requests_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
+    """If forwards cannot share, a request that waits finds the page in the cache one step later."""
+    # The prompts are stretched, so that every shared prefix is worth waiting for.
     waiting = [tuple(t for t in tokens for _ in range(WORTH_WAITING)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))
     cached: set[Prefix] = set()
@@ -92,14 +92,14 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
     assert computed == len(unique)
 
 
-def test_other_anchors_share_nothing() -> None:
+def test_requests_with_different_anchors_share_nothing() -> None:
     turn: Turn[str] = Turn(1)
     tokens = np.arange(100, dtype=np.int64)
     turn.add("a", ("node", "salt"), tokens, 100)
     assert turn.match(("node", "other salt"), tokens) == Shared()
 
 
-def test_a_chunked_request_is_waited_for_where_it_is_worth_it() -> None:
+def test_a_request_waits_for_a_chunked_one_if_that_saves_enough() -> None:
     turn: Turn[str] = Turn(1)
     tokens = np.arange(1000, dtype=np.int64)
     turn.add("long", None, tokens, 300)

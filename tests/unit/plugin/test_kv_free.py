@@ -1,4 +1,4 @@
-"""Without a KV cache: what it needs, and what it refuses."""
+"""Test which settings running without a KV cache needs and refuses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_server_that_reads_kv_again_does_not_start(given: dict[str, Any], told
 
 
 class Pool:
-    """As much of SGLang's pool as having its buffers made takes."""
+    """The part of SGLang's pool that is needed to create its buffers."""
 
     layer_num = 3
     flashmoa_one_layer = False

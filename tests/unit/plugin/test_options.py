@@ -1,4 +1,4 @@
-"""The plugin's own server arguments."""
+"""Test the plugin's server arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmoa_sglang.options import Options, add_arguments
 def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     for option in fields(Options):
         name = option.name.upper()
-        # Set first, so that what a test's parser sets is undone.
+        # The variables are set first, so that those which a test's parser sets are undone.
         monkeypatch.setenv(f"FLASHMOA_{name}", "")
         monkeypatch.delenv(f"FLASHMOA_{name}")
     made = argparse.ArgumentParser()
@@ -24,7 +24,7 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     return made
 
 
-def test_defaults(parser: argparse.ArgumentParser) -> None:
+def test_arguments_have_their_documented_defaults(parser: argparse.ArgumentParser) -> None:
     parser.parse_args([])
     assert Options.from_environment() == Options()
 
@@ -67,7 +67,7 @@ def test_bad_values_are_refused_by_name(
     assert flag in capsys.readouterr().err
 
 
-def test_a_replica_knows_its_place(parser: argparse.ArgumentParser) -> None:
+def test_the_place_of_a_replica_is_read_from_its_argument(parser: argparse.ArgumentParser) -> None:
     parser.parse_args(["--flashmoa-asyncep-replica", "1/2", "--flashmoa-asyncep", "d2d"])
     assert Options.from_environment().replica() == (1, 2)
 
@@ -118,7 +118,7 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
     ],
 )
-def test_what_does_not_go_with_asyncep(
+def test_arguments_that_asyncep_does_not_support_are_refused(
     options: Options, arguments: dict[str, Any], expected: str | None
 ) -> None:
     usual: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}

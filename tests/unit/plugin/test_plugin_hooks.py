@@ -1,4 +1,4 @@
-"""A hook that cannot be applied stops the process and says why."""
+"""Test that a hook which cannot be applied stops the process and names the reason."""
 
 from __future__ import annotations
 

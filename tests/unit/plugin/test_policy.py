@@ -1,4 +1,4 @@
-"""Which requests go first, and how much of a step streams may take."""
+"""Test which requests run first, and how much of a step streams may take."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ QUEUES = st.lists(
 
 
 @given(costs=ANY_COSTS, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
-def test_costs_rise_and_are_inverted(costs: Costs, tokens: int, seconds: float) -> None:
+def test_costs_increase_with_tokens_and_can_be_inverted(
+    costs: Costs, tokens: int, seconds: float
+) -> None:
     assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
     most = costs.tokens_within(seconds)
     if 0 < most < 1 << 20:
@@ -69,7 +71,7 @@ def test_only_increments_are_dropped_and_never_the_longest_of_a_stream(
 
 
 @given(queue=QUEUES)
-def test_some_request_goes_and_none_is_held_back_for_long(queue: list[Waiting]) -> None:
+def test_some_request_always_runs_and_none_is_held_back_for_long(queue: list[Waiting]) -> None:
     held = held_back(queue)
     assert len(held) < max(1, len(queue))
     assert all(queue[position].held < HELD_STEPS for position in held)
@@ -80,7 +82,7 @@ def test_some_request_goes_and_none_is_held_back_for_long(queue: list[Waiting]) 
         assert not any(waiting.increment for waiting in goes)
 
 
-def test_a_request_whose_stream_is_ready_does_not_wait_for_one_whose_is_not() -> None:
+def test_a_request_with_a_ready_stream_does_not_wait_for_others() -> None:
     ready, behind = Waiting(stream="a", late=10), Waiting(stream="b", late=3000)
     assert held_back([behind, ready]) == {0}
     assert held_back([behind, Waiting()]) == set()
@@ -99,7 +101,7 @@ JOBS = st.lists(
 
 
 @given(jobs=JOBS)
-def test_shortest_first_is_an_order_by_priority_then_size(jobs: list[Job]) -> None:
+def test_shortest_first_orders_by_priority_and_then_by_size(jobs: list[Job]) -> None:
     order = shortest_first(jobs, COSTS)
     assert sorted(order) == list(range(len(jobs)))
     ordered = [jobs[position] for position in order]
@@ -115,7 +117,7 @@ def test_a_job_is_overtaken_for_no_longer_than_it_takes(
     assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
 
 
-def test_shorter_jobs_go_first_and_equal_ones_in_their_order() -> None:
+def test_shorter_jobs_run_first_and_equal_ones_in_their_order() -> None:
     assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
     assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]
 
@@ -136,12 +138,12 @@ def test_tokens_that_ride_along_stay_within_their_share(
         assert longer - costs.decode(decoding) <= share * longer + 1e-9
 
 
-def test_a_share_of_one_step_and_of_many() -> None:
-    # 40 % of 16.7 ms: 67 tokens beside a step of 10 ms.
+def test_ride_along_tokens_and_pauses_follow_the_share() -> None:
+    # 40 % of 16.7 ms are 67 tokens next to a step of 10 ms.
     assert ride_tokens(COSTS, 1, 0.4, 1) == pytest.approx(66, abs=1)
-    # Fewer than 32 are not worth it.
+    # Fewer than 32 tokens are not worth a ride.
     assert ride_tokens(COSTS, 1, 0.2, 1) == 0
-    # A forward of 1 s is 20 % of 5 s: 400 steps of 10 ms beside it.
+    # A forward of 1 s is 20 % of 5 s; the rest is 400 steps of 10 ms.
     assert pause_steps(COSTS, 9900, 1, 0.2) == pytest.approx(400, abs=1)
     assert pause_steps(COSTS, 100, 1, 0.2) == 256
     assert pause_steps(COSTS, 100, 1, 1.0) == 0

@@ -1,4 +1,4 @@
-"""When KV is published: before its forward, or with its result."""
+"""Test when KV is published: before its forward, or with its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmoa_sglang.scheduler.request import RequestState
 from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill, _Follower
 from flashmoa_sglang.scheduler.state import ForwardTimer, SchedulerState
 
-# Before anything imports SGLang.
+# This comes before anything imports SGLang.
 torchvision_ops.allow_mismatched_build()
 
 
@@ -66,7 +66,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_is_computed(
     role: str, overlap: bool, early: bool, published: list[Any]
 ) -> None:
-    """Cached KV is sent on there while the forward before may still be writing it."""
+    """Such an engine sends cached KV on, while the forward before may still be writing it."""
     engine = scheduler(role, overlap)
     engine.flashmoa = state = SchedulerState(engine)
     req = increment()
@@ -74,7 +74,7 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     assert published == ([req] if early else [])
     assert ("s" in state.pins) is early
     assert state.shares(engine) is early
-    # Its result is there.
+    # Its result has arrived.
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
@@ -83,10 +83,10 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     assert state.pins._pins["s"].node == ("early" if early else "late")
 
 
-def test_a_timed_forward_is_timed_with_speculative_decoding(
+def test_a_timed_forward_is_reported_with_speculative_decoding(
     published: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where SGLang counts no request as prefill-only."""
+    """SGLang then counts no request as prefill-only."""
     told: list[Any] = []
     monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, news: told.append(news))
     engine = scheduler("null", True)

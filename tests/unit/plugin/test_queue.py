@@ -1,4 +1,4 @@
-"""The queue before a prefill batch, and a step without a batch, on a fake scheduler."""
+"""Test the queue before a prefill batch, and a step without a batch, with a fake scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.plugin.fake_scheduler import FakeScheduler, request
 
 @pytest.fixture(autouse=True)
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reason for each request that is dropped."""
+    """The reason for each request that was dropped."""
     reasons: list[str] = []
 
     def drop(scheduler: Any, which: set[int], why: str) -> None:
@@ -35,7 +35,7 @@ def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chats(count: int, ratio: float) -> FakeScheduler:
-    """A pool of 60,000 tokens with chats that have no limit of their own and wrote little."""
+    """Make a pool of 60,000 tokens with chats that have no limit and have written little."""
     return FakeScheduler(
         60_000 - count * 600, ratio, [request(500, 100_000, 100) for _ in range(count)]
     )
@@ -55,10 +55,10 @@ def test_chats_expected_to_become_long_leave_streams_no_room(dropped: list[str])
     assert dropped == ["no room in the KV pool"]
 
 
-def test_requests_stand_before_increments(dropped: list[str]) -> None:
+def test_requests_are_queued_before_increments(dropped: list[str]) -> None:
     scheduler = FakeScheduler(50_000, 0.1, [])
     increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
-    # A request is not held back for ever.
+    # A request is not held back forever.
     increment.flashmoa.held = 99
     scheduler.waiting_queue = [increment, first, second]
     queue.prepare(scheduler, scheduler.running)
@@ -96,8 +96,8 @@ def test_room_for_the_rest_of_a_chunked_prompt_is_kept(dropped: list[str]) -> No
     assert dropped
 
 
-def test_a_grammar_is_looked_at_where_no_stream_may_go() -> None:
-    """Memory is short, so that the stream waits for as long as others decode."""
+def test_compiled_grammars_are_collected_while_streams_wait_for_memory() -> None:
+    """The stream waits as long as other requests decode."""
     scheduler = FakeScheduler(500, 0.1, [request(500, 1000, 10)], total=1600)
     increment, structured = request(10, 0, stream="a"), request(20, 5)
     scheduler.waiting_queue = [increment]
@@ -106,7 +106,7 @@ def test_a_grammar_is_looked_at_where_no_stream_may_go() -> None:
     assert scheduler.waiting_queue == [increment, structured]
 
 
-def test_a_grammar_is_looked_at_where_prefills_wait_for_one_another() -> None:
+def test_compiled_grammars_are_collected_while_prefills_wait_for_saturation() -> None:
     scheduler = FakeScheduler(50_000, 0.1, [request(500, 1000, 10)])
     first, structured = request(10, 5), request(20, 5)
     scheduler.waiting_queue, scheduler.grammar_manager.ready = [first], [structured]
@@ -120,7 +120,7 @@ def _never(*_: object, **__: object) -> None:
     raise AssertionError("a batch is built")
 
 
-def test_a_request_dropped_from_the_queue_gives_its_prefetch_back(
+def test_a_request_dropped_from_the_queue_releases_its_prefetch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given_back: list[str] = []
@@ -132,7 +132,9 @@ def test_a_request_dropped_from_the_queue_gives_its_prefetch_back(
 
 @pytest.mark.parametrize("release", [Release0512(), Release0518()])
 @pytest.mark.parametrize("storage", [True, False])
-def test_storage_is_told_by_id(release: Release, storage: bool) -> None:
+def test_a_prefetch_is_released_by_request_id_before_0_5_23(
+    release: Release, storage: bool
+) -> None:
     told: list[str] = []
     tree = SimpleNamespace(release_aborted_request=told.append)
     scheduler = SimpleNamespace(enable_hicache_storage=storage, tree_cache=tree)
@@ -140,7 +142,7 @@ def test_storage_is_told_by_id(release: Release, storage: bool) -> None:
     assert told == (["gone"] if storage else [])
 
 
-def test_0_5_23_releases_a_prefetch_itself() -> None:
+def test_0_5_23_releases_a_prefetch_by_its_own_method() -> None:
     told: list[Any] = []
     req = SimpleNamespace(rid="gone")
     Release0523().release_prefetch(SimpleNamespace(_release_aborted_request=told.append), req)
@@ -148,7 +150,7 @@ def test_0_5_23_releases_a_prefetch_itself() -> None:
 
 
 @pytest.mark.parametrize("release", [Release0512(), Release0518(), Release0523()])
-def test_the_share_of_output_kept_free_is_sglangs(release: Release) -> None:
+def test_sglang_decides_which_share_of_the_output_is_kept_free(release: Release) -> None:
     scheduler = FakeScheduler(0, 0.3, [])
     assert release.reserved_output(scheduler, request(1, 1)) == 0.3
     fixed = request(1, 1)
@@ -169,9 +171,7 @@ def test_the_share_of_output_kept_free_is_sglangs(release: Release) -> None:
         ({"disable_radix_cache": True, "intra_turn": "off"}, None),
     ],
 )
-def test_sharing_is_off_where_kv_cannot_be_shared(
-    given: dict[str, Any], shares: bool | None
-) -> None:
+def test_sharing_is_off_if_kv_cannot_be_shared(given: dict[str, Any], shares: bool | None) -> None:
     scheduler: dict[str, Any] = {"disable_radix_cache": False, **given}
     options = Options(intra_turn=scheduler.pop("intra_turn", "auto"))
     state: Any = SimpleNamespace(options=options, publishes_early=True)

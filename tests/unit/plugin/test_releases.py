@@ -1,4 +1,4 @@
-"""Which class serves which SGLang release, and how the releases differ."""
+"""Test which class serves which SGLang release, and how the releases differ."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
     assert class_for(release) is served_by
 
 
-def test_each_tested_release_has_a_class_of_its_own() -> None:
+def test_each_tested_release_has_its_own_class() -> None:
     assert len({class_for(release) for release in TESTED}) == len(TESTED)
 
 
 @pytest.mark.parametrize("release", [Release0512, Release0518, Release0523])
-def test_a_release_overrides_only_what_the_base_class_has(release: type[Release]) -> None:
+def test_a_release_overrides_only_methods_of_the_base_class(release: type[Release]) -> None:
     own = {name for name in vars(release) if not name.startswith("_")}
     assert own <= vars(Release).keys()
 
@@ -57,7 +57,7 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
     ("release", "arguments", "off"),
     [
         (Release0518(), graphs("disabled", "disabled"), True),
-        # As --disable-cuda-graph --cuda-graph-backend-prefill breakable leaves them.
+        # The settings after --disable-cuda-graph --cuda-graph-backend-prefill breakable.
         (Release0518(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
         (Release0518(), graphs("full", "disabled"), False),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
@@ -65,7 +65,7 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
         (Release0512(), graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
     ],
 )
-def test_graphs_are_off_where_no_phase_has_any(
+def test_graphs_are_off_only_if_no_phase_has_any(
     release: Release, arguments: dict[str, Any], off: bool
 ) -> None:
     assert release.graphs_are_off(SimpleNamespace(**arguments)) == off
@@ -111,7 +111,7 @@ def test_0_5_12_forgets_a_request_that_it_refuses() -> None:
     assert list(manager.rid_to_state) == ["b"]
 
 
-def test_0_5_12_forgets_a_batch_of_which_one_is_refused() -> None:
+def test_0_5_12_forgets_the_unsent_requests_of_a_refused_batch() -> None:
     async def refuse(manager: SimpleNamespace, _obj: object, _request: object) -> AsyncIterator:
         for rid, sent in (("sent", 1.0), ("refused", 0.0), ("unsent", 0.0)):
             stats = SimpleNamespace(api_server_dispatch_time=sent)

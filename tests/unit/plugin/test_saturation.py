@@ -1,4 +1,4 @@
-"""From how many tokens on transfers are hidden, and how long prefills wait for so many."""
+"""Test how many tokens hide a transfer of experts, and how long prefills wait for that many."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMES = st.lists(
 )
 
 
-def test_a_layer_of_so_many_tokens_computes_for_as_long_as_a_transfer_takes() -> None:
+def test_saturation_is_where_a_layer_computes_as_long_as_a_transfer_takes() -> None:
     # 1 ms and 1 us for each token; the slower of two rounds is noise.
     layers = [LayerTimes(n, 1e-3 + 1e-6 * n, 10e-3) for n in (1, 1000, 4000)]
     layers += [LayerTimes(4000, 1.0, 12e-3)]
@@ -36,7 +36,7 @@ def test_a_layer_of_so_many_tokens_computes_for_as_long_as_a_transfer_takes() ->
 
 
 @given(TIMES)
-def test_from_there_on_and_not_before(layers: list[LayerTimes]) -> None:
+def test_transfers_are_hidden_from_saturation_on_and_not_before(layers: list[LayerTimes]) -> None:
     found = saturation(layers, LARGEST)
     assert found is not None
     needed = MARGIN * min(times.transfer for times in layers)
@@ -51,11 +51,11 @@ def test_from_there_on_and_not_before(layers: list[LayerTimes]) -> None:
     "layers",
     [[], [LayerTimes(5, 0.1, 0.1)] * 3, [LayerTimes(5, 0.1, 0.0), LayerTimes(9, 0.1, 0.0)]],
 )
-def test_too_little_was_measured(layers: list[LayerTimes]) -> None:
+def test_too_few_measurements_give_no_saturation(layers: list[LayerTimes]) -> None:
     assert saturation(layers, LARGEST) is None
 
 
-def test_layers_that_never_take_longer_never_hide_anything() -> None:
+def test_layers_with_constant_times_have_no_saturation() -> None:
     found = saturation([LayerTimes(1, 1e-3, 5e-3), LayerTimes(4096, 1e-3, 5e-3)], LARGEST)
     assert found is not None and found.tokens is None
 
@@ -71,7 +71,7 @@ def test_layers_that_never_take_longer_never_hide_anything() -> None:
         ("9000", "0.2", 4000, None),
     ],
 )
-def test_what_prefills_wait_for(
+def test_prefills_wait_for_the_set_or_the_measured_tokens(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     pinned: str,
@@ -105,7 +105,7 @@ LONGEST_WAIT, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
 
 
 @given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * LONGEST_WAIT]))
-def test_prefills_wait_only_briefly_and_not_once_tokens_suffice(
+def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
     arrivals: list[list[int]], taken: int, step: float
 ) -> None:
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
@@ -125,17 +125,17 @@ def test_prefills_wait_only_briefly_and_not_once_tokens_suffice(
 
 
 def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> int:
-    """In how many steps a request is held back."""
+    """Return the number of steps in which a request is held back."""
     steps = 0
     while gate.holds([rid, *queue], 10, ROOM, STEP):
         steps += 1
     return steps
 
 
-def test_a_lone_request_goes_after_the_longest_wait_and_the_next_one_waits_too() -> None:
+def test_a_lone_request_runs_after_the_longest_wait_and_the_next_one_waits_too() -> None:
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     assert steps_alone(gate, "a") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
-    # It found no room: it has waited already, whichever request comes.
+    # It found no room, and has already waited, so that it does not wait for other requests.
     assert steps_alone(gate, "a", ["b"]) == 0
     assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
     assert not gate.holds([], 0, ROOM, STEP)

@@ -1,4 +1,4 @@
-"""What a table of streams does when its engine is slow, or wrong in ways it should not be."""
+"""Test a table of streams whose engine is slow, or raises errors that it should not raise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 class SlowEngine:
-    """Stands in for SGLang where it must misbehave on cue: a prefill lasts until told."""
+    """An engine that misbehaves on cue: a prefill lasts until the test lets it end."""
 
     max_prompt_tokens = 1000
     costs = UNMEASURED
@@ -47,7 +47,7 @@ class SlowEngine:
 
     @property
     def page_size(self) -> int:
-        """Only the prefilling task asks."""
+        """Raise the mistake that the test has set; only the prefilling task reads the page size."""
         if self.mistake is not None:
             raise self.mistake
         return 1
@@ -101,7 +101,7 @@ async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
         opened(table)
 
 
-async def test_a_bug_is_logged_once_and_streams_go_on(
+async def test_an_unexpected_error_is_logged_once_and_later_streams_are_prefilled(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
@@ -116,7 +116,7 @@ async def test_a_bug_is_logged_once_and_streams_go_on(
     assert "a mistake of ours" in first.failure
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     engine.mistake = None
-    # The stream that failed stays failed, and valid; the next one is prefilled.
+    # The failed stream gets no more text, but stays valid; the next one is prefilled.
     assert not first.may_grow() and first.closed is None
     engine.go_on.set()
     second = opened(table)
@@ -127,7 +127,7 @@ async def test_a_bug_is_logged_once_and_streams_go_on(
         table.close(stream, "deleted")
 
 
-async def test_the_table_s_tasks_end_with_the_last_stream(engine: SlowEngine) -> None:
+async def test_the_tables_tasks_end_with_the_last_stream(engine: SlowEngine) -> None:
     engine.go_on.set()
     table = StreamTable(engine)  # type: ignore[arg-type]
     before = asyncio.all_tasks()
@@ -141,7 +141,7 @@ async def test_the_table_s_tasks_end_with_the_last_stream(engine: SlowEngine) ->
 
 
 class Manager(SimpleNamespace):
-    """As much of a ``TokenizerManager`` as choosing a rank and counting room takes."""
+    """The part of a ``TokenizerManager`` that choosing a rank and counting room needs."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(
@@ -166,7 +166,7 @@ class Manager(SimpleNamespace):
         ({}, "base", None),
     ],
 )
-def test_an_adapter_is_part_of_the_model_s_name_or_given(
+def test_an_adapter_is_named_with_the_model_or_by_lora_path(
     fields: dict[str, str], served: str, adapter: str | None
 ) -> None:
     assert bodies.Prompt(text="x", **fields).terms(served).lora_path == adapter
@@ -187,7 +187,7 @@ async def test_the_arguments_are_those_that_sglang_resolved(
 @pytest.mark.parametrize(
     ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
 )
-async def test_the_longest_prompt_is_the_longest_that_sglang_takes(
+async def test_the_longest_prompt_is_the_longest_that_sglang_accepts(
     reserved: int, scheduler: int | None, most: int
 ) -> None:
     manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)

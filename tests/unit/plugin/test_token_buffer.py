@@ -1,4 +1,4 @@
-"""Canonical tokens: a text in pieces has the tokens of the text in one piece."""
+"""Test that a text in pieces gets the same tokens as the text in one piece."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PATTERN = (
 
 
 def byte_level_with_pattern() -> Any:
-    """BPE as Llama 3 builds it: a splitting pattern, NFC, a beginning-of-text token."""
+    """Make BPE as Llama 3 has it: a splitting pattern, NFC, a beginning-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -61,7 +61,7 @@ def byte_level_with_pattern() -> Any:
 
 
 def sentencepiece_like() -> Any:
-    """BPE as Llama 2 and Gemma build it: no splitting, white space is a letter."""
+    """Make BPE as Llama 2 and Gemma have it: no splitting, and white space is a letter."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -72,7 +72,7 @@ def sentencepiece_like() -> Any:
         show_progress=False,
         max_token_length=12,
     )
-    # Training on lines of words keeps the vocabulary within words, as sentencepiece does.
+    # Training on one word a line keeps the vocabulary's tokens within words, like sentencepiece.
     tokenizer.train_from_iterator(GUIDE.read_text().split(), trainer)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -82,7 +82,7 @@ def sentencepiece_like() -> Any:
 
 
 def greedy_added_token() -> Any:
-    """A tokenizer with an added token that swallows the white space around it."""
+    """Make a tokenizer with an added token that swallows the white space around it."""
     tokenizer = byte_level_with_pattern()
     tokenizer.add_tokens([AddedToken("mask", lstrip=True, rstrip=True)])
     return tokenizer
@@ -137,7 +137,7 @@ def test_pieces_have_the_tokens_of_the_whole(
     for piece in cut_up(text, data):
         buffer.append(piece)
         certain = list(buffer.tokens)
-        # Emitted once, they stay: they are a prefix of the final tokens.
+        # Emitted tokens never change: they are a prefix of the final tokens.
         assert certain == whole[: len(certain)]
     assert buffer.all_tokens() == whole
 
@@ -184,7 +184,7 @@ def test_cuts_a_tokenizer_would_tokenise_across_are_not_used(
     tokenizers: dict[str, CanonicalTokenizer],
 ) -> None:
     assert "word" in tokenizers["pattern"].boundaries
-    # "mask" takes the space behind it, so a space behind a letter proves nothing there.
+    # "mask" swallows the space after it, so that a space after a letter is not a sure boundary.
     assert "word" not in tokenizers["greedy"].boundaries
 
 
@@ -195,7 +195,7 @@ def test_a_vocabulary_that_spans_words_is_never_cut_between_words() -> None:
 
 
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:
-    """Appending and the final request cost as much as the new text, not as the whole."""
+    """Appends and the final request tokenise the new text, and not the whole."""
     tokenizer = tokenizers["trained"]
     seen: list[int] = []
     encode = tokenizer._encode

@@ -1,4 +1,4 @@
-"""When increments are due."""
+"""Test when increments are due."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_few_tokens_are_worth_an_increment_and_fewer_are_not() -> None:
     assert ask(Stream(certain=POLICY.least - 1)).increments == ()
 
 
-def test_the_end_is_due_after_its_grace() -> None:
+def test_the_end_of_a_text_is_due_after_the_grace_period() -> None:
     stream = Stream(certain=3, ended_at=100.0)
     early = ask(stream, now=100.0)
     assert early.increments == ()
@@ -63,7 +63,7 @@ def test_a_stream_without_room_asks_again_later() -> None:
     ended=st.booleans(),
     page=st.sampled_from([1, 16, 64, 1024]),
 )
-def test_each_stream_moves_forward_within_its_bounds(
+def test_every_stream_progresses_within_its_bounds(
     sizes: list[tuple[int, int]], ended: bool, page: int
 ) -> None:
     policy = Policy(page=page)
@@ -81,7 +81,7 @@ def test_each_stream_moves_forward_within_its_bounds(
         if id(stream) in chosen:
             target = chosen[id(stream)]
             assert stream.prefilled < target <= min(whole, stream.prefilled + most)
-            # Nothing short of the end is cut inside a page.
+            # Only the last increment may end inside a page.
             assert target == whole or target % page == 0
     lefts = [stream.certain - stream.prefilled for stream, _ in todo.increments]
     assert lefts == sorted(lefts)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from flashmoa.router.application import RouterOptions, application
 from flashmoa.router.client_requests import STREAMS, make_json_response
 from flashmoa.router.shell.application import ShellOptions, shell_application
-from tests.integration.router.serving import served
+from tests.integration.router.serving import serve
 
 KEY = {"authorization": "Bearer right"}
 
@@ -123,7 +123,7 @@ async def routing(*engines: FakeEngine, **options: Any) -> AsyncGenerator[Router
 async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
     """Run a shell router; the engine is both its prefill engine and its pair's router."""
     async with (
-        served(engine.app()) as url,
+        serve(engine.app()) as url,
         running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,
     ):
         yield client

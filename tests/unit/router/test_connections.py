@@ -85,7 +85,7 @@ async def send(http: Connections, url: str, rule: RetryRule) -> tuple[int, bytes
     return answer.status, content
 
 
-async def test_connection_is_kept() -> None:
+async def test_connection_is_reused() -> None:
     server = Server((GOOD, GOOD))
     async with server.listening() as url, open_connections() as http:
         for _ in range(2):
@@ -155,7 +155,7 @@ async def test_idempotent_request_is_repeated_once(script: tuple[bytes, ...]) ->
     assert server.seen == [*[0] * len(script), 1, 2, 3]
 
 
-async def test_engine_gone_at_the_second_attempt_counts_as_reached() -> None:
+async def test_engine_that_dies_before_the_second_attempt_counts_as_reached() -> None:
     server = Server((GOOD, END))
     async with server.listening() as url, open_connections() as http:
         await send(http, url, RetryRule.ON_REUSED_CONNECTION)

@@ -92,7 +92,7 @@ def one_engine() -> tuple[PrefixAware, Dispatcher]:
     return policy, dispatcher
 
 
-def test_gap_in_an_engine_s_events_empties_its_table() -> None:
+def test_gap_in_an_engines_events_empties_its_table() -> None:
     policy, dispatcher = one_engine()
     subscriber = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     subscriber.receive(4, batch(STORED))

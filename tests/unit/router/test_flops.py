@@ -61,7 +61,7 @@ def test_saturation_is_a_full_batch_and_more_with_exposed_transfers() -> None:
     assert saturation(measure, 1000, margin=1.0, exposed=3.0) == 3000
 
 
-def test_flops_of_models_whose_parameters_are_known() -> None:
+def test_flops_of_known_models_are_twice_their_parameters() -> None:
     dense = true_flops(QWEN3_8B)
     # Its model card says 6.95 billion parameters without embeddings.
     assert dense.linear / 2 == pytest.approx(6.95e9, rel=0.002)
@@ -76,7 +76,7 @@ def test_flops_of_models_whose_parameters_are_known() -> None:
     assert windowed.pair == windowed.window_pair == dense.pair // 2
 
 
-def test_flops_of_latent_attention_and_shared_experts() -> None:
+def test_flops_include_latent_attention_and_shared_experts() -> None:
     config = {
         "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,

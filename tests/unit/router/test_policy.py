@@ -111,7 +111,7 @@ def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
             assert best > 0 and not any(matched[name] == best for name in room)
 
 
-def test_request_waits_where_that_saves_work_and_is_overtaken() -> None:
+def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
     routing = policy(2, TokenCount(), 10, patience=2.0)
     document = [7] * 16
     queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
@@ -130,7 +130,7 @@ def test_request_waits_where_that_saves_work_and_is_overtaken() -> None:
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
-def test_idle_engine_takes_requests_that_would_be_done_later() -> None:
+def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
@@ -153,7 +153,7 @@ def test_prefix_that_is_being_computed_is_not_computed_again() -> None:
     assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
 
 
-def test_prefix_that_an_idle_engine_takes_draws_siblings_there() -> None:
+def test_siblings_follow_a_prefix_to_an_idle_engine() -> None:
     routing = policy(2, TokenCount(), 30, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
@@ -242,7 +242,7 @@ def test_engine_that_left_is_forgotten() -> None:
     assert place(routing, "c", prompt) is None
 
 
-def test_prompt_that_an_engine_has_already_costs_nothing() -> None:
+def test_request_whose_prompt_is_cached_adds_no_load() -> None:
     routing = policy(2, TokenCount(), 40)
     prompt = blocks([1] * 41)
     routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
@@ -256,7 +256,7 @@ def test_prompt_that_an_engine_has_already_costs_nothing() -> None:
     assert routing.load("e1") == 42
 
 
-def test_failed_request_withdraws_its_promise_and_a_computed_one_keeps_it() -> None:
+def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not() -> None:
     routing = policy(1, TokenCount(), None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)

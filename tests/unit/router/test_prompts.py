@@ -34,7 +34,7 @@ async def test_engine_tokenises_each_prompt_once() -> None:
     assert asked == ["ours", "ours", "plain"]
 
 
-async def test_known_blocks_ask_no_engine() -> None:
+async def test_blocks_of_a_known_prompt_need_no_engine() -> None:
     async with httpx.AsyncClient() as http:
         text = {"text": "a" * 200}
         assert PromptHasher(http, lambda: False).known_blocks(text) == text_blocks("a" * 200)

@@ -74,7 +74,7 @@ async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     assert outcomes == ["none", "b"]
 
 
-async def test_engine_too_busy_to_tell_its_settings_is_asked_again() -> None:
+async def test_engine_too_busy_to_send_its_settings_is_asked_again() -> None:
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -93,7 +93,7 @@ async def test_engine_too_busy_to_tell_its_settings_is_asked_again() -> None:
     assert engine.is_up and engine.events == (EventSource("tcp://engine:7"),)
 
 
-async def test_engine_that_never_tells_its_settings_joins_in_the_end() -> None:
+async def test_engine_that_never_sends_its_settings_joins_after_some_attempts() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/server_info":
             raise httpx.ReadTimeout("busy")
@@ -174,7 +174,7 @@ async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
         place.finish_prefill()
 
 
-async def test_prompt_is_computed_once_a_later_snapshot_shows_no_waiting_request() -> None:
+async def test_prompts_count_as_computed_when_a_later_snapshot_shows_fewer_waiting() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits(TokenCount()))
@@ -192,7 +192,7 @@ async def test_prompt_is_computed_once_a_later_snapshot_shows_no_waiting_request
     assert loads == [96, 96, 96, 64, 32, 0]
 
 
-def test_forwarded_target_is_what_the_client_sent() -> None:
+def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
     scope = {
         "type": "http",
         "method": "POST",
@@ -235,14 +235,14 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
     assert select_forwarded_headers(headers) == {"Authorization": "Bearer k"}
 
 
-def test_merged_info_has_what_all_engines_can_do() -> None:
+def test_merged_info_has_the_abilities_of_all_engines() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
     assert merge_info([one, other]) == expected
 
 
-def test_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixture[str]) -> None:
     from flashmoa.cli import router
 
     with pytest.raises(SystemExit):

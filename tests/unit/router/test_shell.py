@@ -189,7 +189,7 @@ async def test_token_prompt_takes_tokens_as_they_come(pieces: list[list[int]], s
     assert prompt.is_complete and taken == [1, *written, 2, 3, *written]
 
 
-async def test_text_fills_its_slot_and_a_failure_is_raised() -> None:
+async def test_text_fills_its_slot_and_a_failed_text_raises() -> None:
     prompt, answer = TextPrompt(["Plan: ", Slot("a"), "!"]), GrowingAnswer("a")
     answer.add("walk", None)
     assert prompt.take() == "Plan: "
@@ -275,7 +275,7 @@ async def test_unusable_response_fails_its_answer(
     "arguments",
     [[], ["--prefill", "a:1"], ["--engine", "a:1", "--prefill", "a:1", "--pd-router", "b:1"]],
 )
-def test_command_takes_engines_or_a_pair(
+def test_command_accepts_engines_or_a_pair(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["flashmoa", "router", *arguments])

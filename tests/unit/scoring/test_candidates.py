@@ -1,4 +1,4 @@
-"""A candidate's tokens are those of the text after its context, for any tokenizer."""
+"""Test that a candidate's tokens are those of the text after its context, for any tokenizer."""
 
 from __future__ import annotations
 

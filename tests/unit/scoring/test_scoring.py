@@ -79,7 +79,7 @@ def test_too_many_options_for_letters_are_refused(count: int) -> None:
         option_letters(count)
 
 
-def test_question_goes_into_the_user_s_last_message() -> None:
+def test_question_is_added_to_the_users_last_message() -> None:
     assert with_question("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
     added = {"role": "user", "content": "Which?"}
@@ -92,7 +92,7 @@ def test_question_goes_into_the_user_s_last_message() -> None:
     assert user["content"] == "Hello" and len(parts) == 1
 
 
-def test_kinds_of_contexts() -> None:
+def test_contexts_are_text_tokens_or_messages() -> None:
     assert [context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
         "text",
         "tokens",
@@ -204,7 +204,7 @@ async def test_siblings_wait_if_the_engine_does_not_share_prefixes(
 
 
 @pytest.mark.anyio
-async def test_results_come_in_order_within_the_window() -> None:
+async def test_results_are_yielded_in_order_within_the_window() -> None:
     dice = random.Random(3)
     running, most, written = 0, 0, list[int]()
     taken = 0

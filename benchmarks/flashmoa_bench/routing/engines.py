@@ -257,7 +257,7 @@ class _Replay:
         for ask in step.completed:
             self._policy.finish_prefill(ask.name)
             self._policy.end(ask.name)
-            del self._asks[ask.name]
+            del self._requests[ask.name]
 
 
 def best_hit_rate(prompts: Iterable[Blocks]) -> float:

@@ -58,8 +58,8 @@ async def clients(
         for started in (client, downstream_client):
             await started.flush_cache()
         yield first, second
-    await settled(client)
-    await settled(downstream_client)
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
 
 
 def agent(name: str, client: Any, guide: str, **more: Any) -> Agent[Any]:

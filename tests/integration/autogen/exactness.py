@@ -57,7 +57,7 @@ class Count:
 counts: defaultdict[str, Count] = defaultdict(Count)
 
 
-def count(kind: str, calls: Iterable[CallOutcome]) -> None:
+def count_outcomes(kind: str, calls: Iterable[CallOutcome]) -> None:
     """Count calls that could be linked."""
     for call in calls:
         outcome = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")

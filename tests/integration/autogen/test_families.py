@@ -11,7 +11,7 @@ from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event
 from tests.chat_templates import ALTERNATING, TEMPLATES
-from tests.integration.autogen.exactness import count, finished_calls, mostly_hit
+from tests.integration.autogen.exactness import count_outcomes, finished_calls, mostly_hit
 from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
 from tests.integration.support import start_special_engine, wait_until_idle
 
@@ -62,6 +62,6 @@ async def compare(client: Client, build: Build, task: str, family: str) -> None:
     await running.close()
     assert linked == plain
     calls = finished_calls(events)[1:]
-    count(f"template: {family}", calls)
+    count_outcomes(f"template: {family}", calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
-from tests.integration.autogen.exactness import CallOutcome, count, finished_calls
-from tests.integration.support import settled
+from tests.integration.autogen.exactness import CallOutcome, count_outcomes, finished_calls
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient

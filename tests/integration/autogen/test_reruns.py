@@ -23,7 +23,7 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, LinkOpened
 from tests.integration.autogen import overriding
-from tests.integration.autogen.exactness import count, finished_calls
+from tests.integration.autogen.exactness import count_outcomes, finished_calls
 from tests.integration.autogen.teams import Build, Client, agent
 from tests.integration.support import wait_until_idle
 
@@ -100,7 +100,7 @@ async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_
     unlinked = await plain.run(task=guide[:600])
     assert [m.to_text() for m in result.messages] == [m.to_text() for m in unlinked.messages]  # type: ignore[union-attr]
     calls = finished_calls(events)
-    count(build.__name__, calls)
+    count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in calls}
     assert not [event for event in events if isinstance(event, LinkDeclined)]
@@ -121,7 +121,7 @@ async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
             await team.reset()
     await linked.close()
     calls = finished_calls(events)
-    count("stopped, and run again at once", calls)
+    count_outcomes("stopped, and run again at once", calls)
     assert {call.status for call in calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in calls}
 
@@ -164,7 +164,7 @@ async def test_links_for_a_next_run_end_if_it_does_not_come(
     await team.run(task=guide[:600])
     await until(lambda: events_of(events, LinkClosed, "one"))
     assert [event.reason for event in events_of(events, LinkClosed, "one")] == ["unused"]
-    await settled(model_client.engine)
+    await wait_until_idle(model_client.engine)
     await linked.close()
 
 

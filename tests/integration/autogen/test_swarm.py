@@ -15,7 +15,12 @@ from autogen_core.models import UserMessage
 from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
-from tests.integration.autogen.exactness import CallOutcome, count, finished_calls, mostly_hit
+from tests.integration.autogen.exactness import (
+    CallOutcome,
+    count_outcomes,
+    finished_calls,
+    mostly_hit,
+)
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Client, agent
 from tests.integration.support import wait_until_idle

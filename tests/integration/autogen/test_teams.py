@@ -13,7 +13,12 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
-from tests.integration.autogen.exactness import CallOutcome, count, finished_calls, mostly_hit
+from tests.integration.autogen.exactness import (
+    CallOutcome,
+    count_outcomes,
+    finished_calls,
+    mostly_hit,
+)
 from tests.integration.autogen.teams import (
     Build,
     Client,

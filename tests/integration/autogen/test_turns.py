@@ -23,7 +23,12 @@ from autogen_agentchat.tools import AgentTool
 from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkWaits
-from tests.integration.autogen.exactness import CallOutcome, count, finished_calls, mostly_hit
+from tests.integration.autogen.exactness import (
+    CallOutcome,
+    count_outcomes,
+    finished_calls,
+    mostly_hit,
+)
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Custom
 from tests.integration.support import wait_until_idle
@@ -60,7 +65,7 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
 
 def are_predicted(kind: str, calls: list[CallOutcome]) -> bool:
     """Count calls; return whether all that were not too early hit, and at least half did."""
-    count(kind, calls)
+    count_outcomes(kind, calls)
     return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
 
 

@@ -22,7 +22,7 @@ async def test_engine_that_links_has_nothing_to_fix(
     assert "requests for 'x'" in by_topic["model"].text
     assert by_topic["chat template"].level == "ok"
     # The check leaves no stream open.
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_engine_without_the_plugin_gets_a_remedy(plain_engine: LocalEngine) -> None:

@@ -77,7 +77,7 @@ async def test_linked_answers_equal_unlinked_ones(
     expected_whole = await answer_to(reader, f"{guide[:1500]}\n{joined}\nAll?")
     assert await whole == expected_whole
     assert await last == await answer_to(client, f"In short: {expected_whole}")
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_two_calls_of_an_openai_client_can_be_linked(

@@ -64,4 +64,4 @@ async def test_cancelled_moa_agent_frees_its_engines(engine: LocalEngine) -> Non
         token.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await settled(direct)
+        await wait_until_idle(direct)

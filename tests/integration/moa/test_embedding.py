@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngines
 from flashmoa.moa import EngineEmbedder
 from flashmoa.moa.early_exit import frobenius_cosine, normalise
-from tests.integration.support import special_engine
+from tests.integration.support import start_special_engine
 
 pytestmark = pytest.mark.anyio
 

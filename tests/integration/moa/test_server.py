@@ -98,7 +98,7 @@ async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_pa
                     break
             with pytest.raises(UpstreamCancelled):
                 await run.result()
-        await settled(direct)
+        await wait_until_idle(direct)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.integration.router.serving import serve
 
 
 @asynccontextmanager
-async def routed(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
+async def serve_router(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
     """Serve a router on a real socket; yield a client of it."""
     app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
     async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -29,5 +29,5 @@ def make_options(*engines: LocalEngine, **more: object) -> RouterOptions:
 @pytest.fixture
 async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a router in front of the session's two engines."""
-    async with routed(options(engine, downstream)) as client:
+    async with serve_router(make_options(engine, downstream)) as client:
         yield client

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 
 @asynccontextmanager
-async def served(app: Starlette) -> AsyncGenerator[str]:
+async def serve(app: Starlette) -> AsyncGenerator[str]:
     """Serve an application; yield its URL."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -24,7 +24,7 @@ main()
 
 
 @asynccontextmanager
-async def stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
+async def start_stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
     """Start a stock router; yield a client of it once it has found its engines."""
     port = free_port()
     process = await anyio.open_process(

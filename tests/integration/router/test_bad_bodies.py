@@ -25,7 +25,7 @@ async def test_appends_survive_bodies_that_break_other_connections(
     """Stock SGLang answers such a chat with 500, and closes the connection without saying so."""
     answers = Counter[int]()
     # Only one of the two engines has prompt streams.
-    async with routed(options(engine, plain_engine)) as router:
+    async with serve_router(make_options(engine, plain_engine)) as router:
         async with EngineClient(engine.url) as direct:
             stream = await direct.open_stream(text="It begins:")
         is_over = anyio.Event()

@@ -45,11 +45,11 @@ async def test_kv_events_fill_and_empty_an_engines_table(
     events["replay_endpoint"] = f"tcp://*:{replay}"
     document = words(320, 1030)
     arguments = ("--kv-events-config", json.dumps(events))
-    async with special_engine(engines, model, *arguments, environment=compiling) as publisher:
+    async with start_special_engine(engines, model, *arguments, environment=compiling) as publisher:
         # The engine's own measurements at its start also fill its cache.
-        await measured(publisher)
+        await wait_until_measured(publisher)
         async with (
-            routed(options(publisher)) as router,
+            serve_router(make_options(publisher)) as router,
             httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,
         ):
             # The router learns of requests of other clients once it is connected.
@@ -67,7 +67,7 @@ async def test_kv_events_fill_and_empty_an_engines_table(
             await generated(router, document, tokens=1)
             assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
         # A router that starts later requests the events that it has missed.
-        async with routed(options(publisher)) as later:
+        async with serve_router(make_options(publisher)) as later:
             await wait_for_blocks(later, 20)
 
 
@@ -78,13 +78,13 @@ async def test_router_follows_events_of_every_rank(
     port = free_port()
     events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})
     arguments = ("--dp", "2", "--kv-events-config", events)
-    async with special_engine(
+    async with start_special_engine(
         engines, model, *arguments, pool=6000, environment=compiling
     ) as publisher:
         # The engine's own measurements at its start also fill its ranks' caches.
-        await measured(publisher)
+        await wait_until_measured(publisher)
         async with (
-            routed(options(publisher)) as router,
+            serve_router(make_options(publisher)) as router,
             httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,
         ):
             with anyio.fail_after(60):

@@ -27,7 +27,9 @@ Words = Callable[[int, int], str]
 async def test_other_engine_serves_when_one_dies(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:
-    async with routed(options(engine, LocalEngine(0, 9, model), policy=RoundRobin())) as router:
+    async with serve_router(
+        make_options(engine, LocalEngine(0, 9, model), policy=RoundRobin())
+    ) as router:
         # The second engine never existed.
         await generated(router, words(20, 990))
     mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])

@@ -94,7 +94,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
             for stream in streams:
                 assert (await client.stream_state(stream.id)).next_seq == 1
         # Another router does not know the streams.
-        async with routed(options(engine, downstream)) as other:
+        async with serve_router(make_options(engine, downstream)) as other:
             answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
             assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
             # The request was no load, because the engine had its prompt; the router records that.

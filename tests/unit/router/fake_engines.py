@@ -114,7 +114,7 @@ async def running(app: Starlette) -> AsyncGenerator[RouterClient]:
 async def routing(*engines: FakeEngine, **options: Any) -> AsyncGenerator[RouterClient]:
     """Run a router in front of fake engines."""
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(served(engine.app())) for engine in engines]
+        urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
         all_options = RouterOptions(urls, api_key="right", watch_seconds=60, **options)
         yield await stack.enter_async_context(running(application(all_options)))
 

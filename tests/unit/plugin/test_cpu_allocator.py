@@ -1,4 +1,4 @@
-"""The paged allocator against what pages mean."""
+"""The CPU's paged allocator: requests get whole pages, and no slot is given twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def allocator_class() -> type:
 
 
 def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
-    """Extend each request's slots by a count; whether there was room."""
+    """Extend each request's slots by a count; return whether there was room."""
     olds = [len(row) for row in rows]
     news = [old + count for old, count in zip(olds, counts, strict=True)]
     old_lens, new_lens = torch.tensor(olds), torch.tensor(news)
@@ -34,7 +34,7 @@ def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("page", [2, 16])
-def test_rows_are_made_of_whole_pages_and_nothing_is_given_twice(
+def test_rows_consist_of_whole_pages_and_no_slot_is_given_twice(
     allocator_class: type, page: int
 ) -> None:
     import random

@@ -1,4 +1,4 @@
-"""When increments are due."""
+"""``due``: when which increments are computed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_each_stream_moves_forward_within_its_bounds(
         if id(stream) in chosen:
             target = chosen[id(stream)]
             assert stream.prefilled < target <= min(whole, stream.prefilled + most)
-            # Nothing short of the end is cut inside a page.
+            # Only the end of a stream may lie inside a page.
             assert target == whole or target % page == 0
     lefts = [stream.certain - stream.prefilled for stream, _ in todo.increments]
     assert lefts == sorted(lefts)

@@ -14,7 +14,7 @@ class Costs:
 
     Args:
         points: measured prefills as (tokens, seconds), of at least two sizes. They are sorted, and
-            a point that costs less than a smaller one is raised to it: that is noise.
+            one that costs less than a smaller prefill, because of noise, is raised to its costs.
         decode_step: seconds of a decode step of one request. A prefill of one token takes another
             time, because decoding has other kernels, and on a GPU CUDA graphs.
 

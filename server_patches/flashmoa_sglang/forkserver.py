@@ -59,7 +59,7 @@ def fork_instead_of_spawning() -> None:
 
 
 def fork_engine(order: dict[str, Any]) -> int:
-    """Fork an engine; return its process id once it leads its own process group."""
+    """Fork an engine. Return its process id once it leads its own process group."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

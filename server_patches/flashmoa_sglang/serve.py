@@ -76,7 +76,7 @@ def is_stock() -> bool:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however the parent ends.
+    """Ask the kernel to kill this process when its parent ends, in whatever way.
 
     SIGKILL, because on SIGTERM SGLang would wait for its requests, whose clients may be gone. The
     other processes of SGLang end with this one.

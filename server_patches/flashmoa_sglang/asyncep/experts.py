@@ -166,7 +166,7 @@ class Experts:
         }
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the layer compute with these tensors."""
+        """Put these tensors into the layer, which then computes with them."""
         for name, tensor in tensors.items():
             parameter = self.layer._parameters.get(name)
             if parameter is not None:

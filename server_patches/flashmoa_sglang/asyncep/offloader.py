@@ -267,7 +267,7 @@ class ExpertOffloader:
         setattr(layer, self._computing, compute_with_experts)
 
     def _bind(self, number: int) -> int:
-        """Let a layer compute with its experts in a slot; return the slot."""
+        """Bind a layer to its experts in a slot, and copy them there if needed. Return the slot."""
         assert self._rotation is not None
         slot = self._rotation.slot_of(number)
         if slot is None:

@@ -27,7 +27,7 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 def create_segment(pieces: Iterable[torch.Tensor]) -> int:
-    """Write pieces (uint8, on the CPU) into a sealed memfd; return its file descriptor."""
+    """Write pieces (uint8, on the CPU) into a sealed memfd. Return its file descriptor."""
     segment = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(segment, "wb", closefd=False) as file:

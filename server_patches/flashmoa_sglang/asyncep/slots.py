@@ -47,7 +47,7 @@ class SlotRotation:
         return slot
 
     def advance(self, layer: int) -> tuple[int, int] | None:
-        """Note that a layer has computed; return its slot, and the layer to copy into it.
+        """Note that a layer has computed. Return its slot, and the layer to copy into it.
 
         Return ``None`` if every layer has a slot, so that nothing needs to be copied.
         """
@@ -74,7 +74,7 @@ class SlotCopier:
         source.fill(memory)
 
     def wait(self, slot: int) -> None:
-        """Let everything that is enqueued from now on wait until the slot has been filled."""
+        """Delay all computation that is enqueued from now on until the slot has been filled."""
 
     def note_use(self, slot: int) -> None:
         """Note that the computation that has been enqueued so far reads the slot."""
@@ -84,7 +84,7 @@ class SlotCopier:
         return time.perf_counter()
 
     def timed_fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> tuple[Any, Any]:
-        """Do the same as ``fetch``; return marks at the beginning and at the end of the copy."""
+        """Do the same as ``fetch``. Return marks at the beginning and at the end of the copy."""
         before = self.mark()
         self.fetch(slot, memory, source)
         return before, self.mark()

@@ -179,7 +179,7 @@ def _is_plain_causal(layer: RadixAttention) -> bool:
 
 
 def _runs(slots: torch.Tensor) -> list[slice] | torch.Tensor:
-    """Turn slot numbers into slices of the pool; return them unchanged if runs would be short."""
+    """Turn slot numbers into slices of the pool. Return them unchanged if runs would be short."""
     slots = slots.to(torch.int64)
     ends = (slots[1:] - slots[:-1] != 1).nonzero().flatten() + 1
     if (len(ends) + 1) * _SHORT_RUN > max(len(slots), _SHORT_RUN):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def use_host_memory(
     original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Let nixl treat the KV pool as host memory; wraps ``Scheduler.init_disaggregation``.
+    """Register the KV pool with nixl as host memory; wraps ``Scheduler.init_disaggregation``.
 
     SGLang registers the pool with nixl as "VRAM", so this name is made to mean host memory. The
     other backend, Mooncake, finds out from the pool's address.

@@ -182,7 +182,7 @@ class Engine:
         terms: Terms = _DEFAULT_TERMS,
         http_request: Any = None,
     ) -> dict[str, Any]:
-        """Run one of the plugin's own requests; return the ``meta_info`` of its answer."""
+        """Run one of the plugin's own requests. Return the ``meta_info`` of its answer."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -223,7 +223,7 @@ class Engine:
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
 
     async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
-        """Run one forward with these tokens; return its time as measured by the scheduler."""
+        """Run one forward with these tokens. Return its time as measured by the scheduler."""
         rid = new_rid()
         mark = RequestMark(timed=True)
         try:
@@ -255,7 +255,7 @@ class Engine:
         self._manager.abort_request(rid)
 
     def release(self, stream: str) -> None:
-        """Let every scheduler evict a stream's KV from now on."""
+        """Release a stream's KV in every scheduler, so that it can be evicted."""
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:

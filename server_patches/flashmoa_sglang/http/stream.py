@@ -1,4 +1,4 @@
-"""``PromptStream``, a prompt that only grows, and records of what was prefilled of it."""
+"""``PromptStream``, a prompt that only grows, and the results of its prefills."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Prefilled:
     def read(cls, meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
         """Read the result of a prefill from its ``meta_info``.
 
-        Raises: NoRoom, Superseded if the scheduler dropped the prefill for that reason.
+        Raises: NoRoom or Superseded if the scheduler dropped the prefill for that reason.
         """
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
@@ -93,8 +93,9 @@ class PromptStream:
         deadline: monotonic time at which the stream expires.
         pace_seconds: how long the client was last asked to gather text before it appends.
         stalled_until: monotonic time until which the engine is not asked, as it was too busy.
-        waits_for_room: whether an increment was refused because the KV pool is full. The scheduler
-            tells when there is room, and ``offers`` counts how often it has.
+        waits_for_room: whether an increment was refused because the KV pool is full, until the
+            scheduler offers room.
+        offers: how often it has.
     """
 
     ttl_seconds: float

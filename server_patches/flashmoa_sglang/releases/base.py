@@ -259,7 +259,7 @@ class Release(ABC):
 
     @abstractmethod
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
-        """Match a waiting request with the radix tree; return the length of the cached prefix."""
+        """Match a waiting request with the radix tree. Return the length of the cached prefix."""
 
     # The CPU platform.
 

@@ -29,7 +29,7 @@ _HOST_COPIES = "sgl_kernel.kvcacheio"
 async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
     """Forget a request that is refused; wraps ``TokenizerManager._tokenize_one_request``.
 
-    Stock SGLang keeps its state, so that the server seems to be busy with it until it ends.
+    Stock SGLang keeps its state, so that the server seems to be busy with it until the server ends.
     """
     try:
         return await original(manager, obj)
@@ -220,7 +220,7 @@ class Release0512(Release):
 
         platform = super().cpu_platform()
 
-        # SRTPlatform is named for the check of what is overridden (``internals``).
+        # SRTPlatform is a base, too, so that ``internals`` checks the overridden methods.
         class CpuPlatform(platform, SRTPlatform):
             def get_device_total_memory(self, device_id: int = 0) -> int:
                 return int(psutil.virtual_memory().total)

@@ -26,7 +26,7 @@ _HEADROOM = 1 / 16
 
 
 def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a request share what its batch computes already, and unpin streams if it finds no room.
+    """Add a request to a batch, with the tokens that it shares; unpin streams if it has no room.
 
     Wraps ``PrefillAdder.add_one_req``, where SGLang counts what the requests before this one in the
     batch take. So any number of requests find the room that streams hold.

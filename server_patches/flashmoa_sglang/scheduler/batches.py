@@ -205,7 +205,7 @@ def _build(
 
 
 def _settle(scheduler: Any, batch: Any) -> int:
-    """Share, publish, pin and count the KV that the built batch computes; return its tokens."""
+    """Share, publish, pin and count the KV that the built batch computes. Return its tokens."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
     state.timer.start(batch.reqs, batch.extend_num_tokens)

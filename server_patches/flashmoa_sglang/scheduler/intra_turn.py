@@ -100,7 +100,7 @@ class Turn(Generic[Owner]):
     def _insert(
         self, owner: Owner, children: dict[bytes, _Node[Owner]], tokens: Tokens, later: bool
     ) -> dict[bytes, _Node[Owner]]:
-        """Walk along ``tokens`` and add new nodes; return the last node's children."""
+        """Walk along ``tokens`` and add new nodes. Return the last node's children."""
         while len(tokens):
             first = self._first_page(tokens)
             node = children.get(first)

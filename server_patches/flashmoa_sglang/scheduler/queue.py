@@ -100,9 +100,9 @@ def order_queue(
 
 
 def keep_kv(req: Any) -> None:
-    """Let SGLang keep the KV of a prefill that a PD pair's prefill engine sends nowhere.
+    """Put the KV of a prefill that is sent to no decode engine into the radix tree after all.
 
-    The prefill looks like one of SGLang's own warm-ups, whose KV SGLang does not keep.
+    SGLang treats such a prefill as one of its own warm-ups, whose KV it does not keep.
     """
     req.skip_radix_cache_insert = False
 

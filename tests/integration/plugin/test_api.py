@@ -1,4 +1,4 @@
-"""The plugin's routes on real SGLang: what they answer, and that nothing breaks them."""
+"""The plugin's routes on real SGLang: their answers, and that no request breaks them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.support import Opened, generate, prefilled, settled
 pytestmark = pytest.mark.anyio
 
 
-async def test_info_tells_what_runs(client: EngineClient) -> None:
+async def test_info_describes_the_engine(client: EngineClient) -> None:
     info = await client.info()
     assert info.sglang["version"] in TESTED
     assert {"prefill_only", "prompt_streams", "render"} <= set(info.capabilities)
@@ -49,7 +49,7 @@ async def test_prefill_only_leaves_the_prompt_in_the_cache(
 async def test_prefill_only_neither_samples_nor_detokenizes(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A stock request with no new tokens passes the detokenizer; ours must not."""
+    """Stock SGLang sends a request for no tokens through the detokenizer; the plugin must not."""
     async with httpx.AsyncClient(base_url=engine.url) as http:
         before = len(engine.log.read_text())
         await client.prefill_only(text=words(50, 2))
@@ -144,10 +144,10 @@ async def test_oversized_pieces_are_refused_and_the_stream_lives(client: EngineC
     await client.delete_stream(ids.id)
 
 
-async def test_the_most_a_prompt_may_have_is_said_and_true(
+async def test_the_reported_limit_of_a_prompt_is_exact(
     engine: LocalEngine, client: EngineClient
 ) -> None:
-    """Bounded by the KV pool here: one token more is refused, by the plugin and not by SGLang."""
+    """Here it follows from the KV pool. One token more is refused by the plugin, not by SGLang."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
         assert POOL - 10 < most < POOL
@@ -163,7 +163,7 @@ async def test_the_most_a_prompt_may_have_is_said_and_true(
 
 
 async def test_text_held_back_counts_when_the_stream_ends(client: EngineClient) -> None:
-    """A text without any cut has no certain token until its end."""
+    """In a text without boundaries no token is certain before its end."""
     opened = await client.open_stream(text="é" * 20)
     assert opened.received_tokens == 0
     with pytest.raises(PromptTooLarge):
@@ -174,7 +174,7 @@ async def test_text_held_back_counts_when_the_stream_ends(client: EngineClient) 
     await client.delete_stream(opened.id)
 
 
-async def test_unknown_streams_are_said_to_be_unknown(client: EngineClient) -> None:
+async def test_an_unknown_stream_is_reported_as_unknown(client: EngineClient) -> None:
     with pytest.raises(StreamUnknown, match="Open one first"):
         await client.append("nonsense", 0, text="x")
 
@@ -209,7 +209,7 @@ RAW = [b"", b"{", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000, b'{"input_ids":
 async def test_no_body_breaks_the_engine(
     engine: LocalEngine, client: EngineClient, path: str
 ) -> None:
-    """Every odd body gets a 4xx with a code and a sentence, or is taken; none a 500."""
+    """Every odd body is accepted, or refused with a 4xx, a code and a sentence; none gets a 500."""
     stream = await client.open_stream(text="one two")
     route = f"/prompt_streams/{stream.id}/append" if path == "append" else path
     opened = Opened()
@@ -231,7 +231,7 @@ async def test_no_body_breaks_the_engine(
 
 
 @pytest.mark.parametrize("stream_id", [7, [], {}, True, ["x"]])
-async def test_a_stream_id_that_is_no_string_is_refused(
+async def test_a_stream_id_that_is_not_a_string_is_refused(
     engine: LocalEngine, stream_id: object
 ) -> None:
     message = {"role": "user", "content": "x"}

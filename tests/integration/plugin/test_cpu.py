@@ -1,4 +1,4 @@
-"""The CPU platform gives the numbers of the model it runs."""
+"""Engines on the CPU platform compute what the model computes with Hugging Face's code."""
 
 from __future__ import annotations
 

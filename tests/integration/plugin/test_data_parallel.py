@@ -1,4 +1,4 @@
-"""Prompt streams on an engine of two data-parallel ranks, each with KV of its own."""
+"""Prompt streams on an engine with two data-parallel ranks, each with its own KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV pool that prompt streams fill: requests come first, and streams wait without asking."""
+"""A KV pool that prompt streams fill: requests come first, and streams wait to be notified."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def client(small_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         await settled(connected)
 
 
-async def test_requests_that_arrive_together_start_at_once_where_streams_hold_the_pool(
+async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_pool(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     streams = [await client.open_stream(text=words(448, number)) for number in range(8)]
@@ -41,6 +41,7 @@ async def test_requests_that_arrive_together_start_at_once_where_streams_hold_th
     held = (await kv(client)).protected
     assert held > 3500
     requests, steps = 6, [0] * 6
+    # The number of requests that had begun when one of them reached its tenth step.
     begun_at_tenth: list[int] = []
 
     async def ask(number: int) -> None:
@@ -56,7 +57,7 @@ async def test_requests_that_arrive_together_start_at_once_where_streams_hold_th
         for number in range(requests):
             group.start_soon(ask, number)
     assert steps == [300] * 6
-    # Each joined the others before any of them was ten steps ahead.
+    # All had begun before any of them was ten steps ahead.
     assert min(begun_at_tenth) == requests
     after = await kv(client)
     assert after.gave_way > 0
@@ -64,7 +65,7 @@ async def test_requests_that_arrive_together_start_at_once_where_streams_hold_th
         await client.delete_stream(stream.id)
 
 
-async def test_streams_without_room_ask_nothing_until_there_is_some(
+async def test_streams_without_room_send_nothing_until_there_is_some(
     client: EngineClient, small_engine: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1))
@@ -75,10 +76,10 @@ async def test_streams_without_room_ask_nothing_until_there_is_some(
             with anyio.fail_after(30):
                 while not (await state(http, stream.id))["waits_for_room"]:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
-        # None of them is asking again.
+        # None of them tries again.
         states = [await state(http, stream.id) for stream in waiting]
-        assert not any(one["prefilling"] or one["prefilled_tokens"] for one in states)
-    # What the first one held is free: the others are told, and filled as far as there is room.
+        assert not any(state["prefilling"] or state["prefilled_tokens"] for state in states)
+    # When the first stream's KV is free, the others are notified, and filled while there is room.
     await client.delete_stream(holder.id)
     for stream in waiting[:3]:
         await prefilled(client, stream.id, 899)

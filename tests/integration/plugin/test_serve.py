@@ -1,4 +1,4 @@
-"""``flashmoa serve`` as a user runs it: a process, its signals, and nothing left behind."""
+"""``flashmoa serve`` as a user runs it: its output, its signals, and that no process is left."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_it_says_where_it_listens_and_leaves_nothing(
+def test_it_prints_its_url_and_leaves_no_process(
     model: Path, tmp_path: Path, ending: signal.Signals
 ) -> None:
     port = free_port()
@@ -59,7 +59,7 @@ def test_it_says_where_it_listens_and_leaves_nothing(
             time.sleep(0.2)
         info = httpx.get(f"http://127.0.0.1:{port}/flashmoa/info", timeout=30).json()
         assert info["plugin"]["name"] == "flashmoa-sglang"
-        # Answered by the scheduler, a spawned process with the plugin of its own.
+        # This number comes from the scheduler, a spawned process that loads the plugin itself.
         assert info["kv"][0]["total"] == 2000
         (leader,) = children(process.pid)
         assert len(group_members(leader)) >= 3
@@ -76,7 +76,7 @@ def test_it_says_where_it_listens_and_leaves_nothing(
             process.wait(60)
 
 
-def test_what_is_wrong_is_said_before_sglang_is_imported(model: Path) -> None:
+def test_wrong_arguments_are_reported_before_sglang_is_imported(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -36,7 +36,10 @@ class Costs:
 
     def prefill(self, tokens: float) -> float:
         """Return the seconds of a forward that prefills ``tokens`` tokens."""
-        (x0, y0), (x1, y1) = self._segment(tokens)
+        # The two points between which the size lies, or the two that are nearest to it.
+        after = bisect_right(self.points, tokens, key=lambda point: point[0])
+        after = min(max(after, 1), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[after - 1 : after + 1]
         return max(y0 + (y1 - y0) * (tokens - x0) / (x1 - x0), 0.0)
 
     def decode(self, requests: int) -> float:
@@ -66,12 +69,6 @@ class Costs:
             else:
                 high = middle
         return low
-
-    def _segment(self, tokens: float) -> Points:
-        """Return the two points between which, or next to which, ``tokens`` lies."""
-        after = bisect_right(self.points, tokens, key=lambda point: point[0])
-        after = min(max(after, 1), len(self.points) - 1)
-        return self.points[after - 1 : after + 1]
 
 
 # Used until the costs are measured, so that nothing has to wait for the measurement: a guess

@@ -141,10 +141,11 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
-    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", asyncep.update_from_disk),
+    # This method also returns the number of requests that were paused.
+    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", asyncep.refuse_update(0)),
     *(
-        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", asyncep.update_weights)
-        for source in ("distributed", "tensor", "ipc")
+        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", asyncep.refuse_update())
+        for way in ("distributed", "tensor", "ipc")
     ),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]

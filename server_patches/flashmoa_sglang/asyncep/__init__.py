@@ -49,26 +49,23 @@ _WEIGHTS_REFUSED = (
 )
 
 
-async def update_weights(
-    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse an update of weights; wraps ``TokenizerManager.update_weights_from_...``.
+def refuse_update(*result: Any) -> Callable[..., Any]:
+    """Make the wrapper of ``TokenizerManager.update_weights_from_...`` that refuses the update.
 
     A layer's parameters point to a slot, or to the memory that is copied there. With the next
     forward an update would be lost for some layers and incomplete for others.
+
+    Args: result: what the method returns after a failed update and the message.
     """
-    if Options.from_environment().asyncep == "off":
-        return await original(manager, *args, **kwargs)
-    return False, _WEIGHTS_REFUSED
 
+    async def update_weights(
+        original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if Options.from_environment().asyncep == "off":
+            return await original(manager, *args, **kwargs)
+        return False, _WEIGHTS_REFUSED, *result
 
-async def update_from_disk(
-    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Do the same for ``update_weights_from_disk``, which returns the paused requests, too."""
-    if Options.from_environment().asyncep == "off":
-        return await original(manager, *args, **kwargs)
-    return False, _WEIGHTS_REFUSED, 0
+    return update_weights
 
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

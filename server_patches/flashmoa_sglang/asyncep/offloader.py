@@ -83,13 +83,11 @@ class ExpertMemory:
     """Where the experts of a model are stored; sizes in bytes.
 
     Attributes:
-        layers: number of layers with experts.
-        slots: number of slots on the device.
+        layers, slots: number of layers with experts, and of slots on the device.
         resident: size of the first layer's experts, which stay on the device.
         in_slots: size of the slots.
         on_host: size of the other layers' experts in this process's host memory.
-        share: size of the part of the other layers' experts that this replica stores for all.
-        at_peers: size of the parts that the other replicas store.
+        share, at_peers: size of the parts that this replica and the other replicas store for all.
         misses: how often a layer began whose experts were neither in a slot nor being copied.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -75,30 +75,16 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             start += new
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
+        self, q: Any, k: Any, v: Any, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not _is_plain_causal(layer):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        attend = self._attend if _is_plain_causal(layer) else super().forward_extend
+        return attend(q, k, v, layer, *args, **kwargs)
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
+        self, q: Any, k: Any, v: Any, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not _is_plain_causal(layer):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        attend = self._attend if _is_plain_causal(layer) else super().forward_decode
+        return attend(q, k, v, layer, *args, **kwargs)
 
     def _attend(
         self,
@@ -107,7 +93,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:

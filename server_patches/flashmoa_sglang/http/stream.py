@@ -87,15 +87,13 @@ class PromptStream:
         closed: how the stream ended; ``None`` while it is open.
         prefilled: number of tokens at the beginning whose KV has been computed.
         computed: how many of these were not already in the radix cache.
-        increments, spans: number of increments, and the last of them, for timelines.
+        spans: the last increments, for timelines.
         failure: why the stream is not prefilled any more, if it is not.
         rid: id of the increment that is running, if any.
-        deadline: monotonic time at which the stream expires.
         pace_seconds: how long the client was last asked to gather text before it appends.
-        stalled_until: monotonic time until which the engine is not asked, as it was too busy.
-        waits_for_room: whether an increment was refused because the KV pool is full, until the
-            scheduler offers room.
-        offers: how often it has.
+        stalled_until: time until which no increment is sent, because the engine was too busy.
+        waits_for_room: whether an increment was refused because the KV pool is full.
+        offers: how often the scheduler has offered room.
     """
 
     ttl_seconds: float

@@ -111,7 +111,7 @@ class StreamTable:
         metrics.set_open(len(self._open))
         metrics.count("stream_tokens_buffered", stream.certain_tokens())
         self._set_pace(stream)
-        self._touch(stream)
+        self.keep_alive(stream)
         self._tasks.ensure("prompt streams, prefilling", self._prefiller.run)
         # This is a separate task, so that streams expire even while others are being prefilled.
         self._tasks.ensure("prompt streams, lifetimes", self._watch_lifetimes)
@@ -171,7 +171,7 @@ class StreamTable:
             stream.ended_at = time.monotonic()
         metrics.count("stream_tokens_buffered", stream.certain_tokens() - certain)
         self._set_pace(stream)
-        self._touch(stream)
+        self.keep_alive(stream)
 
     def claim(self, stream: PromptStream) -> None:
         """Stop increments, because the final request has come and computes the rest."""
@@ -181,7 +181,7 @@ class StreamTable:
     def unclaim(self, stream: PromptStream) -> None:
         """Continue the stream as if its final request, which was refused, had not come."""
         stream.claimed = False
-        self._touch(stream)
+        self.keep_alive(stream)
 
     def close(self, stream: PromptStream, ending: Ending) -> None:
         """End a stream and let its KV be evicted; do nothing if it has ended already."""
@@ -201,8 +201,9 @@ class StreamTable:
         self._prefiller.look()
 
     def keep_alive(self, stream: PromptStream) -> None:
-        """Put off a stream's expiry, because its client is alive but has nothing to append."""
-        self._touch(stream)
+        """Put off a stream's expiry."""
+        stream.deadline = time.monotonic() + stream.ttl_seconds
+        self._prefiller.look()
 
     def rank_for(self, beginning: str | Sequence[int]) -> int | None:
         """Choose the data-parallel rank for a stream by its beginning; ``None`` with one rank."""
@@ -221,10 +222,6 @@ class StreamTable:
     def _set_pace(self, stream: PromptStream) -> None:
         busy = self._engine.others_active()
         stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open), busy)
-
-    def _touch(self, stream: PromptStream) -> None:
-        stream.deadline = time.monotonic() + stream.ttl_seconds
-        self._prefiller.look()
 
     def _fail(self, error: Exception) -> None:
         """Mark all streams as failed, because a bug of the plugin has stopped their prefills."""

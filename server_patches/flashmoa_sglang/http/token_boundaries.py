@@ -80,23 +80,8 @@ def _has_inner_boundary(boundary: re.Pattern[str], entry: str) -> bool:
 def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
     """Make random texts of vocabulary entries and difficult pieces, the same at every start."""
     dice = random.Random(0)
-    difficult = [
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "'s",
-        "12",
-        "3456",
-        ". ",
-        "é",
-        "e\u0301",
-        "中文，好",
-        "🙂",
-    ]
-    difficult += added
+    difficult = [" ", "  ", "\n", "\n\n", " \n ", "\t", "'s", "12", "3456", ". ", "é", "e\u0301"]
+    difficult += ["中文，好", "🙂", *added]
     texts: list[str] = []
     for _ in range(_SAMPLES):
         pieces = dice.choices(vocabulary, k=6) + dice.choices(difficult, k=4) + [" and a b. C\n"]

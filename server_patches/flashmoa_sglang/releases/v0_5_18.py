@@ -23,8 +23,9 @@ def abort_abandoned(original: Callable[..., None], manager: Any, obj: Any) -> No
     not know the id any more and does nothing, so the request decodes to its last token.
     """
     # The original runs inside SGLang's ``except BaseException``. Only a cancelled generator means
-    # that the client has disconnected; a ValueError is a refused request, which never ran. Aborting
-    # that could hit others: the scheduler aborts every request whose id starts with the given one.
+    # that a request has to be aborted; a ValueError is a refused request, which never ran, or one
+    # that SGLang has aborted. Aborting a refused one could hit others: the scheduler aborts every
+    # request whose id starts with the given one.
     if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
         rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
         for rid in rids or ():

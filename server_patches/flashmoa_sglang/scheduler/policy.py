@@ -88,11 +88,9 @@ def choose_held_back(queue: Sequence[WaitingRequest]) -> set[int]:
 class Job:
     """A request for shortest-job-first order.
 
-    Attributes:
-        uncached: number of prompt tokens to compute.
-        output: number of tokens that it is expected to decode.
-        queued_at: the work that the engine had done when it was queued, in prefill tokens.
-        priority: requests with a smaller one go first.
+    ``uncached``: number of prompt tokens to compute. ``output``: number of tokens that it is
+    expected to decode. ``queued_at``: the work that the engine had done when it was queued, in
+    prefill tokens. ``priority``: requests with a smaller one go first.
     """
 
     uncached: int

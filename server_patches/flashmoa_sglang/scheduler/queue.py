@@ -39,12 +39,12 @@ def prepare(scheduler: Any, running: Any) -> list[Any]:
     for mark, req in marked:
         if not mark.final:
             keep_kv(req)
-    pointless = find_superseded(_describe(scheduler.waiting_queue))
+    pointless = find_superseded([_describe(req) for req in scheduler.waiting_queue])
     _drop(scheduler, pointless, "a longer request of its stream is queued")
     _drop(scheduler, increments_without_room(scheduler, running), NO_ROOM)
     # Increments come last: after one that finds no room, SGLang would consider no other request.
     queue = sorted(scheduler.waiting_queue, key=is_increment)
-    positions = choose_held_back(_describe(queue))
+    positions = choose_held_back([_describe(req) for req in queue])
     held = [queue[position] for position in positions]
     for req in held:
         state_of(req).held += 1
@@ -114,11 +114,7 @@ def let_go(scheduler: Any, req: Any) -> None:
         RELEASE.release_metadata_buffer(scheduler, req)
 
 
-def _describe(queue: Sequence[Any]) -> list[WaitingRequest]:
-    return [_describe_request(req) for req in queue]
-
-
-def _describe_request(req: Any) -> WaitingRequest:
+def _describe(req: Any) -> WaitingRequest:
     state = state_of(req)
     if state.mark is None:
         return WaitingRequest()

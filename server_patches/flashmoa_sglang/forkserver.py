@@ -1,13 +1,13 @@
-"""Starts several engines from one import of SGLang: CPU only.
+"""Starts several engines on a CPU from one import of SGLang.
 
-Importing SGLang takes most of an engine's start-up, twice. ``python -m
-flashmoa_sglang.forkserver`` imports it once, prints ``ready``, and then forks an engine for
-each line of JSON on standard input, ``{"args": [...], "env": {...}, "cores": [0], "log":
-PATH}``, answering each with the engine's process id. Each engine leads its own process
-group. It ends, and its engines with it, when standard input does.
+An engine spends most of its start importing SGLang, in two processes. ``python -m
+flashmoa_sglang.forkserver`` imports it once, prints ``ready``, and then forks an engine for each
+line of JSON on standard input: ``{"args": [...], "env": {...}, "cores": [0], "log": PATH}``. For
+each it prints the engine's process id. Every engine leads its own process group. When standard
+input ends, the server and all its engines end.
 
-Forking is safe because nothing here has started a thread that matters or touched a GPU; on
-a GPU machine use ``flashmoa_sglang.serve``.
+Forking is safe because this process has neither used a GPU nor started a thread that a fork would
+miss. On a machine with a GPU use ``flashmoa_sglang.serve``.
 """
 
 from __future__ import annotations
@@ -38,42 +38,44 @@ def import_sglang() -> None:
     import flashmoa_sglang.cpu.attention  # noqa: F401
     from flashmoa_sglang import plugin
 
-    # Here, so that no engine has to.
+    # The forked engines inherit the result and need not verify again.
     plugin.verify_what_is_known()
     gc.freeze()
     gc.enable()
 
 
 def fork_instead_of_spawning() -> None:
-    """Make SGLang fork its processes: what has been imported need not be imported again."""
+    """Make SGLang fork its processes, so that they need not import it again."""
     import torch.multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)
 
-    def keep(*_args: Any, **_kwargs: Any) -> None:
+    def ignore(*_args: Any, **_kwargs: Any) -> None:
         return None
 
-    multiprocessing.set_start_method = keep  # type: ignore[assignment]
-    torch.multiprocessing.set_start_method = keep
+    # SGLang would set the start method to "spawn".
+    multiprocessing.set_start_method = ignore  # type: ignore[assignment]
+    torch.multiprocessing.set_start_method = ignore
 
 
 def fork_engine(order: dict[str, Any]) -> int:
-    """Fork an engine; return its process id once it leads a process group of that name."""
-    ready, leads = os.pipe()
+    """Fork an engine. Return its process id once it leads its own process group."""
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        os.close(ready)
-        os.close(leads)
+        os.close(read_end)
+        os.close(write_end)
         run_engine(order)
-    os.close(leads)
-    os.read(ready, 1)  # Its end of the pipe is closed, whatever has become of it.
-    os.close(ready)
+    os.close(write_end)
+    # This returns when the child has closed its write end, after setsid or because it has ended.
+    os.read(read_end, 1)
+    os.close(read_end)
     return pid
 
 
 def run_engine(order: dict[str, Any]) -> None:
-    """Become an engine in the forked process; do not return."""
+    """Turn the forked process into an engine; do not return."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))

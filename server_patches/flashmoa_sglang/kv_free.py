@@ -1,8 +1,8 @@
 """Prefill-only work without a KV cache (MoE-Prefill §6.3), for models that generate.
 
-Where nothing is decoded, no prompt is cut into chunks and no prefix is shared, a layer needs only
-its own keys and values, and only until it has computed: one layer's buffers serve all layers in
-turn. SGLang's ``--prefill-only-disable-kv-cache`` has none at all, but is for embedding models.
+If nothing is decoded, no prompt is cut into chunks and no prefix is shared, a layer's keys and
+values are read only by that layer in the same forward. So one layer's buffers serve all layers in
+turn. SGLang's ``--prefill-only-disable-kv-cache`` needs no buffers, but is for embedding models.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from flashmoa_sglang.options import Options
 
 KEEPS_NONE = "This engine keeps no KV (--flashmoa-kv-cache off)"
-# What SGLang takes where a request says nothing.
+# SGLang's default for ``max_new_tokens``.
 _DEFAULT_NEW_TOKENS = 128
 _NEEDED = {
     "--disable-radix-cache": lambda given: given.disable_radix_cache,
-    # Where nothing is given, SGLang chooses a size.
+    # By default SGLang chooses a chunk size.
     "--chunked-prefill-size -1": lambda given: (given.chunked_prefill_size or 1) < 0,
-    # It asks for eight tokens.
+    # The warm-up decodes eight tokens.
     "--skip-server-warmup": lambda given: given.skip_server_warmup,
-    # SGLang's choice where none is given: below zero with forwards of many tokens.
+    # By default SGLang computes a fraction, which is negative if forwards have many tokens.
     "--mem-fraction-static 0.6 (for example)": lambda given: given.mem_fraction_static > 0,
 }
 _EXCLUDED = {
@@ -38,18 +38,19 @@ def is_on() -> bool:
 
 
 def refuse_unsupported(arguments: Any) -> None:
-    """Refuse a server that would read KV of an earlier forward. Raises: SystemExit.
+    """Refuse a server that would read KV of an earlier forward.
 
-    Args: arguments: SGLang's, as it resolved them.
+    Args: arguments: SGLang's resolved arguments.
+    Raises: SystemExit if an argument is missing, or one does not go with the option.
     """
     if missing := [flag for flag, is_given in _NEEDED.items() if not is_given(arguments)]:
         raise SystemExit(f"--flashmoa-kv-cache off needs {' '.join(missing)}.")
-    if wrong := [flag for flag, is_given in _EXCLUDED.items() if is_given(arguments)]:
-        raise SystemExit(f"--flashmoa-kv-cache off does not go with {', '.join(wrong)}.")
+    if excluded := [flag for flag, is_given in _EXCLUDED.items() if is_given(arguments)]:
+        raise SystemExit(f"--flashmoa-kv-cache off does not go with {', '.join(excluded)}.")
 
 
 def create_buffers(original: Callable[..., None], pool: Any) -> None:
-    """Create one layer's buffers for all layers, around ``MHATokenToKVPool._create_buffers``."""
+    """Create one layer's buffers for all layers; wraps ``MHATokenToKVPool._create_buffers``."""
     if not is_on() or _has_scales(pool):
         original(pool)
         return
@@ -62,18 +63,18 @@ def create_buffers(original: Callable[..., None], pool: Any) -> None:
     pool.flashmoa_one_layer = True
 
 
-def size(original: Callable[..., tuple[int, int]], pool: Any) -> tuple[int, int]:
-    """Return the memory, around ``MHATokenToKVPool.get_kv_size_bytes``, which counts buffers."""
+def get_kv_size_bytes(original: Callable[..., tuple[int, int]], pool: Any) -> tuple[int, int]:
+    """Count shared buffers once; wraps ``MHATokenToKVPool.get_kv_size_bytes``."""
     keys, values = original(pool)
     layers = len(pool.k_buffer) if getattr(pool, "flashmoa_one_layer", False) else 1
     return keys // layers, values // layers
 
 
 def verify(scheduler: Any) -> None:
-    """Check the scheduler and the model.
+    """Check that the scheduler and the model can do without a KV cache.
 
-    Raises: SystemExit for a scheduler that cuts prompts into chunks, for a pool that is not plain,
-        and for a model whose layers do not each have KV of their own.
+    Raises: SystemExit if the scheduler cuts prompts into chunks, if the pool has scales or is not
+        a plain one, or if layers of the model share KV.
     """
     if not is_on():
         return
@@ -96,33 +97,32 @@ def verify(scheduler: Any) -> None:
 
 
 def check(obj: Any) -> None:
-    """Refuse a ``GenerateReqInput`` that would need a second forward.
+    """Refuse a ``GenerateReqInput`` that needs a second forward.
 
-    Raises:
-        ValueError: SGLang answers 400.
+    Raises: ValueError if it does; SGLang answers 400.
     """
     if not is_on():
         return
-    params = obj.sampling_params or {}
-    for each in params if isinstance(params, list) else [params]:
-        most = each.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
-        if most is None or most > 1:
+    sampling_params = obj.sampling_params or {}
+    for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
+        new_tokens = params.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+        if new_tokens is None or new_tokens > 1:
             raise ValueError(f"{KEEPS_NONE}: ask for max_new_tokens 0 or 1.")
     if getattr(obj, "session_params", None) is not None:
         raise ValueError(f"{KEEPS_NONE}, and so no sessions.")
 
 
 def bytes_of(scheduler: Any) -> int | None:
-    """Return the bytes of this rank's KV pool; ``None`` for one that does not say."""
-    size = getattr(_pool(scheduler), "get_kv_size_bytes", None)
-    if size is None:
+    """Return the bytes of this rank's KV pool; ``None`` if the pool has no such method."""
+    get_size = getattr(_pool(scheduler), "get_kv_size_bytes", None)
+    if get_size is None:
         return None
-    found = size()
-    return int(sum(found) if isinstance(found, tuple) else found)
+    size = get_size()
+    return int(sum(size) if isinstance(size, tuple) else size)
 
 
 def peak_memory(scheduler: Any) -> int:
-    """Return the most bytes that this process has had on its GPU; without one, in memory."""
+    """Return the most bytes that this process has had on its GPU, or, without one, in memory."""
     if not str(_pool(scheduler).device).startswith("cuda"):
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     import torch
@@ -131,8 +131,8 @@ def peak_memory(scheduler: Any) -> int:
 
 
 def _has_scales(pool: Any) -> bool:
-    """Return whether SGLang quantises the pool: then there are scales, too, layer by layer."""
-    # 0.5.12 has a pool of another class for that.
+    """Return whether SGLang quantises the pool, so that each layer also has scales."""
+    # SGLang 0.5.12 lacks the attribute; its quantised pool is of another class.
     return getattr(pool, "is_quantized_kv_cache", False)
 
 

@@ -1,8 +1,8 @@
-"""The messages between the HTTP process and the scheduler processes, and the marks on requests.
+"""The messages between the HTTP process and the schedulers, and the marks on requests.
 
-Prefill itself travels as ordinary SGLang requests (tensor parallelism, chunking, metrics and
-abort then work as for any request), marked through ``sampling_params.custom_params``, which
-SGLang carries to the scheduler untouched. These messages are for control only.
+The messages are for control only. Prefills are sent as ordinary SGLang requests, so that tensor
+parallelism, chunking, metrics and abort work as for any request. They carry a mark in
+``sampling_params.custom_params``, which SGLang passes to the scheduler unchanged.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from typing import Any
 from flashmoa_sglang.saturation import LayerTimes
 
 CUSTOM_PARAMS_KEY = "flashmoa"
-# Why a scheduler sends an increment back; :class:`RoomAgain` says when its stream may try again.
+# The reason with which a scheduler refuses an increment if the KV pool has no room for it.
+# :class:`RoomAvailable` later tells its stream to try again.
 NO_ROOM = "no room in the KV pool"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMark:
-    """Why the plugin sent or touched a request.
+    """What the scheduler must know about a request that the plugin sends or changes.
 
-    ``stream``: the prompt stream it belongs to, if any. ``final``: it is the real request
-    that uses the stream, not an increment of it; ``late``: how many tokens it has to compute.
-    ``expected_output``: how many tokens its client expects it to decode, if it said.
-    ``timed``: a prefill that measures the engine.
+    Attributes:
+        stream: id of the prompt stream to which the request belongs, if any.
+        final: whether it is the stream's final request, and not an increment.
+        late: of a final request, the tokens that it has to compute itself.
+        expected_output: number of tokens that the client expects the request to decode, if given.
+        timed: whether the request is a prefill that measures the engine.
     """
 
     stream: str | None = None
@@ -41,54 +44,56 @@ class RequestMark:
 
     @classmethod
     def read(cls, custom_params: Any) -> RequestMark | None:
-        """Return the mark among a request's parameters; users may put anything else beside it."""
+        """Return the mark in a request's ``custom_params``, in which users may put anything."""
         if not isinstance(custom_params, dict):
             return None
         fields = custom_params.get(CUSTOM_PARAMS_KEY)
         try:
             return cls(**fields) if isinstance(fields, dict) else None
-        except TypeError:  # Not ours.
+        except TypeError:  # The fields are not those of a mark.
             return None
 
 
 def unsent() -> dict[str, Any]:
-    """Return what makes a ``GenerateReqInput`` one that a PD pair's prefill engine keeps to itself.
+    """Return fields of a ``GenerateReqInput`` that a PD pair's prefill engine sends nowhere.
 
-    It computes the request and sends it to no decode engine, like SGLang's own warm-up.
+    The engine computes the request and keeps its KV, as it does with SGLang's own warm-up.
     """
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-    # Its room says nothing, but that it is in one.
+    # SGLang requires a room; any number does.
     return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": secrets.randbelow(1 << 30)}
 
 
 def handle(dispatcher: Any, message_type: type, handler: Callable[[Any], None]) -> None:
-    """Register a handler with SGLang's dispatcher of messages by type."""
+    """Register a handler for a type of message with SGLang's dispatcher."""
     dispatcher._mapping[message_type] = handler
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseStream:
-    """To every scheduler: the stream is over; give its KV back to the cache."""
+    """Tells every scheduler that a stream has ended, and that its KV need not be kept."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """To every scheduler: the costs of this engine's forwards, as in ``costs.Costs``."""
+    """Tells every scheduler the costs of this engine's forwards, as in ``costs.Costs``.
+
+    ``waits_for``: the number of tokens in a forward for which prefills wait; ``None``: they do not.
+    """
 
     points: tuple[tuple[int, float], ...]
     decode_step: float
-    # Tokens from which a forward is worth waiting for; ``None``: no prefill is held back.
     waits_for: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """From a scheduler: the seconds that the forward of a timed request took.
+    """Tells the HTTP process how many seconds the forward of a timed request took.
 
-    ``layers``: those of its layers, where their experts are in host memory.
+    ``layers``: the times of its layers, if their experts are copied to the device.
     """
 
     rid: str
@@ -97,37 +102,42 @@ class ForwardTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
-    """From a scheduler, for the metrics: counts since its last message, as in ``KvReport``."""
+class CountUpdate:
+    """Tells the HTTP process, for the metrics, how much two counts of ``KvReport`` have grown."""
 
     duplicates_avoided: int
     gave_way: int
 
 
 @dataclass(frozen=True, slots=True)
-class RoomAgain:
-    """From a scheduler: the KV pool has room for what these streams were refused."""
+class RoomAvailable:
+    """Tells the HTTP process that the KV pool has room for increments that were refused."""
 
     streams: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KvQuery:
-    """To every scheduler: answer with a ``KvReport``."""
+    """Asks every scheduler for a ``KvReport``."""
 
     query: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """From one rank per data-parallel group: its KV pool, in tokens.
+    """Describes the KV pool of a data-parallel rank; sizes in tokens.
 
-    ``pinned_streams`` and ``gave_way`` count streams. Since the start: ``gave_way``,
-    ``duplicates_avoided``, and ``rode_along``, what streams prefilled beside decode steps of
-    others. ``shares``: whether requests that come at once compute a common prefix once;
-    ``None`` where no KV of prompts is kept, and they never do. ``experts``: where they are, as
-    ``asdict(ExpertMemory)``; ``None`` where SGLang keeps them. In bytes: ``kv_bytes`` of the pool,
-    ``peak_bytes``, the most that the scheduler's process has had on its device.
+    Attributes:
+        total, free, evictable, protected: slots of the pool. Protected ones are in use or pinned.
+        pinned_streams: prompt streams whose KV is pinned now.
+        gave_way: pins that were given up for want of room, since the start.
+        duplicates_avoided: tokens that several requests share and one computed, since the start.
+        rode_along: tokens of streams that shared a forward with a decode step, since the start.
+        experts: where the experts are, as ``asdict(ExpertMemory)``; ``None`` if SGLang keeps them.
+        kv_bytes: bytes of the pool.
+        peak_bytes: the most bytes that the scheduler's process has had on its device.
+        shares: whether requests that arrive together compute a common prefix once; ``None`` if the
+            engine keeps no KV of prompts, so that nothing is shared at all.
     """
 
     query: int

@@ -1,7 +1,7 @@
 """The plugin's own server arguments.
 
-They stand beside SGLang's on the command line and travel to every process through the
-environment, which SGLang's children inherit: SGLang's arguments are a closed dataclass.
+Users give them on SGLang's command line. SGLang's own arguments are a dataclass that takes no more
+fields, so these reach every process through the environment, which child processes inherit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# Seconds; a client that waits longer takes it for a failure.
+# Seconds. A client that waits longer assumes that the server has failed.
 _LONGEST_WAIT = 60
 
 
@@ -23,20 +23,20 @@ def _option(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The plugin's arguments, each as ``--flashmoa-NAME``.
+    """The plugin's arguments, each as ``--flashmoa-NAME``; the help texts below explain them.
 
-    ``intra_turn``: requests that share what is not computed yet share the computing within one
-    forward where the attention backend allows it (``auto``), one level of the radix tree per
-    forward (``level``), or not (``off``). ``stream_share``: in (0, 1]. ``saturation``: tokens; 0:
-    as measured with ``asyncep``. ``kv_cache``: ``off`` is for prefill-only work that shares
-    nothing: no KV outlives its layer.
+    ``intra_turn``: requests with a common prefix that is not computed yet compute it together,
+    within one forward if the attention backend allows that (``auto``), one level of the radix tree
+    per forward (``level``), or not at all (``off``). ``stream_share``: in (0, 1]. ``saturation``:
+    tokens; 0 means the number that is measured with ``asyncep``. ``kv_cache``: with ``off`` a
+    layer's KV is overwritten as soon as the layer has computed.
 
-    Raises: ValueError, which says what is wrong with a value and what it may be.
+    Raises: ValueError if a value is invalid; the message says which values are valid.
     """
 
     schedule: str = _option(
         "sglang",
-        "Order of waiting requests: SGLang's --schedule-policy, or shortest job first.",
+        "Order of waiting requests: SGLang's --schedule-policy, or shortest job first (sjf).",
         ("sglang", "sjf"),
     )
     intra_turn: str = _option(
@@ -52,20 +52,18 @@ class Options:
         ("off", "h2d", "d2d"),
     )
     asyncep_slots: int = _option(
-        2, "How many layers' experts the device holds then, beside the first's."
+        2, "With h2d and d2d: how many layers' experts the device holds, in addition to the first."
     )
-    asyncep_replica: str = _option(
-        "", "With d2d: which replica this is, and of how many, as in 0/2."
-    )
+    asyncep_replica: str = _option("", "With d2d: rank and number of replicas, as in 0/2.")
     asyncep_group: str = _option("default", "With d2d: a name for replicas that belong together.")
-    asyncep_wait: float = _option(600.0, "With d2d: seconds to wait at start until all are there.")
+    asyncep_wait: float = _option(600.0, "With d2d: seconds to wait at start for all replicas.")
     saturation: int = _option(
-        0, "Prefills wait for a forward of so many tokens; 0: as measured with h2d."
+        0, "Prefills wait until a forward has this many tokens; 0: the number measured with h2d."
     )
-    saturation_wait: float = _option(0.2, "Seconds that a prefill waits so at most; 0: not at all.")
+    saturation_wait: float = _option(0.2, "Seconds that a prefill waits at most; 0: not at all.")
     kv_cache: str = _option(
         "on",
-        "KV of every layer (on), or of one at a time (off), for prefill-only work.",
+        "Keep the KV of every layer (on), or of one layer at a time (off), for prefill-only work.",
         ("on", "off"),
     )
 
@@ -76,8 +74,8 @@ class Options:
                 self._require(option.name, value in choices, f"one of {', '.join(choices)}")
         self._require("stream_share", 0 < self.stream_share <= 1, "above 0 and at most 1")
         self._require("saturation", self.saturation >= 0, "at least 0")
-        within = 0 <= self.saturation_wait <= _LONGEST_WAIT
-        self._require("saturation_wait", within, f"between 0 and {_LONGEST_WAIT} seconds")
+        in_range = 0 <= self.saturation_wait <= _LONGEST_WAIT
+        self._require("saturation_wait", in_range, f"between 0 and {_LONGEST_WAIT} seconds")
         self._require("asyncep_slots", self.asyncep_slots >= 1, "at least 1")
         self._require("asyncep_wait", self.asyncep_wait > 0, "above 0")
         is_name = re.fullmatch(r"[\w.-]{1,64}", self.asyncep_group, re.ASCII) is not None
@@ -90,45 +88,50 @@ class Options:
             raise ValueError(f"{_flag(name)} must be {wanted}, not {getattr(self, name)!r}.")
 
     def replica(self) -> tuple[int, int]:
-        """Return which replica this is, from 0, and of how many.
+        """Return the rank of this replica, from 0, and the number of replicas.
 
-        Raises: ValueError where ``asyncep_replica`` does not say that.
+        Raises: ValueError if ``asyncep_replica`` is not of the form RANK/SIZE.
         """
-        found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", self.asyncep_replica, re.ASCII)
-        if not found or not int(found[1]) < int(found[2]):
+        match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", self.asyncep_replica, re.ASCII)
+        if not match or not int(match[1]) < int(match[2]):
             raise ValueError(
                 f"{_flag('asyncep_replica')} must be RANK/SIZE, the rank from 0 on: 0/2 and 1/2 "
                 f"for two replicas, not {self.asyncep_replica!r}."
             )
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
     @classmethod
     def from_environment(cls) -> Options:
-        """Return the options that this process was started with. Raises: ValueError."""
-        given: dict[str, Any] = {}
+        """Return the options of this process.
+
+        Raises: ValueError if a value in the environment is invalid.
+        """
+        values: dict[str, Any] = {}
         for option in fields(cls):
-            value = os.environ.get(_variable(option.name))
+            value = os.environ.get(_environment_variable(option.name))
             if value is not None:
                 try:
-                    given[option.name] = type(option.default)(value)
+                    values[option.name] = type(option.default)(value)
                 except ValueError as error:
                     message = f"{_flag(option.name)} must be a number, not {value!r}."
                     raise ValueError(message) from error
-        return cls(**given)
+        return cls(**values)
 
 
 def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
-    """Add ``--flashmoa-schedule`` and the like: after ``ServerArgs.add_cli_args``."""
+    """Add ``--flashmoa-schedule`` and the others; runs after ``ServerArgs.add_cli_args``."""
     group = parser.add_argument_group("FlashMoA")
     for option in fields(Options):
         group.add_argument(
             _flag(option.name),
-            action=_ToEnvironment,
+            action=_EnvironmentAction,
             help=f"{option.metadata['help']} Default: {option.default or 'none'}.",
         )
 
 
-class _ToEnvironment(argparse.Action):
+class _EnvironmentAction(argparse.Action):
+    """Puts an argument into the environment, and checks it."""
+
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -136,7 +139,7 @@ class _ToEnvironment(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        os.environ[_variable(self.dest.removeprefix("flashmoa_"))] = values
+        os.environ[_environment_variable(self.dest.removeprefix("flashmoa_"))] = values
         try:
             Options.from_environment()
         except ValueError as error:
@@ -147,5 +150,5 @@ def _flag(name: str) -> str:
     return f"--flashmoa-{name.replace('_', '-')}"
 
 
-def _variable(name: str) -> str:
+def _environment_variable(name: str) -> str:
     return f"FLASHMOA_{name.upper()}"

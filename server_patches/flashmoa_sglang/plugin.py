@@ -1,10 +1,10 @@
-"""Every place where the plugin reaches into SGLang, in one list.
+"""All hooks of the plugin into SGLang, and the checks that SGLang has what the plugin uses.
 
-SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP
-process and in each scheduler. SGLang logs and swallows a hook that fails to apply; half a
-plugin would be worse than none. So all that the plugin uses inside SGLang is looked for before
-(:func:`verify`), each hook is looked for afterwards, and a failure stops the process with a
-message that names the release and what is missing.
+SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP process and
+in each scheduler. SGLang only logs a hook that fails to apply, but half a plugin is worse than
+none. So before the hooks are registered the plugin looks for everything that it uses in SGLang
+(:func:`verify`), and afterwards it checks that each hook was applied. A failure stops the process
+with a message that names the release and what is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
 from flashmoa_sglang.cpu import host_memory
@@ -46,7 +46,7 @@ _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One method of SGLang and what the plugin puts after or around it."""
+    """A function of SGLang, and the plugin's function that runs after it or wraps it (around)."""
 
     target: str
     kind: Literal["after", "around"]
@@ -54,36 +54,36 @@ class Hook:
 
 
 def attach_api(_result: None, manager: Any) -> None:
-    """Add the routes, wrap the tokenizer: after ``TokenizerManager.init_request_dispatcher``."""
-    arguments = RELEASE.resolved(manager.server_args)
+    """Add the routes and wrap the tokenizer; runs after ``init_request_dispatcher``."""
+    arguments = RELEASE.resolve_arguments(manager.server_args)
     _refuse_unsupported(arguments)
     metrics.start(arguments)
+    # The engine keeps the tokenizer's original ``encode``, so it comes before the wrapper.
     engine = Engine(manager)
     table = StreamTable(engine)
     manager.flashmoa_table = table
-    # Learnt before the wrapper below, so that the plugin's own encoding bypasses it.
     if engine.tokenizer is not None:
         rendering.wrap_encode(manager.tokenizer)
     http_server = sys.modules.get(_HTTP_SERVER)
-    # sglang.Engine has no HTTP; and a model that embeds has no answers to prefill for.
+    # sglang.Engine has no HTTP server, and an embedding model has no answers to prefill for.
     if http_server is None or not manager.model_config.is_generation:
         return
-    # Not at module level: schedulers load this module too and need no FastAPI.
+    # Schedulers load this module, too, and need no FastAPI, so this is not imported above.
     from flashmoa_sglang.http.api import Api
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
     http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
     Api(engine, table, renderer).add_to(http_server.app)
-    _start_with(http_server.app, lambda: calibrate(engine))
+    _run_with(http_server.app, lambda: calibrate(engine))
 
 
-def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Do ``work`` beside the application, from its start to its end at most."""
-    usual = app.router.lifespan_context
+def _run_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Start ``work`` when the application starts, and cancel it when the application ends."""
+    original_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[Any]:
-        async with usual(app) as state:
+        async with original_lifespan(app) as state:
             task = asyncio.create_task(work())
             try:
                 yield state
@@ -97,7 +97,7 @@ def _start_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
-    """Tie requests to their prompt stream: around ``TokenizerManager.generate_request``."""
+    """Tie requests to their prompt stream; wraps ``TokenizerManager.generate_request``."""
     original = RELEASE.forget_refused(original)
     if is_ours(obj):
         return original(manager, obj, request)
@@ -107,13 +107,15 @@ def generate_request(
 async def handle_chat(
     original: Callable[..., Any], chat: Any, request: Any, raw_request: Any
 ) -> Any:
-    """Do the same for chat completions: around ``OpenAIServingChat.handle_request``."""
+    """Do the same for chat completions; wraps ``OpenAIServingChat.handle_request``."""
     try:
-        final = stream_requests.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
+        stream_request = stream_requests.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw_request)
-    return result if final is None else stream_requests.annotate_chat(result, final)
+    if stream_request is None:
+        return result
+    return stream_requests.annotate_chat(result, stream_request)
 
 
 SCHEDULER_HOOKS = [
@@ -130,7 +132,7 @@ SCHEDULER_HOOKS = [
     Hook(RELEASE.STREAM_OUTPUT, "around", batches.stream_output),
     Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
-    Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.size),
+    Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.get_kv_size_bytes),
     *(Hook(target, "around", function) for target, function in RELEASE.SCHEDULER_FIXES),
 ]
 HTTP_HOOKS = [
@@ -138,10 +140,11 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
-    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", asyncep.update_from_disk),
+    # This method also returns the number of requests that were paused.
+    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", asyncep.refuse_update(0)),
     *(
-        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{source}", "around", asyncep.update_weights)
-        for source in ("distributed", "tensor", "ipc")
+        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", asyncep.refuse_update())
+        for way in ("distributed", "tensor", "ipc")
     ),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]
@@ -154,7 +157,8 @@ def register() -> None:
     """Register this process's hooks with SGLang, or end the process.
 
     Raises:
-        SystemExit: something that is used of SGLang is missing, or a hook later did not apply.
+        SystemExit: if SGLang lacks something that the plugin uses; later, if SGLang has not applied
+            a hook.
     """
     if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
@@ -168,44 +172,46 @@ def register() -> None:
             installed(),
         )
     hooks = _hooks_of_this_process()
-    before = {hook.target: _resolve(hook.target) for hook in hooks}
+    originals = {hook.target: _resolve(hook.target) for hook in hooks}
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
-    _verify_after(HookRegistry, before)
+    _verify_application(HookRegistry, originals)
 
 
 def verify_what_is_known() -> None:
-    """Verify what this process knows to be used before it has read any arguments.
+    """Verify the features that are known to be used before SGLang's arguments are read.
 
-    Raises: SystemExit.
+    Raises: SystemExit if SGLang lacks something that they need.
     """
-    verify(internals.EVERYBODY)
-    if cpu.is_all_there_is():
-        verify(internals.CPU)
+    verify(names.EVERYBODY)
+    if cpu.lacks_accelerator():
+        verify(names.CPU)
     _verify_options()
 
 
 def verify_arguments(arguments: Any) -> None:
-    """Verify what only some of SGLang's arguments need. Raises: SystemExit."""
+    """Verify the features that SGLang's arguments turn on.
+
+    Raises: SystemExit if SGLang lacks something that they need.
+    """
     if arguments.disaggregation_mode not in (None, "null"):
         verify(internals.PD)
     _verify_options()
 
 
 def _verify_options() -> None:
-    chosen = options.Options.from_environment()
-    if chosen.asyncep != "off":
-        verify(internals.ASYNCEP)
-    if chosen.kv_cache == "off":
-        verify(internals.KV_OFF)
+    plugin_options = options.Options.from_environment()
+    if plugin_options.asyncep != "off":
+        verify(names.ASYNCEP)
+    if plugin_options.kv_cache == "off":
+        verify(names.KV_OFF)
 
 
 @cache
 def verify(feature: str) -> None:
-    """Verify, once in a process and those forked from it, that SGLang has what a feature needs.
+    """Verify that SGLang has what a feature needs, once for this process and its forks.
 
-    Raises:
-        SystemExit: it has not.
+    Raises: SystemExit if it has not.
     """
     source = internals.installed()
     if source is not None and (
@@ -215,7 +221,7 @@ def verify(feature: str) -> None:
 
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
-    """Return what is hooked with a feature, and by which function."""
+    """Return the hooks of a feature: the plugin's functions by the functions of SGLang."""
     hooks = {
         internals.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
         internals.CPU: CPU_HOOKS,
@@ -224,11 +230,11 @@ def hooked(feature: str) -> dict[str, Callable[..., Any]]:
 
 
 def _hooks_of_this_process() -> list[Hook]:
-    # Schedulers are children; a main process may fork its schedulers, which then inherit.
-    of_schedulers = SCHEDULER_HOOKS + (CPU_HOOKS if cpu.is_all_there_is() else [])
+    # Schedulers are child processes. A main process may fork them, and they inherit its hooks.
+    scheduler_hooks = SCHEDULER_HOOKS + (CPU_HOOKS if cpu.lacks_accelerator() else [])
     if multiprocessing.parent_process() is not None:
-        return of_schedulers
-    return HTTP_HOOKS + of_schedulers
+        return scheduler_hooks
+    return HTTP_HOOKS + scheduler_hooks
 
 
 def _resolve(target: str) -> Any:
@@ -237,23 +243,22 @@ def _resolve(target: str) -> Any:
         return inspect.getattr_static(pkgutil.resolve_name(owner), name)
     except (ImportError, AttributeError) as error:
         _stop(f"has no {target} ({error})")
-        raise AssertionError("unreachable") from error
 
 
-def _verify_after(registry: Any, before: dict[str, Any]) -> None:
-    """Check that each hook took, once SGLang applies them after all plugins have registered."""
+def _verify_application(registry: Any, originals: dict[str, Any]) -> None:
+    """Check each hook after SGLang has applied them, when all plugins have registered theirs."""
     apply_hooks = registry.apply_hooks
 
     def apply_and_verify() -> None:
         apply_hooks()
-        for target, original in before.items():
+        for target, original in originals.items():
             if _resolve(target) is original:
                 _stop(f"did not take the hook on {target}")
 
     registry.apply_hooks = apply_and_verify
 
 
-def _stop(problem: str) -> None:
+def _stop(problem: str) -> NoReturn:
     raise SystemExit(
         f"flashmoa-sglang cannot run: SGLang {installed()} {problem}. "
         f"Tested releases: {', '.join(TESTED)}. Install one of them, or start "

@@ -1,7 +1,7 @@
-"""From how many tokens on a forward hides the transfers of experts (MoE-Prefill §6.2, Eq. (1)).
+"""How many tokens a forward needs to hide the transfers of experts (MoE-Prefill §6.2, Eq. (1)).
 
-A transfer is hidden where what computes beside it takes as long. Both are measured, layer by layer,
-in forwards of several sizes (§B.4), so that no peak FLOP/s has to be believed.
+A transfer is hidden if the layer that computes while it runs takes as long. Both are measured,
+layer by layer, in forwards of several sizes (§B.4), instead of being computed from peak FLOP/s.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 
 from flashmoa_sglang.costs import Costs, Points
 
-# gamma: how much longer than a transfer a layer is to compute.
+# The paper's gamma: a layer must compute for this many times as long as a transfer.
 MARGIN = 1.2
 _MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Of one forward of so many ``tokens``, in seconds.
+    """Times of one forward, in seconds.
 
-    ``window``: computing of one layer beside which the experts of one layer can come. ``transfer``:
-    of the layer whose experts took longest.
+    Attributes:
+        tokens: number of tokens in the forward.
+        window: time that one layer computes, in which the experts of one layer can be copied.
+        transfer: time of the slowest copy of a layer's experts.
     """
 
     tokens: int
@@ -29,19 +31,20 @@ class LayerTimes:
     transfer: float
 
     @property
-    def hidden(self) -> bool:
-        """Whether transfers took less than what computed beside them."""
+    def hides_transfers(self) -> bool:
+        """Whether every copy took less time than a layer's computation, with the margin."""
         return self.window > MARGIN * self.transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """What was measured, and what follows.
+    """The measured times, and the size of a forward that follows from them.
 
     Attributes:
-        tokens: in a forward from which transfers are hidden; ``None``: no forward is long enough.
-        largest_forward: tokens of this engine's largest.
-        transfer: seconds of one layer's experts. windows: as (tokens, seconds) of one layer.
+        tokens: tokens that a forward needs to hide transfers; ``None``: no forward is long enough.
+        largest_forward: number of tokens in the largest forward that the engine runs.
+        transfer: seconds to copy one layer's experts.
+        windows: computing times of one layer, as (tokens, seconds).
     """
 
     tokens: int | None
@@ -50,10 +53,10 @@ class Saturation:
     windows: Points
 
 
-def saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Saturation | None:
-    """Find the saturation in forwards of at least two sizes; noise adds, so the least counts.
+def find_saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Saturation | None:
+    """Find the saturation from the least times of each size, because noise only adds.
 
-    ``None`` with fewer sizes, and where nothing is transferred.
+    Return ``None`` if fewer than two sizes were measured, or nothing was transferred.
     """
     windows: dict[int, float] = {}
     transfers: list[float] = []
@@ -62,10 +65,10 @@ def saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Saturati
         transfers.append(times.transfer)
     if len(windows) < 2 or not min(transfers):
         return None
-    computing = Costs(tuple(windows.items()), decode_step=0.0)
+    window_costs = Costs(tuple(windows.items()), decode_step=0.0)
     transfer = min(transfers)
-    # One more than the most that compute for a shorter time.
-    tokens = computing.tokens_within(MARGIN * transfer) + 1
+    # One token more than the most tokens that still compute for too short a time.
+    tokens = window_costs.tokens_within(MARGIN * transfer) + 1
     return Saturation(
-        tokens if tokens < _MOST_TOKENS else None, largest_forward, transfer, computing.points
+        tokens if tokens < _MOST_TOKENS else None, largest_forward, transfer, window_costs.points
     )

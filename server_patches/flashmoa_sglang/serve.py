@@ -1,8 +1,8 @@
 """Starts SGLang with the plugin: ``python -m flashmoa_sglang.serve --model-path PATH ...``.
 
-The same as ``python -m sglang.launch_server`` with two differences: what must happen before
-SGLang is imported happens, here and in every child process, and a start without a working
-plugin is an error instead of a line in a log.
+There are two differences to ``python -m sglang.launch_server``. This process and all its children
+are prepared before they import SGLang; and if the plugin does not work, the start fails, while
+SGLang would only write a line into its log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.cpu import torchvision_ops
 from flashmoa_sglang.releases import RELEASE, installed, too_old
 
-# At import, because SGLang's spawned children import this module before SGLang.
+# This runs at import, because the processes that SGLang spawns import this module before SGLang.
 torchvision_ops.allow_mismatched_build()
 RELEASE.prepare_import()
 
@@ -27,21 +27,29 @@ if TYPE_CHECKING:
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """Run a scheduler process; SGLang pickles this function by reference into its children."""
+    """Run a scheduler process.
+
+    SGLang pickles a reference to this function, so that its children import this module first.
+    """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
     run(*args, **kwargs)
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """Run the detokenizer process, likewise."""
+    """Run the detokenizer process, for the same reason through this module."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
 
 
 def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
-    """Run a server until it is stopped. ``argv``: SGLang's own arguments."""
+    """Run a server until it is stopped.
+
+    Args:
+        argv: SGLang's arguments, without the program's name.
+        on_ready: called when the server is ready.
+    """
     from sglang.srt.plugins import load_plugins
 
     from flashmoa_sglang import plugin
@@ -68,10 +76,10 @@ def is_stock() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however it ends.
+    """Ask the kernel to kill this process when its parent ends, in whatever way.
 
-    At once: SGLang would wait for its requests, and their clients may be gone. Its
-    other processes end with this one.
+    SIGKILL, because on SIGTERM SGLang would wait for its requests, whose clients may be gone. The
+    other processes of SGLang end with this one.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -84,7 +92,7 @@ def main() -> None:
     if not is_stock():
         from flashmoa_sglang import plugin
 
-        # Before SGLang is imported, which takes long.
+        # Importing SGLang takes long, so a problem is reported before that.
         plugin.verify_what_is_known()
     from sglang.srt.utils import kill_process_tree
 

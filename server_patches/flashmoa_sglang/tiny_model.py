@@ -1,8 +1,8 @@
-"""A small Qwen3 with random weights and its own tokenizer, made in seconds, no model hub.
+"""Builds a small Qwen3 with random weights and its own tokenizer, in seconds, without a model hub.
 
-``python -m flashmoa_sglang.tiny_model --out DIR --text FILE...`` trains a byte-level BPE
-tokenizer on the given texts and writes a model that SGLang serves on CPU: real
-architecture, real tokenizer, a chat template with tools, fixed seed. What it says is noise.
+``python -m flashmoa_sglang.tiny_model --out DIR --text FILE...`` trains a byte-level BPE tokenizer
+on the given texts and writes a model that SGLang serves on a CPU. The architecture, the tokenizer
+and the chat template with tools are real, and the seed is fixed; the answers are noise.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def train_tokenizer(texts: list[Path], vocabulary: int, context: int) -> Any:
 
 
 def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
-    """Write tokenizer, configuration and weights to ``out``, complete or not at all."""
+    """Write tokenizer, configuration and weights to the folder ``out``, all of them or none."""
     torchvision_ops.allow_mismatched_build()
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -135,19 +135,20 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
 
 
 def silence_unprintable(head: Any, tokenizer: Any) -> None:
-    """Make greedy output words, so that it streams and re-tokenises as real text does.
+    """Zero the rows of tokens that are not words, so that greedy output consists of words.
 
-    A random head would mix in half characters, which a detokenizer holds back. A zero row is
-    a logit of zero, and among thousands of random logits one is always above that.
+    Such output is streamed and tokenised again like real text; with a random head it would contain
+    parts of characters, which a detokenizer holds back. A zero row gives a logit of zero, and among
+    thousands of random logits there is always one above that.
     """
     import torch
 
-    words = torch.zeros(head.shape[0], 1)
+    is_word = torch.zeros(head.shape[0], 1)
     for token in range(len(tokenizer)):
         if re.fullmatch(r" [A-Za-z]+", tokenizer.decode([token])):
-            words[token] = 1
+            is_word[token] = 1
     with torch.no_grad():
-        head.mul_(words)
+        head.mul_(is_word)
 
 
 def main() -> None:

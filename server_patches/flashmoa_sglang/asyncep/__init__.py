@@ -1,9 +1,9 @@
-"""Asynchronous expert parallelism: experts come to the layer that computes with them.
+"""Asynchronous expert parallelism: experts are copied to the layer that computes with them.
 
-The weights of a mixture-of-experts model's experts stay in host memory, or divided among replicas;
-a few slots on the device hold those of the layers that are next (MoE-Prefill §4 and §6). Forwards
-of many tokens, as prefill-only work has them, take longer to compute a layer than to copy the next
-one's experts.
+The weights of a model's experts stay in host memory, or are divided among replicas. A few slots on
+the device hold the experts of the layers that compute next (MoE-Prefill §4 and §6). In a forward of
+many tokens, which is usual in prefill-only work, computing a layer takes longer than copying the
+experts of the next layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MERGE = (
     "layers with adapters compute past the place where they wait for copied experts (adapters "
     "merged into the model's weights are fine)"
 )
-# SGLang's arguments and why not; older releases lack some of them.
+# SGLang's arguments that do not go with --flashmoa-asyncep, and why; "it" is the argument. Older
+# releases lack some of them.
 _EXCLUDED = {
     "enable_memory_saver": _WRITES,
     "enable_eplb": _WRITES,
@@ -40,8 +41,7 @@ _EXCLUDED = {
     "dwdp_size": "both say where a layer finds its experts, and the layer has only one place",
 }
 # Values of --moe-a2a-backend with which FusedMoE.run_moe_core is not called.
-_OF_THEIR_OWN = ("megamoe", "ascend_fuseep")
-
+_EXCLUDED_BACKENDS = ("megamoe", "ascend_fuseep")
 
 _WEIGHTS_REFUSED = (
     "With --flashmoa-asyncep the experts are in host memory, and weights cannot be updated in "
@@ -49,94 +49,94 @@ _WEIGHTS_REFUSED = (
 )
 
 
-async def update_weights(
-    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse an update, around ``TokenizerManager.update_weights_from_...``.
+def refuse_update(*result: Any) -> Callable[..., Any]:
+    """Make the wrapper of ``TokenizerManager.update_weights_from_...`` that refuses the update.
 
-    What a layer's parameters point to is a slot, or the copy that goes there: an update would be
-    lost with the next forward for some layers, and be half there for others. So it is refused.
+    A layer's parameters point to a slot, or to the memory that is copied there. With the next
+    forward an update would be lost for some layers and incomplete for others.
+
+    Args: result: what the method returns after a failed update and the message.
     """
-    if Options.from_environment().asyncep == "off":
-        return await original(manager, *args, **kwargs)
-    return False, _WEIGHTS_REFUSED
 
+    async def update_weights(
+        original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if Options.from_environment().asyncep == "off":
+            return await original(manager, *args, **kwargs)
+        return False, _WEIGHTS_REFUSED, *result
 
-async def update_from_disk(
-    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Do the same for ``update_weights_from_disk``, which also returns the paused requests."""
-    if Options.from_environment().asyncep == "off":
-        return await original(manager, *args, **kwargs)
-    return False, _WEIGHTS_REFUSED, 0
+    return update_weights
 
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make our offloader in place of SGLang's, where ``--flashmoa-asyncep`` asks for it.
+    """Create the plugin's offloader instead of SGLang's, if ``--flashmoa-asyncep`` asks for it.
 
-    Raises: SystemExit where SGLang is to offload, too.
+    Raises: SystemExit if SGLang's own offloading is on, too.
     """
-    usual, options = original(*args, **kwargs), Options.from_environment()
+    sglang_offloader, options = original(*args, **kwargs), Options.from_environment()
     if options.asyncep == "off":
-        return usual
+        return sglang_offloader
     from sglang.srt.distributed import get_pp_group
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.utils.offloader import NoopOffloader
 
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader
 
-    if not isinstance(usual, NoopOffloader):
+    if not isinstance(sglang_offloader, NoopOffloader):
         raise SystemExit("--flashmoa-asyncep and SGLang's own offloading exclude each other.")
     return ExpertOffloader(
         FusedMoE,
         "run_moe_core",
         options.asyncep_slots,
-        _keep(options),
+        _choose_storage(options),
         whole=get_pp_group().world_size == 1,
     )
 
 
-def _keep(options: Options) -> Callable[[Sequence[Experts]], list[ExpertSource]]:
-    """Return what puts experts where ``--flashmoa-asyncep`` says. Raises: SystemExit."""
-    from flashmoa_sglang.asyncep.experts import in_host_memory
-    from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
-    from flashmoa_sglang.asyncep.sharing import share_with
+def _choose_storage(options: Options) -> Callable[[Sequence[Experts]], list[ExpertSource]]:
+    """Return the function that stores experts where ``--flashmoa-asyncep`` says.
+
+    Raises: SystemExit if another process has this replica's place in its group.
+    """
+    from flashmoa_sglang.asyncep.experts import store_on_host
+    from flashmoa_sglang.asyncep.replicas import Replica, ReplicaError, ShareExchange
+    from flashmoa_sglang.asyncep.sharing import share_experts
 
     if options.asyncep == "h2d":
-        return in_host_memory
+        return store_on_host
 
-    def among_replicas(layers: Sequence[Experts]) -> list[ExpertSource]:
+    def divide_among_replicas(layers: Sequence[Experts]) -> list[ExpertSource]:
         try:
-            return share_with(layers, replica, meeting, options.asyncep_wait)
+            return share_experts(layers, replica, exchange, options.asyncep_wait)
         except ReplicaError as error:
             raise SystemExit(f"--flashmoa-asyncep d2d: {error}.") from error
 
     try:
         replica = Replica(options.asyncep_group, *options.replica())
-        # Before the weights are loaded, which takes long.
-        meeting = Meeting(replica)
+        # Loading the weights takes long, so a wrong rank is reported before that.
+        exchange = ShareExchange(replica)
     except (ReplicaError, ValueError) as error:
         raise SystemExit(f"--flashmoa-asyncep d2d: {error}.") from error
-    return among_replicas
+    return divide_among_replicas
 
 
 def problem(arguments: Any, options: Options) -> str | None:
-    """Say why ``--flashmoa-asyncep`` does not go with SGLang's arguments, as it resolved them."""
+    """Return why ``--flashmoa-asyncep`` does not go with SGLang's resolved arguments, if so."""
     if options.asyncep == "off":
         return None
-    for name, why in _EXCLUDED.items():
+    for name, reason in _EXCLUDED.items():
         if _is_given(getattr(arguments, name, None)):
             return (
-                f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}: {why}; start "
+                f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}: {reason}; start "
                 "without one of the two."
             )
-    if arguments.moe_a2a_backend in _OF_THEIR_OWN:
+    if arguments.moe_a2a_backend in _EXCLUDED_BACKENDS:
         return (
             f"--flashmoa-asyncep does not go with --moe-a2a-backend {arguments.moe_a2a_backend}, "
             "which computes with the experts' tensors itself; choose another one."
         )
     if options.asyncep == "d2d":
-        return _problem_of_replicas(arguments, options)
+        return _replica_problem(arguments, options)
     if arguments.device == "cuda" and not RELEASE.graphs_are_off(arguments):
         return (
             f"--flashmoa-asyncep needs {RELEASE.NO_GRAPHS}: a graph would look for experts where "
@@ -145,7 +145,7 @@ def problem(arguments: Any, options: Options) -> str | None:
     if arguments.device == "cuda" and arguments.mem_fraction_static <= 0:
         return (
             "--flashmoa-asyncep: by SGLang's estimate of 1.5 MiB for each token of a forward, "
-            "nothing of the device is left for weights and KV (--mem-fraction-static "
+            "no memory of the device is left for weights and KV (--mem-fraction-static "
             f"{arguments.mem_fraction_static}); give --mem-fraction-static yourself, 0.75 for "
             "example, or shorter forwards (--chunked-prefill-size, --max-prefill-tokens)."
         )
@@ -153,11 +153,11 @@ def problem(arguments: Any, options: Options) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """Return whether an argument was given; a size of one is a default."""
+    """Return whether an argument was given; a size of 1 is a default."""
     return value > 1 if type(value) is int else bool(value)
 
 
-def _problem_of_replicas(arguments: Any, options: Options) -> str | None:
+def _replica_problem(arguments: Any, options: Options) -> str | None:
     mode = "--flashmoa-asyncep d2d"
     if arguments.device != "cpu":
         return f"{mode}: {ONLY_CPUS}."
@@ -175,24 +175,25 @@ def _problem_of_replicas(arguments: Any, options: Options) -> str | None:
 
 
 def memory() -> dict[str, int] | None:
-    """Return where this process's experts are; ``None`` where SGLang keeps them."""
+    """Return the fields of this process's ``ExpertMemory``; ``None`` if SGLang stores experts."""
     ours = _ours()
     return asdict(ours.memory()) if ours is not None else None
 
 
 def time_next(tokens: int) -> None:
-    """Time the layers of the next forward, of so many tokens, where experts come from elsewhere."""
+    """Time the layers of the next forward, which has ``tokens`` tokens, if experts are copied."""
     if (ours := _ours()) is not None:
         ours.time_next(tokens)
 
 
-def times() -> LayerTimes | None:
-    """Return what the last timed forward took by layer; ``None`` where SGLang keeps the experts."""
+def take_times() -> LayerTimes | None:
+    """Return the times of the last timed forward, once; ``None`` if SGLang keeps the experts."""
     ours = _ours()
-    return ours.times() if ours is not None else None
+    return ours.take_times() if ours is not None else None
 
 
 def _ours() -> ExpertOffloader | None:
+    """Return this process's offloader, if it is the plugin's."""
     from sglang.srt.utils.offloader import get_offloader
 
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader

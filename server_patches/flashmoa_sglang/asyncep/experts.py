@@ -1,4 +1,4 @@
-"""The experts of one layer: their tensors, where they are kept, and how they lie in a slot."""
+"""The experts of one layer: their tensors, their layout in a slot, their storage on the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-# What kernels may expect of a weight's address.
+# Kernels may require that a weight's address is a multiple of this.
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies: from byte ``offset`` on, with the ``strides`` that kernels expect."""
+    """Layout of a tensor in memory: from byte ``offset`` on, with the ``strides`` of the original.
+
+    Kernels expect the strides that a tensor had when its weights were processed.
+    """
 
     offset: int
     dtype: torch.dtype
@@ -26,7 +29,7 @@ class Place:
 
     @property
     def bytes(self) -> int:
-        """From its first element to its last, with what lies between them."""
+        """Number of bytes from the first element to the last, with gaps."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
@@ -40,34 +43,37 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How named tensors lie in one piece of memory of so many ``bytes``."""
+    """Layout of several named tensors in one piece of memory that has ``bytes`` bytes."""
 
     places: Mapping[str, Place]
     bytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Packing:
-        """Place tensors one behind another. Raises: ValueError where two elements share memory."""
+        """Lay tensors out one after another.
+
+        Raises: ValueError if two elements of a tensor share memory.
+        """
         places: dict[str, Place] = {}
         end = 0
         for name, tensor in tensors.items():
-            _check(name, tensor)
+            _check_no_overlap(name, tensor)
             places[name] = Place(end, tensor.dtype, tuple(tensor.shape), tensor.stride())
             end += -(-places[name].bytes // _ALIGNMENT) * _ALIGNMENT
         return cls(places, end)
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors in a piece of memory that has at least so many bytes."""
+        """Return the tensors in a piece of memory that has at least ``bytes`` bytes."""
         return {name: place.view(memory) for name, place in self.places.items()}
 
     def fill(self, memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put the tensors in."""
+        """Copy the tensors into a piece of memory."""
         for name, view in self.views(memory).items():
             view.copy_(tensors[name])
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
-    """Check that no two elements may be one in memory. Raises: ValueError."""
+def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if two elements of a tensor may have the same place in memory."""
     last = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= last:
@@ -77,13 +83,13 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         last += (size - 1) * step
 
 
-def pinned(size: int) -> torch.Tensor:
-    """Pin ``size`` bytes (uint8); torch's own pinned memory comes in powers of two.
+def allocate_pinned(size: int) -> torch.Tensor:
+    """Allocate ``size`` bytes (uint8) of pinned memory; torch would round up to a power of two.
 
-    Raises: SystemExit where CUDA does not pin them; it leaves an error behind that torch would
-        find at its next kernel, so that there is no other way to go on.
+    Raises: SystemExit if CUDA does not pin them. The process cannot continue then: torch would see
+        CUDA's error at its next kernel.
     """
-    # Shared and populated, so that the pages which are pinned are those that are written to later.
+    # The mapping is shared and populated, so that a later write does not replace a pinned page.
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
     cudart: Any = torch.cuda.cudart()
@@ -97,70 +103,70 @@ def pinned(size: int) -> torch.Tensor:
     return memory
 
 
-# No quantisation needs less than one bit of sixteen.
+# A quantisation keeps at least one bit of sixteen.
 _LEAST_REPACKED = 16
-# Bytes of one copy: other copies to the device wait for the end of one, and not for a whole layer.
+# Bytes in one copy. Other copies to the device wait only for the current piece, not for a layer.
 _PIECE = 64 << 20
 
 
 class Experts:
-    """What a ``FusedMoE`` layer of SGLang computes with, expert by expert.
+    """The tensors of a ``FusedMoE`` layer of SGLang that have a row for each expert.
 
-    Every tensor with a row for each expert belongs to them: weights, and whatever a quantisation
-    has beside them (scales, zero points, biases).
+    They are the weights, and whatever a quantisation adds (scales, zero points, biases).
     """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.device: torch.device = next(layer.parameters()).device
-        # Bytes of what is to be loaded, by name.
-        self._expected: dict[str, int] = {}
+        # Sizes in bytes of the weights that SGLang will load, by name.
+        self._weight_sizes: dict[str, int] = {}
 
-    def leave_device(self) -> None:
-        """Have the weights, which are not loaded yet, loaded into host memory."""
+    def move_to_host(self) -> None:
+        """Move the parameters to host memory before their weights are loaded."""
         for name, parameter in self.layer.named_parameters(recurse=False):
             parameter.data = parameter.data.to("cpu")
-            # Some have no size before they are loaded.
+            # Lazy parameters have no size before they are loaded.
             if not is_lazy(parameter):
-                self._expected[name] = parameter.nbytes
+                self._weight_sizes[name] = parameter.nbytes
 
-    def are_gone(self) -> bool:
-        """Return whether most of the loaded weights are not the layer's tensors any more.
+    def are_missing(self) -> bool:
+        """Return whether most of the loaded weights are no longer tensors of the layer.
 
-        A quantisation may have put them elsewhere, and nothing in their place. Repacked ones are
-        there, under their names or others, if only in a fraction of the bytes.
+        A quantisation may have put them elsewhere. Weights that it has repacked are still in the
+        layer, perhaps under other names and in a fraction of the bytes.
         """
-        there = self.tensors()
-        gone = sum(size for name, size in self._expected.items() if name not in there)
-        new = sum(t.nbytes for name, t in there.items() if name not in self._expected)
-        return 2 * gone > sum(self._expected.values()) and _LEAST_REPACKED * new < gone
+        tensors = self.tensors()
+        missing = sum(size for name, size in self._weight_sizes.items() if name not in tensors)
+        new = sum(t.nbytes for name, t in tensors.items() if name not in self._weight_sizes)
+        return 2 * missing > sum(self._weight_sizes.values()) and _LEAST_REPACKED * new < missing
 
-    def return_rest(self) -> None:
-        """Put the loaded tensors that do not belong to single experts on the device.
+    def return_shared_tensors(self) -> None:
+        """Move tensors that do not belong to single experts back to the device.
 
-        It left with the rest, before a quantisation made one scale for all of several.
+        They are scales of single experts when the layer is created; a quantisation makes one scale
+        for all of them once the weights are loaded.
         """
         layer, of_experts = self.layer, self.tensors()
-        rest = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        self.bind({name: t.data.to(self.device) for name, t in rest if name not in of_experts})
+        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        self.bind({name: t.data.to(self.device) for name, t in tensors if name not in of_experts})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, once the weights are loaded and processed."""
         layer = self.layer
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for kind in (layer._parameters, layer._buffers, vars(layer)):
             for name, tensor in kind.items():
-                if isinstance(tensor, torch.Tensor) and name not in found:
-                    found[name] = tensor.data
+                if isinstance(tensor, torch.Tensor) and name not in tensors:
+                    tensors[name] = tensor.data
         count = layer.num_local_experts
         return {
             name: tensor
-            for name, tensor in sorted(found.items())
+            for name, tensor in sorted(tensors.items())
             if tensor.dim() > 0 and tensor.shape[0] == count
         }
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have the layer compute with these."""
+        """Put these tensors into the layer, which then computes with them."""
         for name, tensor in tensors.items():
             parameter = self.layer._parameters.get(name)
             if parameter is not None:
@@ -170,15 +176,16 @@ class Experts:
             else:
                 setattr(self.layer, name, tensor)
 
-    def give_back(self) -> None:
-        """Free the loaded tensors; only their shapes are left until others are bound."""
+    def free(self) -> None:
+        """Free the tensors; placeholders keep their shapes until other tensors are bound."""
         self.bind({name: t.new_empty(()).expand(t.shape) for name, t in self.tensors().items()})
 
 
-class Kept(NamedTuple):
-    """Where a layer's experts are while no slot has them, in bytes.
+class StoredBytes(NamedTuple):
+    """How many bytes of a layer's experts are stored where, apart from slots.
 
-    ``share``: what this replica holds for all; ``at_peers``: what the others hold.
+    ``on_host``: in this process. ``share``: the part that this replica stores for all replicas.
+    ``at_peers``: the parts that the other replicas store.
     """
 
     on_host: int = 0
@@ -187,19 +194,19 @@ class Kept(NamedTuple):
 
 
 class ExpertSource(ABC):
-    """Where the experts of one layer come from, and how they lie in a slot."""
+    """Copies the experts of one layer into a slot, where they are laid out as in ``packing``."""
 
     experts: Experts
     packing: Packing
-    kept: Kept
+    stored: StoredBytes
 
     @abstractmethod
     def fill(self, memory: torch.Tensor) -> None:
-        """Begin to copy them into a slot, on the current stream of a device that has streams."""
+        """Copy the experts into a slot's memory; with CUDA, enqueue that on the current stream."""
 
 
 class HostExperts(ExpertSource):
-    """Experts packed into one piece of host memory; pinned where a GPU is to copy it."""
+    """Experts packed into one piece of host memory, which is pinned if a GPU copies from it."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
@@ -207,18 +214,18 @@ class HostExperts(ExpertSource):
         self.packing = Packing.of(tensors)
         size = self.packing.bytes
         on_gpu = experts.device.type == "cuda"
-        self._memory = pinned(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
+        self._memory = allocate_pinned(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
         self.packing.fill(self._memory, tensors)
-        self.kept = Kept(on_host=self.packing.bytes)
-        # The layer's own tensors are not needed any more.
+        self.stored = StoredBytes(on_host=self.packing.bytes)
+        # This frees the layer's own tensors.
         experts.bind(self.packing.views(self._memory))
 
     def fill(self, memory: torch.Tensor) -> None:
         pieces = memory[: self.packing.bytes].split(_PIECE)
-        for piece, kept in zip(pieces, self._memory.split(_PIECE), strict=True):
-            piece.copy_(kept, non_blocking=True)
+        for piece, source in zip(pieces, self._memory.split(_PIECE), strict=True):
+            piece.copy_(source, non_blocking=True)
 
 
-def in_host_memory(layers: Sequence[Experts]) -> list[ExpertSource]:
-    """Keep the experts of these layers in this process's host memory."""
+def store_on_host(layers: Sequence[Experts]) -> list[ExpertSource]:
+    """Store the experts of these layers in this process's host memory."""
     return [HostExperts(experts) for experts in layers]

@@ -1,4 +1,7 @@
-"""Experts elsewhere, on their way into a few slots of the device (MoE-Prefill §6.2 and §6.3)."""
+"""``ExpertOffloader``: stores experts off the device and copies them into a few slots there.
+
+Papers: MoE-Prefill §6.2 and §6.3.
+"""
 
 from __future__ import annotations
 
@@ -14,73 +17,78 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from flashmoa_sglang.asyncep.experts import Experts, ExpertSource
-from flashmoa_sglang.asyncep.slots import Copying, ForwardClock, Rotation, StreamCopying
+from flashmoa_sglang.asyncep.slots import ForwardClock, SlotCopier, SlotRotation, StreamCopier
 from flashmoa_sglang.saturation import LayerTimes
 
-# Models that compute with the experts' tensors themselves, past the layer's method.
+# Models that compute with the experts' tensors themselves instead of calling the layer's method.
 _COMPUTE_THEMSELVES = "sglang.srt.models.inkling"
 
 
-class Making:
+class LayerGuard:
     """Ends the start at the first layer of experts that would silently stay on the device.
 
-    SGLang hands an offloader only the layers that a model makes with ``make_layers`` and the like.
+    SGLang passes to an offloader only the layers that a model creates with ``make_layers`` or a
+    similar function. This watches every module that is created until :meth:`stop`.
 
     Args: moe_layer: the class of layers with experts.
     """
 
     def __init__(self, moe_layer: type) -> None:
         self._moe_layer = moe_layer
-        self._handed_over = False
-        self._hook = register_module_module_registration_hook(self._registered)
+        self._allows_layers = False
+        self._hook = register_module_module_registration_hook(self._check_module)
 
     @contextmanager
-    def handed_over(self) -> Generator[None]:
-        """Allow layers of experts meanwhile, as the offloader is handed them."""
-        self._handed_over = True
+    def allow_layers(self) -> Generator[None]:
+        """Allow layers of experts inside this context, in which the offloader gets them."""
+        self._allows_layers = True
         try:
             yield
         finally:
-            self._handed_over = False
+            self._allows_layers = False
 
-    def end(self) -> None:
-        """End the watch: the model is made."""
+    def stop(self) -> None:
+        """Stop watching, once the model is complete."""
         self._hook.remove()
 
-    def _registered(self, parent: Module, name: str, module: Any) -> None:
-        """Check a module that became part of another one. Raises: SystemExit."""
+    def _check_module(self, parent: Module, name: str, module: Any) -> None:
+        """Check a module that becomes a part of another one.
+
+        Raises: SystemExit if it is a layer of experts that cannot be offloaded.
+        """
         if not isinstance(module, self._moe_layer):
             return
         owner = type(parent)
         if owner.__module__.startswith(_COMPUTE_THEMSELVES):
-            why = f"{owner.__name__} computes with the tensors of {name} itself"
-        elif not self._handed_over:
-            why = f"SGLang hands {name} of {owner.__name__} to no offloader"
+            reason = f"{owner.__name__} computes with the tensors of {name} itself"
+        elif not self._allows_layers:
+            reason = f"SGLang hands {name} of {owner.__name__} to no offloader"
         else:
             return
-        self.end()
+        self.stop()
         raise SystemExit(
-            f"--flashmoa-asyncep does not go with this model: {why}, so that its experts would "
+            f"--flashmoa-asyncep does not go with this model: {reason}, so that its experts would "
             "stay on the device, or be read where they are kept. Start without it."
         )
 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# Of sgl_kernel's copy_to_gpu_no_ce.
+# The numbers of experts for which sgl_kernel's copy_to_gpu_no_ce works, in every release.
 _WITHOUT_COPY = (64, 72)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """Where the experts of a model are; sizes in bytes.
+    """Where the experts of a model are stored; sizes in bytes.
 
     Attributes:
-        layers: with experts. slots: on the device.
-        resident: of the first layer, which stays on the device. in_slots: of the slots.
-        on_host: of all the others in this process's host memory.
-        share: of all the others, what this replica holds for all. at_peers: what those hold.
-        misses: how often a layer's experts were not there, nor on their way, when it began.
+        layers, slots: number of layers with experts, and of slots on the device.
+        resident: size of the first layer's experts, which stay on the device.
+        in_slots: size of the slots.
+        on_host: size of the other layers' experts in this process's host memory.
+        share, at_peers: size of the parts that this replica and the other replicas store for all.
+        misses: how often a layer began whose experts were neither in a slot nor being copied.
     """
 
     layers: int
@@ -94,14 +102,15 @@ class ExpertMemory:
 
 
 class ExpertOffloader:
-    """An offloader of SGLang (``BaseOffloader``) for the experts of any model.
+    """Offloads the experts of any model; has the methods of SGLang's ``BaseOffloader``.
 
     Args:
         moe_layer: the class of layers with experts.
-        computing: the name of its method that computes with them.
-        slots: on the device; two let one layer compute while the next one's experts come.
-        keep: puts the loaded experts of all layers but the first where they are kept.
-        whole: this process has the whole model, and not a stage of a pipeline.
+        computing: the name of its method that computes with the experts.
+        slots: number of slots on the device. With two, a layer can compute while the experts of the
+            next layer are copied.
+        store: stores the loaded experts of all layers but the first off the device.
+        whole: whether this process has the whole model, and not a stage of a pipeline.
     """
 
     def __init__(
@@ -109,70 +118,71 @@ class ExpertOffloader:
         moe_layer: type,
         computing: str,
         slots: int,
-        keep: Callable[[Sequence[Experts]], list[ExpertSource]],
+        store: Callable[[Sequence[Experts]], list[ExpertSource]],
         *,
         whole: bool = True,
     ) -> None:
         self._moe_layer = moe_layer
         self._computing = computing
-        self._count = slots
-        self._keep = keep
+        self._wanted_slots = slots
+        self._store = store
         self._whole = whole
-        self._making = Making(moe_layer)
+        self._guard = LayerGuard(moe_layer)
         self._experts: list[Experts] = []
         self._sources: list[ExpertSource] = []
         self._resident = 0
         self._slots: list[torch.Tensor] = []
-        self._rotation: Rotation | None = None
-        self._copying = Copying()
-        # Of the forward that is timed, and of the last one that was.
+        self._rotation: SlotRotation | None = None
+        self._copier = SlotCopier()
+        # The clocks of a forward that is being timed, and of the last one that has ended.
         self._clock: ForwardClock | None = None
-        self._timed: ForwardClock | None = None
+        self._ended_clock: ForwardClock | None = None
 
     def wrap_modules(self, all_modules_generator: Iterable[Any], **_: Any) -> list[Any]:
-        """Take the layers that SGLang makes, as it makes them.
+        """Take over the experts of the layers, as the generator creates the layers.
 
-        Each one's experts are in host memory before the next one is made, so that the device never
-        holds more than those of one layer.
+        The experts of each layer move to host memory before the next layer is created, so that the
+        device never holds the experts of more than two layers.
         """
         layers: list[Any] = []
-        with self._making.handed_over():
+        with self._guard.allow_layers():
             for module in all_modules_generator:
-                self._take(module)
+                self._take_experts(module)
                 layers.append(module)
         return layers
 
-    def _take(self, module: Any) -> None:
+    def _take_experts(self, module: Any) -> None:
         for part in module.modules():
             if isinstance(part, self._moe_layer):
                 self._experts.append(Experts(part))
-                # The first layer stays, so that a forward begins without waiting.
+                # The first layer's experts stay, so that a forward begins without waiting.
                 if len(self._experts) > 1:
-                    self._experts[-1].leave_device()
+                    self._experts[-1].move_to_host()
 
     def post_init(self) -> None:
-        """Make the slots once the weights are loaded, and fill them.
+        """Create and fill the slots, once the weights are loaded.
 
-        Raises: SystemExit for a model whose experts would all stay on the device.
+        Raises: SystemExit if all of the model's experts would stay on the device, or a quantisation
+            has put them where they are not found.
         """
-        self._making.end()
+        self._guard.stop()
         if len(self._experts) < 2:
             self._refuse_too_few()
             return
         first, *others = self._experts
         self._resident = sum(t.nbytes for t in first.tensors().values())
-        self._sources = self._put_away(others)
-        self._rotation = Rotation(len(others), self._count)
+        self._sources = self._store_experts(others)
+        self._rotation = SlotRotation(len(others), self._wanted_slots)
         size = max(source.packing.bytes for source in self._sources)
         device, count = first.device, len(self._rotation.slots)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
         on_gpu = device.type == "cuda"
-        self._copying = StreamCopying(device, count) if on_gpu else Copying()
+        self._copier = StreamCopier(device, count) if on_gpu else SlotCopier()
         for slot, layer in enumerate(self._rotation.slots):
             self._fetch(slot, layer)
         self._wrap(first.layer, lambda: None, lambda _: None)
         for number, experts in enumerate(others):
-            self._wrap(experts.layer, partial(self._bring, number), partial(self._leave, number))
+            self._wrap(experts.layer, partial(self._bind, number), partial(self._refill, number))
         logger.info("Experts of %d layers come from elsewhere: %s", len(others), self.memory())
 
     def _refuse_too_few(self) -> None:
@@ -183,17 +193,16 @@ class ExpertOffloader:
             )
         logger.warning("This stage of the pipeline keeps its experts on the device.")
 
-    def _put_away(self, others: Sequence[Experts]) -> list[ExpertSource]:
-        """Have the experts of these layers where they are kept."""
-        if any(experts.are_gone() for experts in others):
+    def _store_experts(self, others: Sequence[Experts]) -> list[ExpertSource]:
+        if any(experts.are_missing() for experts in others):
             raise SystemExit(
                 "--flashmoa-asyncep does not go with this model's quantisation: SGLang keeps the "
-                "weights of experts elsewhere than in their layers. Start without it."
+                "weights of experts outside of their layers. Start without it."
             )
         for experts in others:
-            experts.return_rest()
+            experts.return_shared_tensors()
         try:
-            return self._keep(others)
+            return self._store(others)
         except ValueError as error:
             raise SystemExit(
                 f"--flashmoa-asyncep does not go with this model's quantisation: {error}. Start "
@@ -202,81 +211,81 @@ class ExpertOffloader:
 
     def memory(self) -> ExpertMemory:
         """Return where the experts are now."""
-        kept = [source.kept for source in self._sources]
+        stored = [source.stored for source in self._sources]
         return ExpertMemory(
             layers=len(self._experts),
             slots=len(self._slots),
             resident=self._resident,
             in_slots=sum(slot.nbytes for slot in self._slots),
-            on_host=sum(one.on_host for one in kept),
-            share=sum(one.share for one in kept),
-            at_peers=sum(one.at_peers for one in kept),
+            on_host=sum(layer_bytes.on_host for layer_bytes in stored),
+            share=sum(layer_bytes.share for layer_bytes in stored),
+            at_peers=sum(layer_bytes.at_peers for layer_bytes in stored),
             misses=self._rotation.misses if self._rotation is not None else 0,
         )
 
     def time_next(self, tokens: int) -> None:
-        """Time the layers of the next forward, which is of so many tokens."""
-        beside = len(self._slots) > 1
-        self._clock = ForwardClock(tokens, self._copying, beside_experts=beside)
+        """Time the layers of the next forward, which has ``tokens`` tokens."""
+        overlap = len(self._slots) > 1
+        self._clock = ForwardClock(tokens, self._copier, copies_overlap=overlap)
 
-    def times(self) -> LayerTimes | None:
-        """Return the times of the last timed forward, once; wait for its copies."""
-        timed, self._timed = self._timed, None
-        return timed.times() if timed is not None else None
+    def take_times(self) -> LayerTimes | None:
+        """Return the times of the last timed forward, once; wait for its copies to end."""
+        clock, self._ended_clock = self._ended_clock, None
+        return clock.times() if clock is not None else None
 
     @property
     def forbid_copy_engine_usage(self) -> bool:
-        """Whether SGLang is to send numbers for each expert to the device without a copy.
+        """Whether SGLang sends each expert's number of tokens to the device without a copy.
 
-        Then they do not wait behind experts on their way from host memory. Its kernel for that
-        takes a few numbers of experts only (in every release 64 and 72) and raises for others.
+        With a copy, these numbers would wait until experts have been copied from host memory.
+        SGLang's kernel for this takes only a few numbers of experts and raises for others.
         """
         count = self._experts[0].layer.num_local_experts if self._experts else 0
-        return any(source.kept.on_host for source in self._sources) and count in _WITHOUT_COPY
+        return any(source.stored.on_host for source in self._sources) and count in _WITHOUT_COPY
 
-    def _wrap(self, layer: Any, bring: Callable[[], T], leave: Callable[[T], None]) -> None:
+    def _wrap(self, layer: Any, before: Callable[[], T], after: Callable[[T], None]) -> None:
+        """Call ``before`` and ``after`` around the layer's computation, and mark when it runs."""
         compute: Callable[..., Any] = getattr(layer, self._computing)
         is_last = layer is self._experts[-1].layer
-        copying = self._copying
+        copier = self._copier
 
-        def with_experts(*args: Any, **kwargs: Any) -> Any:
+        def compute_with_experts(*args: Any, **kwargs: Any) -> Any:
             clock = self._clock
             if clock is not None:
-                clock.began.append(copying.mark())
-            place = bring()
+                clock.starts.append(copier.mark())
+            slot = before()
             result = compute(*args, **kwargs)
             if clock is not None:
-                clock.ended.append(copying.mark())
-            leave(place)
+                clock.ends.append(copier.mark())
+            after(slot)
             if clock is not None and is_last:
-                self._timed, self._clock = clock, None
+                self._ended_clock, self._clock = clock, None
             return result
 
-        setattr(layer, self._computing, with_experts)
+        setattr(layer, self._computing, compute_with_experts)
 
-    def _bring(self, number: int) -> int:
-        """Have a layer's experts in a slot, and the layer compute with them."""
+    def _bind(self, number: int) -> int:
+        """Bind a layer to its experts in a slot, and copy them there if needed. Return the slot."""
         assert self._rotation is not None
-        slot = self._rotation.slot(number)
+        slot = self._rotation.slot_of(number)
         if slot is None:
-            slot = self._rotation.miss(number)
+            slot = self._rotation.evict_for(number)
             self._fetch(slot, number)
-        self._copying.wait(slot)
+        self._copier.wait(slot)
         source = self._sources[number]
         source.experts.bind(source.packing.views(self._slots[slot]))
         return slot
 
-    def _leave(self, number: int, slot: int) -> None:
-        """Begin to copy the next layer's experts into the slot of one that has computed."""
+    def _refill(self, number: int, slot: int) -> None:
+        """Copy other experts into the slot of a layer that has computed, if some are needed."""
         assert self._rotation is not None
-        self._copying.used(slot)
-        coming = self._rotation.done(number)
-        if coming is not None:
-            self._fetch(*coming)
+        self._copier.note_use(slot)
+        if (slot_and_layer := self._rotation.advance(number)) is not None:
+            self._fetch(*slot_and_layer)
 
     def _fetch(self, slot: int, number: int) -> None:
-        what = slot, self._slots[slot], self._sources[number]
+        arguments = slot, self._slots[slot], self._sources[number]
         if self._clock is None:
-            self._copying.fetch(*what)
+            self._copier.fetch(*arguments)
         else:
-            self._clock.copies.append(self._copying.timed_fetch(*what))
+            self._clock.copies.append(self._copier.timed_fetch(*arguments))

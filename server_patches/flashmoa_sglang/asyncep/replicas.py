@@ -1,9 +1,9 @@
-"""Replicas of one model on one machine, and how each gets the others' shares of its experts.
+"""Replicas of one model on one machine, and how each gets the others' shares of the experts.
 
-Every replica listens on a Unix socket in Linux's abstract namespace (unix(7)), which is no file
-and ends with the process. A peer that connects says what it is and gets a descriptor of the share;
-after that the two have nothing to do with each other any more. A replica that ended may come back,
-and asks again.
+Every replica listens on a Unix socket in Linux's abstract namespace (unix(7)), which is not a file
+and disappears with the process. A peer that connects introduces itself and gets a file descriptor
+of the share. After that the two processes do not depend on each other. A replica that has ended can
+be started again, and then asks for the shares again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _RETRY_SECONDS = 0.1
 
 
 class ReplicaError(RuntimeError):
-    """The replicas of a group do not come together; the message says what to do."""
+    """Raised if a replica cannot join its group; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Number ``rank`` (from 0) of the ``size`` replicas that are called ``group``."""
+    """Replica number ``rank`` (from 0) of the ``size`` replicas in the group named ``group``."""
 
     group: str
     rank: int
@@ -48,7 +48,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What replicas tell each other. ``experts``: a digest of all experts as they were loaded."""
+    """Message with which replicas introduce themselves.
+
+    ``experts`` is a digest of all experts as they were loaded.
+    """
 
     rank: int
     size: int
@@ -56,7 +59,10 @@ class Introduction:
 
     @classmethod
     def parse(cls, message: bytes) -> Introduction:
-        """Read what another replica sent. Raises: ReplicaError."""
+        """Parse another replica's message.
+
+        Raises: ReplicaError if it is not an introduction of this version.
+        """
         try:
             return cls(**json.loads(message))
         except (TypeError, ValueError) as error:
@@ -64,11 +70,11 @@ class Introduction:
                 f"what answers is no replica of this version: {message[:80]!r}"
             ) from error
 
-    def bytes(self) -> bytes:
+    def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     def problem(self, other: Introduction) -> str | None:
-        """Say why this replica and another one do not belong together."""
+        """Return why this replica and another one do not belong together; ``None`` if they do."""
         if other.size != self.size:
             return (
                 f"replica {other.rank} was started for {other.size} replicas and replica "
@@ -82,10 +88,10 @@ class Introduction:
         return None
 
 
-class Meeting:
-    """Where one replica gives its share to the others of its group, and takes theirs.
+class ShareExchange:
+    """Offers a replica's share to the others of its group, and gets theirs.
 
-    Raises: ReplicaError where the replica's place in the group is taken.
+    Raises: ReplicaError if another process has the replica's place in the group.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -103,16 +109,16 @@ class Meeting:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ReplicaError(
-                f"{replica} runs already: give each a --flashmoa-asyncep-replica of its own, or "
+                f"{replica} runs already: give each replica its own --flashmoa-asyncep-replica, or "
                 "another --flashmoa-asyncep-group"
             ) from error
 
-    def give(self, share: int, experts: str) -> None:
-        """Give this replica's share, from now on, to every replica that asks.
+    def offer(self, share: int, experts: str) -> None:
+        """Give this replica's share to every replica that asks from now on.
 
         Args:
-            share: its file descriptor, which is the meeting's from now on.
-            experts: a digest of all experts.
+            share: file descriptor of the share; :meth:`close` closes it.
+            experts: digest of all experts.
         """
         self._share = share
         self._own = Introduction(self._replica.rank, self._replica.size, experts)
@@ -120,24 +126,25 @@ class Meeting:
         self._thread = threading.Thread(target=self._serve, args=(self._own, share), daemon=True)
         self._thread.start()
 
-    def take(self, rank: int, deadline: float) -> int:
-        """Wait for a replica's share, this replica's own included.
+    def obtain(self, rank: int, deadline: float) -> int:
+        """Wait for the share of a replica, which may be this one.
 
-        Args: deadline: until when to wait for it, in :func:`time.monotonic`'s seconds.
+        Args: deadline: when to stop waiting, in :func:`time.monotonic`'s seconds.
         Returns: a file descriptor, for the caller to close.
-        Raises: ReplicaError; RuntimeError before this replica gives its own.
+        Raises: ReplicaError at the deadline, or if one of the replicas refuses another;
+            RuntimeError if this replica has not offered its own share before.
         """
         if self._own is None:
-            raise RuntimeError("a replica gives its own share first")
-        told = False
+            raise RuntimeError("a replica offers its own share first")
+        warned = False
         while True:
             try:
                 return self._ask(self._own, rank)
             except (ConnectionError, TimeoutError, BlockingIOError):
-                pass  # It is not there yet, or not any more.
-            if not told:
+                pass  # That replica does not listen yet, or has ended.
+            if not warned:
                 logger.warning("%s waits for replica %d", self._replica, rank)
-                told = True
+                warned = True
             if self._refused.wait(_RETRY_SECONDS):
                 raise ReplicaError(self._problem)
             if time.monotonic() > deadline:
@@ -147,7 +154,7 @@ class Meeting:
                 )
 
     def close(self) -> None:
-        """Stop giving the share."""
+        """Stop offering the share."""
         if self._thread is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()
@@ -160,24 +167,24 @@ class Meeting:
             try:
                 peer, _ = self._socket.accept()
             except OSError as error:
-                if error.errno != errno.EINVAL:  # Which it is once it is closed.
+                if error.errno != errno.EINVAL:  # EINVAL means that the socket was closed.
                     logger.error("%s cannot give its share any more: %s", self._replica, error)
                 return
             with peer:
                 try:
-                    self._give(peer, own, share)
+                    self._answer(peer, own, share)
                 except (OSError, ReplicaError) as error:
                     logger.warning("%s could not answer another one: %s", self._replica, error)
 
-    def _give(self, peer: socket.socket, own: Introduction, share: int) -> None:
+    def _answer(self, peer: socket.socket, own: Introduction, share: int) -> None:
         peer.settimeout(_ANSWER_SECONDS)
         _check_user(peer)
         message = peer.recv(_MESSAGE_BYTES)
-        if not message:  # It did not wait.
+        if not message:  # The peer has disconnected.
             return
         problem = own.problem(Introduction.parse(message))
-        # Answered first: where this replica is starting, the problem ends it.
-        socket.send_fds(peer, [own.bytes()], [] if problem else [share])
+        # The peer is answered first, because the problem ends this process if it is still starting.
+        socket.send_fds(peer, [own.encode()], [] if problem else [share])
         if problem:
             logger.error("%s has refused another one: %s", self._replica, problem)
             self._problem = problem
@@ -189,7 +196,7 @@ class Meeting:
             peer.settimeout(_ANSWER_SECONDS)
             peer.connect(Replica(group, rank, size).address)
             _check_user(peer)
-            peer.send(own.bytes())
+            peer.send(own.encode())
             message, shares, _, _ = socket.recv_fds(
                 peer, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
@@ -201,7 +208,10 @@ class Meeting:
 
 
 def _check_user(peer: socket.socket) -> None:
-    """Abstract sockets have no file permissions. Raises: ReplicaError."""
+    """Check that a peer belongs to this user, since abstract sockets have no file permissions.
+
+    Raises: ReplicaError if it belongs to another user.
+    """
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user != os.getuid():

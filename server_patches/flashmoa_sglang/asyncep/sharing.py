@@ -1,11 +1,11 @@
-"""Each replica keeps a share of every layer's experts; the rest is copied from the others' memory.
+"""Divides each layer's experts among replicas, which copy the others' shares from their memory.
 
-No replica takes part in another one's copies, and what is copied never changes (MoE-Prefill §6.2,
-with one-sided copies in an all-gather's place). Shares are memfds of Linux (memfd_create(2)): each
-process that maps one keeps it alive, and the kernel frees it with the last of them, however they
-ended, as there is no name to unlink. Nor does a container's limit on /dev/shm count for it. Its
-seals (fcntl(2), "File Sealing") forbid every process to change it or to cut it short, so that a
-reader depends on no other process.
+A replica takes no part in another replica's copies, and shares never change (MoE-Prefill §6.2, with
+one-sided copies instead of an all-gather). A share is a memfd of Linux (memfd_create(2)). Each
+process that maps it keeps it alive, and the kernel frees it with the last of them; it has no name
+that would have to be unlinked, and a container's limit on /dev/shm does not apply. Its seals
+(fcntl(2), "File Sealing") forbid every process to change or to truncate it, so that a reader
+depends on no other process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoa_sglang.asyncep.experts import Experts, ExpertSource, Kept, Packing
-from flashmoa_sglang.asyncep.replicas import ONLY_CPUS, Meeting, Replica, ReplicaError
+from flashmoa_sglang.asyncep.experts import Experts, ExpertSource, Packing, StoredBytes
+from flashmoa_sglang.asyncep.replicas import ONLY_CPUS, Replica, ReplicaError, ShareExchange
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def sealed(pieces: Iterable[torch.Tensor]) -> int:
-    """Fill shared memory with these pieces (uint8, on the CPU); return its file descriptor."""
+def create_segment(pieces: Iterable[torch.Tensor]) -> int:
+    """Write pieces (uint8, on the CPU) into a sealed memfd. Return its file descriptor."""
     segment = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(segment, "wb", closefd=False) as file:
@@ -40,36 +40,36 @@ def sealed(pieces: Iterable[torch.Tensor]) -> int:
     return segment
 
 
-def mapped(segment: int, size: int) -> torch.Tensor:
-    """Map a segment of ``size`` bytes (uint8); it stays when the descriptor is closed.
+def map_segment(segment: int, size: int) -> torch.Tensor:
+    """Map a segment of ``size`` bytes (uint8); the map stays valid when the descriptor is closed.
 
-    Raises: ValueError where its size is another, or a process could still change it.
+    Raises: ValueError if the segment has another size, or a process could still change it.
     """
-    if (found := os.fstat(segment).st_size) != size:
-        raise ValueError(f"the segment has {found} bytes instead of {size}")
+    if (actual_size := os.fstat(segment).st_size) != size:
+        raise ValueError(f"the segment has {actual_size} bytes instead of {size}")
     if fcntl.fcntl(segment, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ValueError("the segment is not sealed")
-    # Copy on write, although nothing is written: torch wants memory that it may write to.
+    # Copy on write, although nothing is written: torch requires writable memory.
     return torch.frombuffer(mmap.mmap(segment, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def rows(count: int, rank: int, size: int) -> slice:
-    """Return which of ``count`` experts belong to one replica."""
+def expert_rows(count: int, rank: int, size: int) -> slice:
+    """Return which of a layer's ``count`` experts replica ``rank`` of ``size`` stores."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one replica holds of one layer: these rows of its tensors, packed."""
+    """The part of one layer that one replica stores: some rows of its tensors, packed."""
 
     rows: slice
     packing: Packing
 
 
 class SharedExperts(ExpertSource):
-    """The experts of one layer, in as many parts as there are replicas.
+    """Copies the experts of one layer from the parts that the replicas store.
 
-    Raises: ReplicaError where there are fewer experts than replicas.
+    Raises: ReplicaError if there are fewer experts than replicas.
     """
 
     def __init__(self, experts: Experts, replica: Replica) -> None:
@@ -79,33 +79,33 @@ class SharedExperts(ExpertSource):
         count = next(iter(tensors.values())).shape[0]
         if count < replica.size:
             raise ReplicaError(f"a layer of {count} experts cannot be shared by {replica.size}")
-        each = [rows(count, rank, replica.size) for rank in range(replica.size)]
+        rows_of_ranks = [expert_rows(count, rank, replica.size) for rank in range(replica.size)]
         self.parts = [
-            Part(some, Packing.of({name: tensor[some] for name, tensor in tensors.items()}))
-            for some in each
+            Part(rows, Packing.of({name: tensor[rows] for name, tensor in tensors.items()}))
+            for rows in rows_of_ranks
         ]
         share = self.parts[replica.rank].packing.bytes
-        self.kept = Kept(
+        self.stored = StoredBytes(
             share=share, at_peers=sum(part.packing.bytes for part in self.parts) - share
         )
         self._views: list[dict[str, torch.Tensor]] = []
 
-    def packed(self) -> torch.Tensor:
-        """Return all loaded experts of the layer."""
+    def pack(self) -> torch.Tensor:
+        """Return all loaded experts of the layer in one piece of memory."""
         memory = torch.zeros(self.packing.bytes, dtype=torch.uint8)
         self.packing.fill(memory, self.experts.tensors())
         return memory
 
-    def share(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
-        """Return what one replica keeps of them."""
+    def pack_part(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
+        """Return the part of a replica, from the packed experts of the layer."""
         part = self.parts[rank]
         memory = torch.zeros(part.packing.bytes, dtype=torch.uint8)
         tensors = self.packing.views(packed)
-        part.packing.fill(memory, {name: one[part.rows] for name, one in tensors.items()})
+        part.packing.fill(memory, {name: tensor[part.rows] for name, tensor in tensors.items()})
         return memory
 
-    def find(self, memories: Sequence[torch.Tensor]) -> None:
-        """Use these pieces of memory, by rank, for the parts from now on."""
+    def read_from(self, memories: Sequence[torch.Tensor]) -> None:
+        """Read the parts, in the order of ranks, from these pieces of memory from now on."""
         self._views = [
             part.packing.views(memory) for part, memory in zip(self.parts, memories, strict=True)
         ]
@@ -117,38 +117,38 @@ class SharedExperts(ExpertSource):
                 slot[name][part.rows].copy_(tensor)
 
 
-def share_with(
-    layers: Sequence[Experts], replica: Replica, meeting: Meeting, wait: float
+def share_experts(
+    layers: Sequence[Experts], replica: Replica, exchange: ShareExchange, wait: float
 ) -> list[ExpertSource]:
-    """Keep a replica's share of the experts of these layers, and have the others find it.
+    """Store and offer a replica's share of the experts of these layers, and get the others' shares.
 
-    Args: wait: seconds for the others to come.
-    Raises: ReplicaError.
+    Args: wait: seconds to wait for the other replicas.
+    Raises: ReplicaError if the experts are not on CPUs, or a share cannot be obtained.
     """
     if any(experts.device.type != "cpu" for experts in layers):
         raise ReplicaError(ONLY_CPUS)
-    shared = [SharedExperts(experts, replica) for experts in layers]
+    shared_layers = [SharedExperts(experts, replica) for experts in layers]
     digest = hashlib.blake2b(digest_size=16)
 
-    def shares() -> Iterator[torch.Tensor]:
-        for one in shared:
-            packed = one.packed()
-            digest.update(repr(one.packing).encode())
+    def pack_parts() -> Iterator[torch.Tensor]:
+        for shared in shared_layers:
+            packed = shared.pack()
+            digest.update(repr(shared.packing).encode())
             digest.update(memoryview(packed.numpy()))  # pyright: ignore[reportArgumentType]
-            yield one.share(replica.rank, packed)
-            one.experts.give_back()
+            yield shared.pack_part(replica.rank, packed)
+            shared.experts.free()
 
-    segment = sealed(shares())
-    meeting.give(segment, digest.hexdigest())
+    segment = create_segment(pack_parts())
+    exchange.offer(segment, digest.hexdigest())
     deadline = time.monotonic() + wait
     memories: list[Sequence[torch.Tensor]] = []
     for rank in range(replica.size):
-        sizes = [one.parts[rank].packing.bytes for one in shared]
-        segment = meeting.take(rank, deadline)
+        sizes = [shared.parts[rank].packing.bytes for shared in shared_layers]
+        segment = exchange.obtain(rank, deadline)
         try:
-            memories.append(mapped(segment, sum(sizes)).split(sizes))
+            memories.append(map_segment(segment, sum(sizes)).split(sizes))
         finally:
             os.close(segment)
-    for one, pieces in zip(shared, zip(*memories, strict=True), strict=True):
-        one.find(pieces)
-    return list(shared)
+    for shared, pieces in zip(shared_layers, zip(*memories, strict=True), strict=True):
+        shared.read_from(pieces)
+    return list(shared_layers)

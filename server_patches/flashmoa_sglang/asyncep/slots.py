@@ -1,4 +1,7 @@
-"""The slots on the device: whose experts are where, how they come there, how long it takes."""
+"""Slots for experts on the device: which layer's experts each holds, copies into them, their times.
+
+``SlotRotation`` decides, ``SlotCopier`` and ``StreamCopier`` copy, ``ForwardClock`` measures.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ from flashmoa_sglang.asyncep.experts import ExpertSource
 from flashmoa_sglang.saturation import LayerTimes
 
 
-class Rotation:
-    """Slots for the experts of some layers, numbered in the order of a forward.
+class SlotRotation:
+    """Decides which layer's experts each slot holds; copies nothing itself.
 
-    At first the first layers are in the slots. Layers may be asked for in any order; the one that
-    is expected costs nothing.
+    Layers are numbered in the order in which a forward computes them. At the start slot i holds
+    layer i. When a layer has computed, its slot is for the next layer that has none. Layers may
+    compute in any order, but only in this one are their experts always copied ahead.
+
+    Attributes:
+        slots: the layer that each slot holds, or that is being copied into it.
+        misses: how often a layer was needed that no slot held.
     """
 
     def __init__(self, layers: int, slots: int) -> None:
@@ -23,61 +31,60 @@ class Rotation:
             raise ValueError(f"{layers} layers in {slots} slots: at least one of each is needed")
         self._layers = layers
         self.slots: list[int] = list(range(min(layers, slots)))
-        # Layers that were asked for and were not there.
         self.misses = 0
 
-    def slot(self, layer: int) -> int | None:
-        """Return where a layer is; ``None`` if it is nowhere."""
+    def slot_of(self, layer: int) -> int | None:
+        """Return the slot that holds a layer; ``None`` if no slot does."""
         return self.slots.index(layer) if layer in self.slots else None
 
-    def miss(self, layer: int) -> int:
-        """Give a layer that is nowhere the slot of the one that is needed last from here."""
+    def evict_for(self, layer: int) -> int:
+        """Assign to a layer that no slot holds the slot whose layer is needed last after it."""
         self.misses += 1
-        slot = max(range(len(self.slots)), key=lambda at: self._ahead(layer, self.slots[at]))
+        slot = max(
+            range(len(self.slots)), key=lambda index: (self.slots[index] - layer) % self._layers
+        )
         self.slots[slot] = layer
         return slot
 
-    def done(self, layer: int) -> tuple[int, int] | None:
-        """Note that a layer has been computed; return the slot it leaves, and the layer to come.
+    def advance(self, layer: int) -> tuple[int, int] | None:
+        """Note that a layer has computed. Return its slot, and the layer to copy into it.
 
-        Returns ``None`` where every layer has a slot of its own.
+        Return ``None`` if every layer has a slot, so that nothing needs to be copied.
         """
         if len(self.slots) == self._layers:
             return None
         slot = self.slots.index(layer)
-        coming = (layer + 1) % self._layers
-        while coming in self.slots:
-            coming = (coming + 1) % self._layers
-        self.slots[slot] = coming
-        return slot, coming
-
-    def _ahead(self, layer: int, other: int) -> int:
-        """Return how many layers after ``layer`` another one is needed."""
-        return (other - layer) % self._layers
+        following = (layer + 1) % self._layers
+        while following in self.slots:
+            following = (following + 1) % self._layers
+        self.slots[slot] = following
+        return slot, following
 
 
-class Copying:
-    """Copies from sources into slots, at once: for devices without streams.
+class SlotCopier:
+    """Copies experts into slots.
 
-    All calls are in the order of the computation. A mark is a point of time in that order.
+    This class copies synchronously, on a CPU; ``StreamCopier`` overrides it for CUDA. Call the
+    methods in the order in which the computation is enqueued: on CUDA nothing has run yet when they
+    return. A mark is a point in that order, to measure the time between two of them.
     """
 
     def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
-        """Begin to fill a slot, once what was computed with it so far is done."""
+        """Copy experts into a slot, after all computation that has been enqueued with the slot."""
         source.fill(memory)
 
     def wait(self, slot: int) -> None:
-        """Have what is computed from now on see the slot filled."""
+        """Delay all computation that is enqueued from now on until the slot has been filled."""
 
-    def used(self, slot: int) -> None:
-        """Note that what has been computed up to now has used the slot."""
+    def note_use(self, slot: int) -> None:
+        """Note that the computation that has been enqueued so far reads the slot."""
 
     def mark(self) -> Any:
-        """Mark where the computation is."""
+        """Return a mark at this point of the computation."""
         return time.perf_counter()
 
     def timed_fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> tuple[Any, Any]:
-        """Fetch, and mark when the copy begins and ends."""
+        """Do the same as ``fetch``. Return marks at the beginning and at the end of the copy."""
         before = self.mark()
         self.fetch(slot, memory, source)
         return before, self.mark()
@@ -87,87 +94,93 @@ class Copying:
         return later - earlier
 
 
-class StreamCopying(Copying):
-    """On a CUDA stream of its own, from pinned memory.
+class StreamCopier(SlotCopier):
+    """Copies on its own CUDA stream, from pinned memory.
 
-    Made once the slots are: what has had their memory before is done before the first copies.
+    Create it after the slots. It records what the current stream has enqueued, so that the first
+    copies wait for whatever used that memory before: the caching allocator reuses blocks.
     """
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._filled = [torch.cuda.Event() for _ in range(slots)]
-        self._used = [torch.cuda.Event() for _ in range(slots)]
+        self._filled_events = [torch.cuda.Event() for _ in range(slots)]
+        self._used_events = [torch.cuda.Event() for _ in range(slots)]
         for slot in range(slots):
-            self.used(slot)
+            self.note_use(slot)
 
     def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
-        self._stream.wait_event(self._used[slot])
+        self._stream.wait_event(self._used_events[slot])
         with torch.cuda.stream(self._stream):
             source.fill(memory)
-            self._filled[slot].record(self._stream)
+            self._filled_events[slot].record(self._stream)
 
     def wait(self, slot: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._filled[slot])
+        torch.cuda.current_stream(self._device).wait_event(self._filled_events[slot])
 
-    def used(self, slot: int) -> None:
-        self._used[slot].record(torch.cuda.current_stream(self._device))
+    def note_use(self, slot: int) -> None:
+        self._used_events[slot].record(torch.cuda.current_stream(self._device))
 
     def mark(self) -> torch.cuda.Event:
-        return _recorded(torch.cuda.current_stream(self._device))
+        return _record_timed(torch.cuda.current_stream(self._device))
 
     def timed_fetch(
         self, slot: int, memory: torch.Tensor, source: ExpertSource
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        # Not from before the slot is free: that wait is the computation's.
-        self._stream.wait_event(self._used[slot])
-        before = _recorded(self._stream)
+        # The copy's time begins when the slot is free; the wait before that is computing time.
+        self._stream.wait_event(self._used_events[slot])
+        before = _record_timed(self._stream)
         self.fetch(slot, memory, source)
-        return before, _recorded(self._stream)
+        return before, _record_timed(self._stream)
 
     def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         later.synchronize()
         return earlier.elapsed_time(later) / 1000
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _record_timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
 
 
 class ForwardClock:
-    """When the layers of one forward computed with their experts, and when these came.
+    """Collects marks of one forward: when layers computed with their experts, and copies ran.
 
-    A forward is timed only where that was asked for; the others pay nothing.
+    Only a forward for which that was asked is timed, so that the others have no overhead.
 
     Args:
-        tokens: of the forward.
-        copying: makes the marks.
-        beside_experts: copies go on while experts compute, as they do with two slots or more.
+        tokens: number of tokens in the forward.
+        copier: makes the marks.
+        copies_overlap: whether copies run while experts compute, as with two slots or more.
 
-    Attributes: marks, layer by layer, and of the copies that were begun meanwhile.
+    Attributes:
+        starts, ends: marks before and after each layer's computation with its experts.
+        copies: the two marks of each copy that was enqueued in this forward.
     """
 
-    def __init__(self, tokens: int, copying: Copying, *, beside_experts: bool) -> None:
+    def __init__(self, tokens: int, copier: SlotCopier, *, copies_overlap: bool) -> None:
         self._tokens = tokens
-        self._copying = copying
-        self._beside_experts = beside_experts
-        self.began: list[Any] = []
-        self.ended: list[Any] = []
+        self._copier = copier
+        self._copies_overlap = copies_overlap
+        self.starts: list[Any] = []
+        self.ends: list[Any] = []
         self.copies: list[tuple[Any, Any]] = []
 
     def times(self) -> LayerTimes | None:
-        """Return ``None`` where the forward had fewer than two layers, or nothing was copied.
+        """Return the forward's times; ``None`` if it had fewer than two layers or copied nothing.
 
-        The first layer waits for nothing, as its experts stay on the device: from there to the
-        second one's is what a layer computes (§B.4: layer 0).
+        ``window`` runs from the first layer's computation with experts to the start of the second
+        one's. The first layer's experts never leave the device, so that no waiting for a copy is in
+        it (MoE-Prefill §B.4 measures layer 0 for the same reason). With one slot a copy cannot
+        begin before the experts have computed, so ``window`` then begins at their end. ``transfer``
+        is the time of the slowest copy.
         """
-        if len(self.began) < 2 or not self.copies:
+        if len(self.starts) < 2 or not self.copies:
             return None
-        from_there = self.began[0] if self._beside_experts else self.ended[0]
+        window_start = self.starts[0] if self._copies_overlap else self.ends[0]
         return LayerTimes(
             tokens=self._tokens,
-            window=self._copying.seconds(from_there, self.began[1]),
-            transfer=max(self._copying.seconds(*copy) for copy in self.copies),
+            window=self._copier.seconds(window_start, self.starts[1]),
+            transfer=max(self._copier.seconds(*marks) for marks in self.copies),
         )

@@ -1,4 +1,4 @@
-"""The CPU platform's paged KV allocator: SGLang's own, whose kernels need Triton and a GPU."""
+"""A paged KV allocator for a CPU: the kernels of SGLang's allocator need Triton and a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
 
 class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
-    """Pages of KV slots; a request fills its last page before it takes a new one."""
+    """Allocates KV slots in pages; a request fills its last page before it takes a new one."""
 
     def alloc_extend(  # noqa: PLR0913 - SGLang's signature
         self,
@@ -19,17 +19,18 @@ class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Return slots from each prefix to its new length, or ``None`` if too few are free."""
+        """Return slots that extend each prefix to its new length; ``None`` if too few are free."""
         return self._grow(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc.tolist())
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return a slot for the last token of each request, or ``None`` if too few are free."""
+        """Return a slot for the last token of each request; ``None`` if too few are free."""
         lengths = seq_lens_cpu.tolist()
         return self._grow([length - 1 for length in lengths], lengths, last_loc.tolist())
 
     def _grow(self, olds: list[int], news: list[int], lasts: list[int]) -> torch.Tensor | None:
+        """Return slots that extend requests from old to new lengths, given their last slots."""
         page = self.page_size
         needed = sum(-(-new // page) - -(-old // page) for old, new in zip(olds, news, strict=True))
         if needed > len(self.free_pages):

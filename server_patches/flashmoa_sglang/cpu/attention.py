@@ -1,15 +1,15 @@
-"""The CPU platform's attention: new rows against the cached keys, nothing else.
+"""An attention backend for a CPU, which computes only the new rows against the cached keys.
 
-Costs O(new x total) per extend (stock ``torch_native``: O(total x total)), one request at a
-time. Keys and values are read in place wherever a request's KV slots come in runs, which is
-how they are allocated: copying them would cost a short extend more than attending to them.
+An extend costs O(new x total), and stock ``torch_native`` O(total x total); requests are computed
+one at a time. A request's KV slots are usually allocated in runs. Keys and values in runs are read
+in place, because for a short extend copying them would cost more than attending to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One request of a batch: its query rows and where its keys lie in the KV pool."""
+    """One request of a batch: its query rows, and its keys' slots in the KV pool.
+
+    ``runs`` are slices of the pool, or the slot numbers if slices would be short.
+    """
 
     start: int
     end: int
@@ -35,20 +38,21 @@ class _Rows:
     kv_len: int
 
 
-# Longer extends do better in the fused kernel, and shorter runs in one copy.
+# The fused kernel is faster for an extend with more rows than this.
 _FEW_ROWS = 64
+# One copy is faster than reading runs in place that are shorter than this.
 _SHORT_RUN = 64
 
 
 class CpuAttentionBackend(TorchNativeAttnBackend):
-    """Causal attention over a paged KV pool on CPU.
+    """Computes causal attention over a paged KV pool on a CPU.
 
-    Encoder, cross and sliding-window attention keep the stock code (correct, slow).
+    Encoder, cross and sliding-window attention use the stock code, which is correct and slow.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        # Not every release keeps these itself.
+        # In some releases the base class does not keep these.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._rows: list[_Rows] = []
@@ -71,30 +75,16 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             start += new
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
+        self, q: Any, k: Any, v: Any, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not _is_plain_causal(layer):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        attend = self._attend if _is_plain_causal(layer) else super().forward_extend
+        return attend(q, k, v, layer, *args, **kwargs)
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
+        self, q: Any, k: Any, v: Any, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not _is_plain_causal(layer):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        attend = self._attend if _is_plain_causal(layer) else super().forward_decode
+        return attend(q, k, v, layer, *args, **kwargs)
 
     def _attend(
         self,
@@ -103,12 +93,12 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            # Every key of the batch is written before any is read, so one request of a
-            # batch may attend to keys that another of the same batch has just written.
+            # Every key of the batch is written before any is read, so a request may attend to keys
+            # that another request of the same batch has just written.
             location = RELEASE.write_location(self, forward_batch)
             pool.set_kv_buffer(layer, location, k, v)
         keys = pool.get_key_buffer(layer.layer_id)
@@ -129,7 +119,7 @@ def _in_place(rows: _Rows) -> bool:
 def _attend_in_place(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: _Rows, scaling: float
 ) -> torch.Tensor:
-    """Few query rows against runs of the pool, all query heads of a key head at once."""
+    """Attend with few query rows to runs of the pool, all query heads of a key head at once."""
     new, heads, dim = query.shape
     kv_heads, group = keys.shape[1], heads // keys.shape[1]
     grouped = query.view(new, kv_heads, group, dim).permute(1, 2, 0, 3) * scaling
@@ -150,6 +140,7 @@ def _attend_in_place(
 def _attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: _Rows, scaling: float
 ) -> torch.Tensor:
+    """Attend with torch's fused kernel, which reads contiguous keys and values."""
     new = rows.end - rows.start
     square = new == rows.kv_len
     attended = scaled_dot_product_attention(
@@ -174,7 +165,7 @@ def _is_plain_causal(layer: RadixAttention) -> bool:
 
 
 def _runs(slots: torch.Tensor) -> list[slice] | torch.Tensor:
-    """Slot numbers as slices of the pool, or as they are where the runs would be short."""
+    """Turn slot numbers into slices of the pool. Return them unchanged if runs would be short."""
     slots = slots.to(torch.int64)
     ends = (slots[1:] - slots[:-1] != 1).nonzero().flatten() + 1
     if (len(ends) + 1) * _SHORT_RUN > max(len(slots), _SHORT_RUN):
@@ -194,5 +185,5 @@ def _read(buffer: torch.Tensor, runs: list[slice] | torch.Tensor) -> torch.Tenso
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, dim] -> [1, heads, rows, dim], a view."""
+    """Return a view of shape [1, heads, rows, dim] on a tensor of shape [rows, heads, dim]."""
     return rows.transpose(0, 1).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Host memory in place of a GPU's, and never pinned: what SGLang's code is told of it on a CPU."""
+"""Patches with which SGLang on a CPU uses host memory, and does not ask for pinned memory."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ if TYPE_CHECKING:
 def use_host_memory(
     original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Have nixl take the KV pool as host memory, around ``Scheduler.init_disaggregation``.
+    """Register the KV pool with nixl as host memory; wraps ``Scheduler.init_disaggregation``.
 
-    SGLang registers it as a GPU's with nixl, by a name that means host memory from here on.
-    Mooncake asks the pool's address.
+    SGLang registers the pool with nixl as "VRAM", so this name is made to mean host memory. The
+    other backend, Mooncake, finds out from the pool's address.
     """
     if scheduler.server_args.disaggregation_transfer_backend == "nixl":
         try:
             from nixl._api import nixl_agent
         except ImportError:
-            pass  # SGLang says what is missing, if it needs it.
+            pass  # SGLang reports that nixl is missing if it needs it.
         else:
-            nixl_agent.__init__ = _in_host_memory(nixl_agent.__init__)
+            nixl_agent.__init__ = _use_dram_for_vram(nixl_agent.__init__)
     original(scheduler, *args, **kwargs)
 
 
-def _in_host_memory(usual: Callable[..., None]) -> Callable[..., None]:
+def _use_dram_for_vram(original: Callable[..., None]) -> Callable[..., None]:
     def init(agent: Any, *args: Any, **kwargs: Any) -> None:
-        usual(agent, *args, **kwargs)
+        original(agent, *args, **kwargs)
         agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
 
     return init
 
 
-_MAKERS = {"tensor", "zeros", "empty", "arange"}
+_CREATION_FUNCTIONS = {"tensor", "zeros", "empty", "arange"}
 
 
-class Unpinned(ModuleType):
-    """Stands for ``torch`` in a module that asks for pinned memory without a look at the device."""
+class UnpinnedTorch(ModuleType):
+    """Replaces ``torch`` in modules that ask for pinned memory on any device."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
 
-        found = getattr(torch, name)
-        return _without_pinning(found) if name in _MAKERS else found
+        attribute = getattr(torch, name)
+        return _ignore_pinning(attribute) if name in _CREATION_FUNCTIONS else attribute
 
 
-def _without_pinning(make: Any) -> Any:
-    def made(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        return make(*args, **options)
+def _ignore_pinning(original: Any) -> Any:
+    def create(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return original(*args, **options)
 
-    return made
+    return create
 
 
-def as_it_is(tensor: Tensor, _device: object = None) -> Tensor:
-    """Return the tensor as it is, in place of ``Tensor.pin_memory``."""
+def skip_pinning(tensor: Tensor, _device: object = None) -> Tensor:
+    """Return the tensor unchanged; replaces ``Tensor.pin_memory``."""
     return tensor

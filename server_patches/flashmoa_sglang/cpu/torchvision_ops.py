@@ -1,9 +1,10 @@
-"""Lets ``import torchvision`` succeed beside a torch build its C library does not match.
+"""Lets ``import torchvision`` succeed if its C library was built for another torch.
 
-SGLang imports torchvision at start, for image decoding. A torchvision whose ``_C.so`` was
-built for CUDA cannot load beside CPU torch; it then registers fake kernels for operators
-that are not defined, and raises. Declaring the operators' schemas is enough: text models never
-call them, and a call would say that no kernel exists. With a matching pair this does nothing.
+SGLang imports torchvision at start, for image decoding. With a torch for CPUs, a torchvision that
+was built for CUDA cannot load its ``_C.so``. It then registers fake kernels for operators that are
+not defined, and raises. Declaring the operators' schemas prevents that. Text models never call
+these operators, and a call would fail because there is no kernel. If both builds match, nothing is
+declared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SCHEMAS = {
 
 
 class _DeclareOnImport(MetaPathFinder):
-    """Acts right after ``torchvision.extension`` has tried to load the C library."""
+    """Declares the operators right after ``torchvision.extension`` tried to load the C library."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,6 +45,6 @@ def _declare_missing_operators() -> None:
 
 
 def allow_mismatched_build() -> None:
-    """Install the import hook; call before anything imports torchvision."""
+    """Install the import hook; call this before anything imports torchvision."""
     if "torchvision" not in sys.modules and PathFinder.find_spec("torchvision") is not None:
         sys.meta_path.insert(0, _DeclareOnImport())

@@ -1,1 +1,1 @@
-"""The HTTP process: routes, streams and what requests say about them."""
+"""The plugin's part of the HTTP process: routes, prompt streams, and requests that use them."""

@@ -1,7 +1,7 @@
 """The plugin's HTTP routes, in SGLang's own application.
 
-They are subject to SGLang's API key, metrics and CORS like any other route. Bodies are
-checked here in full, because what reaches a scheduler must not be able to crash it.
+SGLang's API key, metrics and CORS apply to them like to any other route. Bodies are checked here
+completely, because an invalid one could crash a scheduler.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from flashmoa_sglang.http.errors import (
     MalformedRequest,
     PromptTooLarge,
 )
-from flashmoa_sglang.http.rendering import ChatRenderer, Rendered
+from flashmoa_sglang.http.rendering import ChatRenderer, RenderedPrompt
 from flashmoa_sglang.http.stream import PromptStream, Superseded
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.kv_free import KEEPS_NONE
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
-# Of an engine that keeps no KV of prompts: without a KV cache, or the decode engine of a PD pair.
+# The capabilities of an engine without a KV cache, and of the decode engine of a PD pair.
 _WITHOUT_KV = ["render"]
-# What proxies write in their logs for it.
+# The status that proxies log for a client that has disconnected.
 _CLIENT_GONE = 499
 Handler = Callable[[Request], Awaitable[Any]]
 
 
 class Api:
-    """The routes and what they work on."""
+    """Answers requests to the plugin's routes."""
 
     def __init__(self, engine: Engine, table: StreamTable, renderer: ChatRenderer) -> None:
         self._engine = engine
@@ -51,12 +51,12 @@ class Api:
         self._renderer = renderer
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes, in front of SGLang's hundred: an append comes with every few tokens.
+        """Add the routes before SGLang's hundred, because there is an append for every few tokens.
 
-        Each by itself: SGLang counts a router's routes by the path that was asked for, and that
-        would be a time series per stream.
+        They are not added as a router: SGLang's metrics would count a router's routes by the path
+        of the request, which would be a time series for each stream.
         """
-        usual = len(app.router.routes)
+        sglang_routes = list(app.router.routes)
         routes: list[tuple[str, str, Handler]] = [
             ("GET", "/flashmoa/info", self.info),
             ("POST", "/prefill_only", self.prefill_only),
@@ -69,10 +69,10 @@ class Api:
             ("DELETE", "/prompt_streams/{stream_id}", self.delete),
         ]
         for method, path, handler in routes:
-            app.add_api_route(path, _answering(handler), methods=[method])
-        ours = app.router.routes[usual:]
-        app.router.routes[:] = ours + app.router.routes[:usual]
-        logging.getLogger("uvicorn.access").addFilter(_is_no_append)
+            app.add_api_route(path, _make_endpoint(handler), methods=[method])
+        own_routes = app.router.routes[len(sglang_routes) :]
+        app.router.routes[:] = own_routes + sglang_routes
+        logging.getLogger("uvicorn.access").addFilter(_is_not_append)
 
     async def info(self, request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
@@ -91,7 +91,7 @@ class Api:
             },
             "context_length": self._engine.context_length,
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
-            "saturation": asdict(found) if (found := self._engine.saturation) else None,
+            "saturation": asdict(saturation) if (saturation := self._engine.saturation) else None,
             "prefills_wait_for": self._engine.waits_for,
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
@@ -101,16 +101,16 @@ class Api:
         }
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
-        self._check_kept()
+        self._require_kv()
         prompt = await bodies.parse(request, bodies.Prompt)
-        ids = self._tokens(prompt)
+        ids = self._tokenize(prompt)
         if not ids:
             raise MalformedRequest("The prompt is empty; there is nothing to prefill.")
         self._check_room(len(ids))
         if self._engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
         try:
-            done = await self._engine.prefill(
+            prefilled = await self._engine.prefill(
                 ids,
                 terms=prompt.terms(self._engine.model["name"]),
                 http_request=request,
@@ -118,10 +118,10 @@ class Api:
         except Superseded as error:
             raise EngineFailed(f"The prefill was aborted: {error}") from error
         return {
-            "prompt_tokens": done.prompt_tokens,
-            "cached_tokens": done.cached_tokens,
-            "prefilled_tokens": done.prompt_tokens - done.cached_tokens,
-            "seconds": done.seconds,
+            "prompt_tokens": prefilled.prompt_tokens,
+            "cached_tokens": prefilled.cached_tokens,
+            "prefilled_tokens": prefilled.prompt_tokens - prefilled.cached_tokens,
+            "seconds": prefilled.seconds,
         }
 
     async def render(self, request: Request) -> dict[str, Any]:
@@ -131,16 +131,16 @@ class Api:
         return {"text": self._render(prompt).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
-        self._check_kept()
+        self._require_kv()
         body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
         limits = self._table.limits
         buffer: TokenBuffer | None = None
         piece: str | list[int]
         if kind == "input_ids":
-            piece = self._checked_ids(body.input_ids or [])
+            piece = self._check_ids(body.input_ids or [])
         else:
-            buffer, piece = self._buffer(body)
+            buffer, piece = self._new_buffer(body)
         stream = PromptStream(
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=buffer,
@@ -164,7 +164,7 @@ class Api:
                     f"This stream was opened with {expected}; append {expected}."
                 )
             if kind == "input_ids":
-                piece = self._checked_ids(body.input_ids or [])
+                piece = self._check_ids(body.input_ids or [])
         self._table.append(stream, body.seq, piece, body.end)
         return stream.state()
 
@@ -174,7 +174,7 @@ class Api:
         return stream.state()
 
     async def count(self, _request: Request) -> dict[str, Any]:
-        # Not which: every client that knows a stream's id may use it.
+        # The ids are not listed, because every client that knows a stream's id may use the stream.
         return {"open": len(self._table)}
 
     async def state(self, request: Request) -> dict[str, Any]:
@@ -185,39 +185,41 @@ class Api:
         self._table.close(stream, "deleted")
         return {"id": stream.id, "freed_tokens": stream.prefilled}
 
-    def _tokens(self, prompt: bodies.Prompt) -> list[int]:
+    def _tokenize(self, prompt: bodies.Prompt) -> list[int]:
         if prompt.one_of("messages") == "input_ids":
-            return self._checked_ids(prompt.input_ids or [])
-        buffer, text = self._buffer(prompt)
+            return self._check_ids(prompt.input_ids or [])
+        buffer, text = self._new_buffer(prompt)
         room = self._engine.max_prompt_tokens
         if len(text) > room * self._table.limits.characters_per_token:
             self._check_room(len(text))
         buffer.append(text)
         return buffer.all_tokens()
 
-    def _buffer(self, prompt: bodies.Prompt) -> tuple[TokenBuffer, str]:
-        """Make a buffer for a prompt's text; return it with the text to begin with."""
+    def _new_buffer(self, prompt: bodies.Prompt) -> tuple[TokenBuffer, str]:
+        """Return an empty buffer for a prompt of text or messages, and the text to append first."""
         if prompt.messages is not None:
-            return self._render(prompt).buffer(self._tokenizer())
-        return TokenBuffer(self._tokenizer(), prompt.add_special_tokens), prompt.text or ""
+            return self._render(prompt).new_buffer(self._require_tokenizer())
+        return TokenBuffer(self._require_tokenizer(), prompt.add_special_tokens), prompt.text or ""
 
-    def _render(self, prompt: bodies.Prompt) -> Rendered:
-        self._tokenizer()
-        return self._renderer.render(prompt.chat())
+    def _render(self, prompt: bodies.Prompt) -> RenderedPrompt:
+        self._require_tokenizer()
+        return self._renderer.render(prompt.chat_fields())
 
-    def _tokenizer(self) -> Any:
+    def _require_tokenizer(self) -> Any:
         if self._engine.tokenizer is None:
             raise MalformedRequest("This server has no tokenizer for text prompts; send input_ids.")
         return self._engine.tokenizer
 
-    def _checked_ids(self, ids: list[int]) -> list[int]:
+    def _check_ids(self, ids: list[int]) -> list[int]:
+        """Return ``ids``; refuse them if one is not in the vocabulary."""
         try:
             check_ids(ids, self._engine.vocabulary)
         except ValueError as error:
             raise MalformedRequest(str(error)) from error
         return ids
 
-    def _check_kept(self) -> None:
+    def _require_kv(self) -> None:
+        """Refuse the request if this engine keeps no KV of prompts."""
         if self._engine.role == "decode":
             raise DecodesOnly("This engine decodes what another one prefills; send it there.")
         if not self._engine.keeps_kv:
@@ -231,16 +233,16 @@ class Api:
             )
 
 
-def _is_no_append(record: logging.LogRecord) -> bool:
-    """Drop appends from the access log, which would have a line for every few tokens."""
+def _is_not_append(record: logging.LogRecord) -> bool:
+    """Filter appends out of the access log, which would have a line for every few tokens."""
     fields = record.args
     return not (
         isinstance(fields, tuple) and len(fields) > 2 and f"{fields[2]}".endswith("/append")
     )
 
 
-def _answering(handler: Handler) -> Handler:
-    """Turn :class:`ApiError` into its answer."""
+def _make_endpoint(handler: Handler) -> Handler:
+    """Wrap a handler so that an :class:`ApiError` becomes its HTTP response."""
 
     async def answer(request: Request) -> Any:
         try:
@@ -248,7 +250,7 @@ def _answering(handler: Handler) -> Handler:
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
         except ClientDisconnect:
-            # It is not read; raised, it would be a stack trace in the log for each lost client.
+            # Nobody reads this response, but an exception would be a stack trace in the log.
             return JSONResponse(None, status_code=_CLIENT_GONE)
 
     return answer

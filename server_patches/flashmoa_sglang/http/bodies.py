@@ -1,4 +1,4 @@
-"""The bodies that the plugin's routes take, and how they are read."""
+"""The request bodies that the plugin's routes take, and ``parse``, which reads them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.stream import Terms
 
 T = TypeVar("T", bound=BaseModel)
+# The fields of ``OpenStream`` that do not belong to a chat request.
 _NOT_CHAT = {
     "text",
     "input_ids",
@@ -35,21 +36,24 @@ class _Piece(_Body):
     input_ids: list[StrictInt] | None = None
 
     def one_of(self, *others: str) -> str:
-        """Return the name of the one field that is set. Raises: MalformedRequest."""
+        """Return which of the fields ``text``, ``input_ids`` and ``others`` is set.
+
+        Raises: MalformedRequest if not exactly one of them is set.
+        """
         names = ["text", "input_ids", *others]
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
+        set_names = [name for name in names if getattr(self, name) is not None]
+        if len(set_names) != 1:
             raise MalformedRequest(
-                f"Give exactly one of {', '.join(names)}; got {given or 'none'}."
+                f"Give exactly one of {', '.join(names)}; got {set_names or 'none'}."
             )
-        return given[0]
+        return set_names[0]
 
 
 class Prompt(_Piece):
     """A whole prompt, or the first piece of one.
 
-    ``add_special_tokens``: ``false`` for text that a chat template rendered, which carries
-    its own.
+    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because that
+    contains its special tokens already.
     """
 
     add_special_tokens: bool = True
@@ -66,13 +70,13 @@ class Prompt(_Piece):
     priority: StrictInt | None = None
 
     def terms(self, served: str) -> Terms:
-        """Return what SGLang is to be told beside the tokens.
+        """Return the fields that SGLang needs besides the tokens.
 
-        The adapter is that of ``model``, "base:adapter" as in SGLang's chats, before that of
+        The adapter is given in ``model`` as "base:adapter", as in SGLang's chats, or else in
         ``lora_path``.
 
         Args:
-            served: the model's name, which may have a colon itself.
+            served: the name of the served model, which may contain a colon itself.
         """
         model = (self.model or "").removeprefix(served)
         adapter = model.partition(":")[2].strip()
@@ -83,7 +87,8 @@ class Prompt(_Piece):
             adapter or self.lora_path or None,
         )
 
-    def chat(self) -> dict[str, Any]:
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the fields of a chat request."""
         fields = self.model_dump(exclude_none=True)
         return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
 
@@ -98,9 +103,12 @@ class Append(_Piece):
 
 
 async def parse(request: Request, model: type[T]) -> T:
-    """Read a request's body. Raises: MalformedRequest."""
+    """Read a request's body.
+
+    Raises: MalformedRequest if it is not JSON or does not fit the model.
+    """
     try:
-        # Strict about what SGLang's parser lets through: NaN, and text that is not Unicode.
+        # This parser refuses NaN and text that is not Unicode, which SGLang's parser accepts.
         fields = from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise MalformedRequest(f"The body is not JSON: {error}.") from error

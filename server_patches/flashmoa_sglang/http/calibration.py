@@ -1,8 +1,8 @@
-"""Measures, once the server is up, what a forward of this engine costs.
+"""Measures the costs of a forward on this engine, once the server is up.
 
-Prefills of growing size, each timed in the scheduler from the built batch to its result. They
-wait until no other request uses the engine, and their KV is ordinary cache, evicted as any:
-SGLang's own switch for leaving nothing in the cache loses the KV of requests cut into chunks.
+It runs prefills of growing size, which the scheduler times from the built batch to its result. Each
+waits until no other request uses the engine. Their KV stays in the cache until it is evicted:
+SGLang's own switch to cache nothing of a request loses the KV of requests that are cut into chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
-from flashmoa_sglang.saturation import LayerTimes, Saturation, saturation
+from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 16, 64, 256, 1024, 4096)
-# Another process may use the same core: until the two least of these agree.
+# Other processes may use the same core. So there are rounds until the two least times agree.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _AGREE = 1.1
 _DECODE_STEPS = 8
-# Larger forwards follow a straight line from here on.
+# Forwards that take longer than this are not measured; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
 
 
 async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
-    """Measure what forwards cost: the least of several rounds, since noise only adds.
+    """Measure the costs of forwards, as the least time of several rounds, since noise only adds.
 
-    And what their layers took, where experts are in host memory.
+    Return also the times of their layers, if experts are copied to the device.
     """
     dice = random.Random(0)
-    sizes = [size for size in _SIZES if size <= engine.largest_forward]
+    sizes = [size for size in _SIZES if size <= engine.max_unchunked_prompt]
     forwards: dict[int, list[float]] = {}
     layers: list[LayerTimes] = []
-    # Seconds of whole answers of one token and of some more.
+    # The seconds of whole answers, by their numbers of tokens.
     answers: dict[int, list[float]] = {1: [], 1 + _DECODE_STEPS: []}
-    for done in range(1, _MOST_ROUNDS + 1):
+    for rounds in range(1, _MOST_ROUNDS + 1):
         for tokens, seconds in answers.items():
             await _until_idle(engine)
             seconds.append(await engine.time_answer(tokens))
@@ -51,18 +51,20 @@ async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
             ids = dice.choices(range(engine.vocabulary), k=size)
             forward = await engine.time_forward(ids)
             forwards.setdefault(size, []).append(forward.seconds)
-            hidden = True
+            hides_transfers = True
             if forward.layers is not None:
                 layers.append(forward.layers)
-                hidden = forward.layers.hidden
-            # At two sizes at least; and a busy moment says nothing of the next round.
-            if hidden and size != sizes[0] and min(forwards[size]) > _LONG_SECONDS:
+                hides_transfers = forward.layers.hides_transfers
+            # Two sizes are always measured. The least time counts, because this forward may have
+            # been slow only because the machine was busy.
+            if hides_transfers and size != sizes[0] and min(forwards[size]) > _LONG_SECONDS:
                 break
-        if done >= _LEAST_ROUNDS and all(map(_is_steady, [*forwards.values(), *answers.values()])):
+        measured = [*forwards.values(), *answers.values()]
+        if rounds >= _LEAST_ROUNDS and all(map(_is_steady, measured)):
             break
-    one, more = (min(seconds) for seconds in answers.values())
+    shorter, longer = (min(seconds) for seconds in answers.values())
     points = tuple((size, min(seconds)) for size, seconds in forwards.items())
-    return Costs(points, max(0.0, more - one) / _DECODE_STEPS), layers
+    return Costs(points, max(0.0, longer - shorter) / _DECODE_STEPS), layers
 
 
 def _is_steady(times: list[float]) -> bool:
@@ -75,16 +77,19 @@ async def _until_idle(engine: Engine) -> None:
 
 
 async def calibrate(engine: Engine) -> None:
-    """Measure and tell the schedulers; a failure leaves the guess in place and is logged."""
+    """Measure the costs and send them to the schedulers.
+
+    If measuring fails, that is logged, and the guess ``UNMEASURED`` stays in use.
+    """
     if engine.role == "decode":
-        return  # It has no prefills to plan.
+        return  # Costs are for planning prefills, which a decode engine does not run.
     try:
         costs, layers = await measure(engine)
-        most = await engine.most_tokens()
+        most = await engine.max_forward_tokens()
     except Exception as error:
         logger.warning("The cost of a forward could not be measured: %s", error)
         return
-    engine.saturation = saturation(layers, most)
+    engine.saturation = find_saturation(layers, most)
     waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
     engine.use_costs(costs, waits_for)
     logger.info(
@@ -95,10 +100,12 @@ async def calibrate(engine: Engine) -> None:
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:
-    """Return the tokens of a forward for which prefills are to wait, and log them.
+    """Return the number of tokens in a forward for which prefills wait, and log it.
 
-    ``None`` where it was not asked for, where ranks step ``together``, or where no forward of this
-    engine has so many.
+    Return ``None`` if waiting is off, if ranks step ``together``, or if no forward of this engine
+    has enough tokens.
+
+    Args: most: number of tokens in the largest forward.
     """
     options = Options.from_environment()
     if not options.saturation_wait or not (options.saturation or measured is not None):

@@ -1,9 +1,9 @@
-"""What clients' ordinary requests carry for the plugin, and what is refused of them.
+"""Reads the hints in clients' ordinary requests, and refuses requests that would do harm.
 
-Hints change when and how cheaply a request is computed, never what it answers. Token ids outside of
-the vocabulary are refused because they would end SGLang's scheduler: they are what a client that
-tokenises by itself gets wrong most easily (another model's tokenizer). The plugin's mark tells the
-scheduler about a request, and is refused from clients. SGLang checks all the rest itself.
+Hints change when a request is computed and how much of it, never its answer. A token id outside of
+the vocabulary would end SGLang's scheduler, and is an easy mistake: a client only has to tokenise
+with another model's tokenizer. The plugin's mark on a request is for the scheduler; clients must
+not set it. SGLang checks everything else itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ EXPECTED_OUTPUT = "expected_output_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client says of a request beside SGLang's own fields.
+    """The fields that a client adds to a request for the plugin.
 
-    ``stream_id``: the prompt stream that holds the beginning of the prompt.
-    ``expected_output``: how many tokens the answer is likely to have.
+    ``stream_id``: id of the prompt stream that has the beginning of the prompt.
+    ``expected_output``: number of tokens that the client expects in the answer.
     """
 
     stream_id: str | None = None
@@ -37,36 +37,36 @@ def read_hints(http_request: Any) -> Hints:
     """Read the hints in an HTTP request's body.
 
     Raises:
-        ValueError: one has a wrong type or value (SGLang answers 400).
+        ValueError: if a hint has a wrong type or value (SGLang answers 400).
     """
-    # SGLang has parsed the body by now, and Starlette keeps the result.
+    # SGLang has already parsed the body, and Starlette keeps the result.
     body = getattr(http_request, "_json", None)
     if not isinstance(body, dict):
         return Hints()
     stream_id, expected = body.get(STREAM), body.get(EXPECTED_OUTPUT)
     if stream_id is not None and not isinstance(stream_id, str):
         raise ValueError(f"{STREAM} must be a string, as returned by POST /prompt_streams.")
-    # ``True`` is an int in Python only.
+    # In Python a bool is an int; in JSON it is not a number.
     if expected is not None and (type(expected) is not int or expected < 0):
         raise ValueError(f"{EXPECTED_OUTPUT} must be an integer of at least 0.")
     return Hints(stream_id, expected)
 
 
 def check(obj: Any, vocabulary: int) -> None:
-    """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that SGLang must not be given.
+    """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that would do harm.
 
-    A mark says that KV belongs to a stream: that of a stream which was never opened would not end.
+    A client's own mark could pin KV for a stream that was never opened, and so is never released.
 
     Raises:
-        ValueError: it has a token outside of the vocabulary, or a mark that the plugin did not put
-            there (SGLang answers 400).
+        ValueError: if it has a token outside of the vocabulary, or a mark that the plugin has not
+            set (SGLang answers 400).
     """
-    ids = getattr(obj, "input_ids", None) or []
-    for each in ids if ids and isinstance(ids[0], list) else [ids]:
-        check_ids(each, vocabulary)
-    for asked in getattr(obj, "token_ids_logprob", None) or ():
-        check_ids(asked if isinstance(asked, list) else [asked], vocabulary, "token_ids_logprob")
-    for params in _each(getattr(obj, "sampling_params", None)):
+    input_ids = getattr(obj, "input_ids", None) or []
+    for ids in input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]:
+        check_ids(ids, vocabulary)
+    for ids in getattr(obj, "token_ids_logprob", None) or ():
+        check_ids(ids if isinstance(ids, list) else [ids], vocabulary, "token_ids_logprob")
+    for params in _list_params(getattr(obj, "sampling_params", None)):
         custom = params.get("custom_params")
         if custom is None:
             continue
@@ -77,7 +77,7 @@ def check(obj: Any, vocabulary: int) -> None:
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:
-    """Refuse token ids outside of the vocabulary. Raises: ValueError."""
+    """Raise ValueError if a token id is outside of the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise ValueError(
@@ -87,25 +87,26 @@ def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> N
 
 
 def put_mark(obj: Any, mark: RequestMark) -> None:
-    """Tell the scheduler about a request, without touching what the client passed in."""
-    params = obj.sampling_params
-    if isinstance(params, list):
-        obj.sampling_params = [_marked(each, mark) for each in params]
+    """Put a mark on a request for the scheduler, without changing the client's dictionaries."""
+    sampling_params = obj.sampling_params
+    if isinstance(sampling_params, list):
+        obj.sampling_params = [_with_mark(params, mark) for params in sampling_params]
     else:
-        obj.sampling_params = _marked(params or {}, mark)
+        obj.sampling_params = _with_mark(sampling_params or {}, mark)
 
 
 def decodes(obj: Any) -> bool:
-    """Return whether any token is to be sampled."""
-    return any(params.get("max_new_tokens") != 0 for params in _each(obj.sampling_params or {}))
+    """Return whether the request samples any token."""
+    sampling_params = _list_params(obj.sampling_params or {})
+    return any(params.get("max_new_tokens") != 0 for params in sampling_params)
 
 
-def _each(params: Any) -> list[dict[str, Any]]:
-    """Return one request's parameters, or those of each request of a batch."""
-    every = params if isinstance(params, list) else [params]
-    return [each for each in every if isinstance(each, dict)]
+def _list_params(sampling_params: Any) -> list[dict[str, Any]]:
+    """Return the parameters of a request, or of each request of a batch, as a list."""
+    all_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+    return [params for params in all_params if isinstance(params, dict)]
 
 
-def _marked(params: dict[str, Any], mark: RequestMark) -> dict[str, Any]:
+def _with_mark(params: dict[str, Any], mark: RequestMark) -> dict[str, Any]:
     custom = params.get("custom_params") or {}
     return {**params, "custom_params": {**custom, **mark.to_custom_params()}}

@@ -1,7 +1,7 @@
-"""Which data-parallel rank computes a new prompt stream: a pure decision.
+"""``choose_rank``: which data-parallel rank computes a new prompt stream.
 
-KV is not shared between ranks, so streams that begin alike (the agents of a team, the proposers of
-a mixture) belong to one rank, unless it has far more streams than another.
+Ranks do not share KV. So streams that begin alike (of the agents of a team, or of the proposers of
+a mixture) are computed by one rank, unless it has far more streams than another rank.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-# Characters or tokens in common that make two streams siblings.
-_WORTH = 64
-# As many of them are compared at most.
-_MOST = 2048
-# How many more streams than the least loaded rank the siblings' rank may have.
-_UNEVEN = 16
+from flashmoa_sglang.http.token_buffer import common_length
+
+# Streams are siblings if at least this many characters, or tokens, at their beginnings are equal.
+_SIBLING_LENGTH = 64
+# Only this many characters or tokens are compared.
+_COMPARED_LENGTH = 2048
+# The siblings' rank gets the stream if it has fewer than this many streams more than any other.
+_MAX_IMBALANCE = 16
 
 Prompt = str | Sequence[int]
 
@@ -23,37 +25,25 @@ def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Pr
     """Choose the rank for a stream with this beginning.
 
     Args:
-        ranks: how many there are.
-        streams: the rank and the prompt of each open stream; token ids as an ``array("q")``.
+        ranks: number of ranks.
+        streams: rank and prompt of each open stream; token ids are an ``array("q")``.
     """
     if not isinstance(beginning, str):
-        beginning = array("q", beginning[:_MOST])
+        beginning = array("q", beginning[:_COMPARED_LENGTH])
     loads = [0] * ranks
-    shared = [0] * ranks
+    common = [0] * ranks
     for rank, prompt in streams:
         loads[rank] += 1
-        shared[rank] = max(shared[rank], _common(prompt, beginning))
-    best = max(range(ranks), key=lambda rank: (shared[rank], -loads[rank]))
-    if shared[best] >= _WORTH and loads[best] - min(loads) < _UNEVEN:
+        common[rank] = max(common[rank], _common_length(prompt, beginning))
+    best = max(range(ranks), key=lambda rank: (common[rank], -loads[rank]))
+    if common[best] >= _SIBLING_LENGTH and loads[best] - min(loads) < _MAX_IMBALANCE:
         return best
     return loads.index(min(loads))
 
 
-def _common(first: Prompt, second: Prompt) -> int:
-    """Return the length of the common prefix, up to ``_MOST``; 0 if it is below ``_WORTH``."""
-    if isinstance(first, str) != isinstance(second, str) or not _same(first, second, _WORTH):
+def _common_length(first: Prompt, second: Prompt) -> int:
+    """Return the length of the common prefix; 0 if it is too short to make the two siblings."""
+    if isinstance(first, str) != isinstance(second, str):
         return 0
-    low, high = _WORTH, min(len(first), len(second), _MOST)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _same(first, second, middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _same(first: Prompt, second: Prompt, length: int) -> bool:
-    if min(len(first), len(second)) < length:
-        return False
-    return first[:length] == second[:length]
+    length = common_length(first[:_COMPARED_LENGTH], second[:_COMPARED_LENGTH])
+    return length if length >= _SIBLING_LENGTH else 0

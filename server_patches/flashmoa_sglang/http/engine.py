@@ -1,4 +1,4 @@
-"""What the plugin's HTTP side needs of the running SGLang server, and nothing more."""
+"""``Engine``: everything that the plugin's HTTP side needs of the running SGLang server."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
 from flashmoa_sglang.http.stream import Prefilled, Terms
-from flashmoa_sglang.http.token_buffer import canonical
+from flashmoa_sglang.http.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
+    CountUpdate,
     ForwardTime,
-    Happened,
     KvQuery,
     KvReport,
     MeasuredCosts,
     ReleaseStream,
     RequestMark,
-    RoomAgain,
+    RoomAvailable,
     handle,
     unsent,
 )
@@ -42,7 +42,7 @@ _DEFAULT_TERMS = Terms()
 
 
 class Engine:
-    """The tokenizer manager of this process.
+    """Wraps the tokenizer manager of this process.
 
     Args:
         tokenizer_manager: SGLang's ``TokenizerManager``.
@@ -50,8 +50,8 @@ class Engine:
 
     def __init__(self, tokenizer_manager: Any) -> None:
         self._manager = tokenizer_manager
-        # ``None`` with --skip-tokenizer-init, and where the tokenizer cannot be used.
-        self.tokenizer = canonical(tokenizer_manager.tokenizer)
+        # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
+        self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
         self._queries = itertools.count()
         self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
@@ -59,16 +59,16 @@ class Engine:
         self.keeps_kv = not kv_free.is_on()
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
-        # Tokens of a forward for which prefills wait; ``None``: for none.
+        # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
         self.waits_for: int | None = None
         self._handle(KvReport, self._on_report)
         self._handle(ForwardTime, lambda report: self._forwards.update({report.rid: report}))
-        self._handle(Happened, _count)
+        self._handle(CountUpdate, _count)
 
     @cached_property
     def _arguments(self) -> Any:
-        """SGLang's, as it resolved them."""
-        return RELEASE.resolved(self._manager.server_args)
+        """SGLang's resolved arguments."""
+        return RELEASE.resolve_arguments(self._manager.server_args)
 
     @property
     def context_length(self) -> int:
@@ -76,8 +76,8 @@ class Engine:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt SGLang takes: bounded by the context and by the KV pool."""
-        # SGLang asks for less than either of these; the schedulers tell the second at start.
+        """Length of the longest prompt that SGLang takes, by the context and by the KV pool."""
+        # A prompt must be shorter than each bound. The schedulers send the second one at start.
         bounds = [self.context_length - self._manager.num_reserved_tokens]
         if self._manager.max_req_input_len is not None:
             bounds.append(self._manager.max_req_input_len)
@@ -92,15 +92,15 @@ class Engine:
         return self._arguments.page_size or 1
 
     @property
-    def largest_forward(self) -> int:
-        """Prompt tokens that surely go in one forward, beside what others may have cached."""
+    def max_unchunked_prompt(self) -> int:
+        """Length of the longest prompt that is computed in one forward, even with a full cache."""
         arguments = self._arguments
         chunk = arguments.chunked_prefill_size or 0
         longest = self._manager.max_req_input_len or self.context_length
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
-    async def most_tokens(self) -> int:
-        """Return the tokens of a forward of as many prompts as it takes."""
+    async def max_forward_tokens(self) -> int:
+        """Return the number of tokens in the largest forward, which may be of several prompts."""
         arguments = self._arguments
         chunk = arguments.chunked_prefill_size or 0
         bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in await self.kv())]
@@ -108,7 +108,7 @@ class Engine:
 
     @property
     def steps_together(self) -> bool:
-        """Whether schedulers let prefills wait for nothing, as other ranks would wait, too."""
+        """Whether ranks step together, so that a prefill that waits would hold up other ranks."""
         return RELEASE.steps_together(self._arguments)
 
     @property
@@ -121,27 +121,27 @@ class Engine:
 
     @property
     def role(self) -> str:
-        """What it is in a PD pair: ``prefill``, ``decode``, or ``null`` where there is none."""
+        """The engine's role in a PD pair: ``prefill``, ``decode``, or ``null`` without a pair."""
         return self._arguments.disaggregation_mode
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Schedulers with KV of their own; SGLang sends each request to any of them."""
+        """Number of schedulers, each with its own KV pool, among which SGLang divides requests."""
         return RELEASE.data_parallel_ranks(self._arguments)
 
-    def when_room(self, told: Callable[[tuple[str, ...]], None]) -> None:
-        """Call ``told`` with the streams that may ask again, after they were refused for room."""
-        self._handle(RoomAgain, lambda news: told(news.streams))
+    def when_room(self, callback: Callable[[tuple[str, ...]], None]) -> None:
+        """Register a callback for the streams that were refused for want of room, and have some."""
+        self._handle(RoomAvailable, lambda message: callback(message.streams))
 
     def _handle(self, kind: type, handler: Callable[[Any], None]) -> None:
         handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
-        """Return what this process is busy with; idle, the same each time where nothing leaks."""
+        """Return counts of requests and tasks, which an idle process always has the same."""
         return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
 
     def others_active(self) -> bool:
-        """Return whether ordinary requests are in flight beside our own prefills."""
+        """Return whether requests are in flight that are not the plugin's own prefills."""
         return len(self._manager.rid_to_state) > self._prefills
 
     async def prefill(
@@ -156,9 +156,11 @@ class Engine:
         """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
 
         Raises:
-            Superseded: a longer request of the same stream took this one's place.
-            NoRoom: requests need the KV pool; only increments of streams are refused so.
-            EngineFailed: SGLang refused or aborted the prefill.
+            Superseded: if the scheduler dropped it because a longer request of its stream came.
+            NoRoom: if requests need the KV pool. Only increments of streams are refused so.
+            MalformedRequest: if SGLang refuses the prefill.
+            EngineBusy: if SGLang takes no more requests at the moment.
+            EngineFailed: if SGLang could not run the prefill.
         """
         started = time.perf_counter()
         meta = await self._generate(
@@ -180,10 +182,10 @@ class Engine:
         terms: Terms = _DEFAULT_TERMS,
         http_request: Any = None,
     ) -> dict[str, Any]:
-        """Run a request of the plugin's own; return the ``meta_info`` of its answer."""
+        """Run one of the plugin's own requests. Return the ``meta_info`` of its answer."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        work = GenerateReqInput(
+        request = GenerateReqInput(
             input_ids=input_ids,
             sampling_params={
                 "max_new_tokens": new_tokens,
@@ -193,23 +195,23 @@ class Engine:
             rid=rid or new_rid(),
             priority=terms.priority,
             routed_dp_rank=terms.dp_rank,
-            # Increments would count every prompt token many times over.
+            # If increments were counted, every token of a prompt would be counted several times.
             log_metrics=mark.stream is None and not mark.timed,
             **terms.namespace(),
             **(unsent() if self.role == "prefill" else {}),
         )
-        setattr(work, _OURS, True)
+        setattr(request, _OURS, True)
         self._prefills += 1
         try:
-            return await self._run(work, http_request)
+            return await self._run(request, http_request)
         finally:
             self._prefills -= 1
 
-    async def _run(self, work: Any, http_request: Any) -> dict[str, Any]:
+    async def _run(self, request: Any, http_request: Any) -> dict[str, Any]:
         from fastapi import HTTPException
 
         try:
-            async with aclosing(self._manager.generate_request(work, http_request)) as outputs:
+            async with aclosing(self._manager.generate_request(request, http_request)) as outputs:
                 async for output in outputs:
                     return output["meta_info"]
         except ValueError as error:
@@ -221,27 +223,28 @@ class Engine:
         raise EngineFailed("SGLang ended the prefill without an answer; see its log")
 
     async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
-        """Run one forward with these tokens; return its time as the scheduler sees it."""
+        """Run one forward with these tokens. Return its time as measured by the scheduler."""
         rid = new_rid()
         mark = RequestMark(timed=True)
         try:
             meta = await self._generate(list(input_ids), mark, rid=rid)
-            Prefilled.read(meta)  # It may have been aborted.
+            Prefilled.read(meta)  # This raises if the request was aborted.
             return self._forwards[rid]
         finally:
             self._forwards.pop(rid, None)
 
     async def time_answer(self, tokens: int) -> float:
-        """Return the seconds of one request for so many tokens, waiting included."""
+        """Return the seconds of a request that decodes ``tokens`` tokens, with waiting."""
         started = time.perf_counter()
-        # Of one token, so that nothing of the prompt can be in the cache.
+        # A prompt of one token is never cached, so that each request computes the same.
         await self._generate([0], RequestMark(), new_tokens=tokens)
         return time.perf_counter() - started
 
     def use_costs(self, costs: Costs, waits_for: int | None) -> None:
         """Use these costs for decisions from now on, here and in every scheduler.
 
-        ``waits_for``: tokens of a forward for which prefills wait; ``None``: for none.
+        Args: waits_for: number of tokens in a forward for which prefills wait; ``None``: they do
+            not wait.
         """
         self.costs, self.waits_for = costs, waits_for
         message = MeasuredCosts(costs.points, costs.decode_step, waits_for)
@@ -252,11 +255,11 @@ class Engine:
         self._manager.abort_request(rid)
 
     def release(self, stream: str) -> None:
-        """Give a stream's KV back to the cache, in every scheduler."""
+        """Release a stream's KV in every scheduler, so that it can be evicted."""
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
-        """Ask how the KV pool of each data-parallel rank stands, in tokens."""
+        """Ask every data-parallel rank for a report on its KV pool."""
         query = next(self._queries)
         reports: list[KvReport] = []
         complete = asyncio.Event()
@@ -266,7 +269,7 @@ class Engine:
             RELEASE.to_scheduler(self._manager, KvQuery(query))
             await asyncio.wait_for(complete.wait(), _KV_REPORT_TIMEOUT)
         except TimeoutError:
-            pass  # A scheduler in a long forward answers late; report what came.
+            pass  # A scheduler in a long forward answers late. The other reports are returned.
         finally:
             del self._reports[query]
         return sorted(reports, key=lambda report: report.dp_rank)
@@ -282,15 +285,15 @@ class Engine:
 
 
 def is_ours(obj: Any) -> bool:
-    """Return whether the plugin made this ``GenerateReqInput``; no client's body can say so."""
+    """Return whether the plugin made this ``GenerateReqInput``; clients cannot set that."""
     return getattr(obj, _OURS, False)
 
 
 def new_rid() -> str:
-    """Make a request id. SGLang aborts by prefix of it, so none may be a prefix of another."""
+    """Make a request id. None is a prefix of another, because SGLang aborts by prefix."""
     return f"{_RID_PREFIX}{uuid.uuid4().hex}"
 
 
-def _count(happened: Happened) -> None:
-    metrics.count("duplicate_tokens_avoided", happened.duplicates_avoided)
-    metrics.count("streams_gave_way", happened.gave_way)
+def _count(update: CountUpdate) -> None:
+    metrics.count("duplicate_tokens_avoided", update.duplicates_avoided)
+    metrics.count("streams_gave_way", update.gave_way)

@@ -1,19 +1,8 @@
-"""Errors of the plugin's routes, named as the client's (``flashmoa.errors``).
+"""Errors of the plugin's routes.
 
-ApiError                     a status, a stable ``code`` and what to do about it
- +-- MalformedRequest   400  the body is not what the route takes
- +-- StreamUnknown      404  there is no such prompt stream
- +-- DecodesOnly        404  the decode engine of a PD pair prefills nothing
- +-- StreamOutOfOrder   409  ``seq`` skips ahead, or the stream has ended
- +-- StreamGone         410  the stream expired, was deleted or has been used
- +-- PromptTooLarge     413  over the context length or the buffer limit
- +-- TooManyStreams     429  the server's limit of open streams is reached
- +-- EngineFailed       500  SGLang could not run the prefill
- +-- EngineBusy         503  SGLang takes no more requests at the moment
- +-- EngineDraining     503  the server is shutting down
-
-A client tells them by ``code``. It has ``EngineDraining`` for ``engine_busy``, too: both mean
-another engine. ``decodes_only`` is ``PluginMissing`` there, ``engine_failed`` ``RequestRefused``.
+Clients recognise an error by its ``code``, and most have the same name there (``flashmoa.errors``).
+Three differ: ``engine_busy`` is ``EngineDraining``, too, because in both cases the client should
+use another engine; ``decodes_only`` is ``PluginMissing``, and ``engine_failed`` ``RequestRefused``.
 """
 
 from __future__ import annotations
@@ -22,7 +11,10 @@ from typing import ClassVar
 
 
 class ApiError(Exception):
-    """Raised when a route cannot do what was asked. ``details`` are extra JSON fields."""
+    """Raised when a route cannot do what the request asks for.
+
+    Args: details: further fields of the error in the JSON answer.
+    """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"

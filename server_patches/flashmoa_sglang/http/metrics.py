@@ -1,7 +1,7 @@
-"""Figures of prompt streams on SGLang's own ``/metrics``, with ``--enable-metrics``.
+"""Metrics of prompt streams on SGLang's own ``/metrics``, with ``--enable-metrics``.
 
-Kept in the HTTP process, where streams live; what schedulers count reaches it in messages.
-Without ``--enable-metrics`` each call here returns at once.
+They are kept in the HTTP process, which has the streams; schedulers send their counts there in
+messages. Without ``--enable-metrics`` every function here does nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ _COUNTERS = {
     "final_late_tokens": "Prompt tokens that requests with a prompt stream computed themselves.",
 }
 _LABELLED = {
-    "finals": ("status", "Requests with a prompt stream, by what came of it."),
-    "streams_ended": ("ending", "Prompt streams that are over, by how they ended."),
+    "finals": ("status", "Requests with a prompt stream, by the status of its use."),
+    "streams_ended": ("ending", "Prompt streams that have ended, by how they ended."),
 }
-# Of this process, by name; empty where metrics are not shown.
+# The metrics of this process by name; empty without --enable-metrics.
 _metrics: dict[str, Any] = {}
 _labels: dict[str, str] = {}
 
 
 def start(server_args: Any) -> None:
-    """Begin to count, where the server shows metrics."""
+    """Create the metrics, if the server shows any."""
     if not server_args.enable_metrics or _metrics:
         return
-    # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR: importing reads it.
+    # This import reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets at start.
     from prometheus_client import Counter, Gauge
 
-    more = server_args.extra_metric_labels or {}
-    _labels.update({"model_name": server_args.served_model_name, **more})
+    extra_labels = server_args.extra_metric_labels or {}
+    _labels.update({"model_name": server_args.served_model_name, **extra_labels})
     names = list(_labels)
     for name, text in _COUNTERS.items():
         _metrics[name] = Counter(f"flashmoa:{name}_total", text, names)
@@ -45,8 +45,7 @@ def start(server_args: Any) -> None:
         names,
         multiprocess_mode="mostrecent",
     )
-    # Shown as zero from the start, so that what has not happened can be told from what is not
-    # measured.
+    # Zeros are shown from the start, to distinguish them from something that is not measured.
     set_open(0)
     for name in _COUNTERS:
         count(name, 0)
@@ -55,7 +54,7 @@ def start(server_args: Any) -> None:
 def count(name: str, amount: int = 1, **labels: str) -> None:
     """Add to a counter of ``_COUNTERS`` or ``_LABELLED``; a negative amount counts as zero."""
     if _metrics:
-        # A counter refuses what is negative, and the exception would end the server.
+        # A counter raises at a negative amount, and the exception would end the server.
         _metrics[name].labels(**_labels, **labels).inc(max(amount, 0))
 
 

@@ -1,4 +1,4 @@
-"""Prompt streams in the HTTP process: increments, when they are due and what they did."""
+"""``Prefiller``: computes the increments of prompt streams when they are due."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a stream waits before it asks an engine again that takes no requests.
+# How long a stream waits, after the engine was too busy for an increment, before it tries again.
 _STALL_SECONDS = 1.0
-# Tokens that make an increment worth it: for a lone stream, and at most.
+# The fewest tokens in an increment that is worth its overhead: with one stream, and with many.
 _LEAST, _MOST_WORTH = 8, 32
 
 
 class Prefiller:
-    """Prefills streams as they grow: one increment of each at a time.
+    """Prefills streams as they grow, one increment of each at a time.
 
     Args:
-        streams: the open ones, as a live view.
+        streams: the open streams, as a view that changes with them.
     """
 
     def __init__(self, engine: Engine, streams: Collection[PromptStream]) -> None:
@@ -42,11 +42,11 @@ class Prefiller:
         self._changed = asyncio.Event()
 
     def look(self) -> None:
-        """Look again, as a stream has grown, ended or closed."""
+        """Look again for due increments, because a stream has grown, ended or closed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Prefill what is due while streams are open."""
+        """Compute the increments that are due, until no stream is open."""
         async with asyncio.TaskGroup() as group:
             while self._streams:
                 self._changed.clear()
@@ -64,15 +64,15 @@ class Prefiller:
 
     def _policy(self) -> Policy:
         page = self._engine.page_size
-        # Each increment costs the same few milliseconds beside its tokens, so that many streams
-        # take larger ones.
+        # Each increment costs a few milliseconds in addition to the time of its tokens. So with
+        # many streams increments are larger.
         least = min(max(_LEAST, 2 * len(self._streams)), _MOST_WORTH)
         return Policy(least, chunk_tokens(self._engine.costs, page), page)
 
     async def _increment(self, stream: PromptStream, target: int) -> None:
         offers = stream.offers
         try:
-            if not stream.may_grow():  # It has ended since.
+            if not stream.may_grow():  # The stream has ended since this task was created.
                 return
             done = await self._engine.prefill(
                 stream.certain()[:target],
@@ -84,12 +84,12 @@ class Prefiller:
         except Superseded:
             return
         except NoRoom:
-            # The answer to this may have been quicker than the refusal itself.
+            # The message that there is room may have come before this refusal.
             stream.waits_for_room = stream.offers == offers
         except EngineBusy:
             stream.stalled_until = time.monotonic() + _STALL_SECONDS
         except Exception as error:
-            # The stream stays valid: its request computes what is missing.
+            # The stream stays valid: its final request computes the missing tokens.
             logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
             stream.failure = str(error)
         finally:

@@ -1,8 +1,8 @@
-"""The prompt text SGLang's own chat path would build, without tokenising it.
+"""Renders chats to text as SGLang does, without tokenising them.
 
-SGLang renders and encodes in one method. The plugin wraps the tokenizer's ``encode``: during
-a render the text is caught there; for a request with a prompt stream the stream's tokens are
-used; otherwise nothing changes.
+SGLang renders and encodes a chat in one method, so the plugin wraps the tokenizer's ``encode``.
+While ``ChatRenderer.render`` runs, the wrapper records the text and encodes nothing; for a request
+with a prompt stream it takes the stream's tokens; otherwise it calls the original.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang.http import stream_requests
 from flashmoa_sglang.http.errors import MalformedRequest
-from flashmoa_sglang.http.token_buffer import Sealed, TokenBuffer
+from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Text that SGLang encodes on its own, and whether special tokens are added to it."""
+    """Text that SGLang encodes separately, and the ``add_special_tokens`` of that call."""
 
     text: str
-    special: bool
+    add_special_tokens: bool
 
 
 @dataclass(slots=True)
-class Rendered:
-    """A rendered prompt: one piece, or a second one that the model is to continue."""
+class RenderedPrompt:
+    """A rendered prompt.
+
+    It is one piece; or two if the request has ``continue_final_message``: the prompt, and the
+    beginning of the answer, which SGLang encodes separately.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
 
@@ -39,33 +43,37 @@ class Rendered:
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
 
-    def buffer(self, tokenizer: CanonicalTokenizer) -> tuple[TokenBuffer, str]:
-        """Make a buffer for the last piece, behind the others; return it with that piece's text."""
-        *before, last = self.pieces or [Piece("", False)]
-        if not before:
-            return TokenBuffer(tokenizer, last.special), last.text
-        tokens = [token for piece in before for token in tokenizer.encode(*piece)]
-        head = Sealed("".join(piece.text for piece in before), before[0].special, tokens)
-        return TokenBuffer(tokenizer, last.special, head), last.text
+    def new_buffer(self, tokenizer: CanonicalTokenizer) -> tuple[TokenBuffer, str]:
+        """Return a buffer for text that follows this prompt, and the text to append to it first.
+
+        That text is the last piece. If there is one before it, it becomes the buffer's head.
+        """
+        *before, last = self.pieces
+        head = None
+        if before:
+            (prompt,) = before
+            head = EncodedHead(*prompt, tokenizer.encode(*prompt))
+        return TokenBuffer(tokenizer, last.add_special_tokens, head), last.text
 
 
-_capture: ContextVar[Rendered | None] = ContextVar("flashmoa_capture", default=None)
+# The prompt that is being rendered in this context, if any.
+_rendering: ContextVar[RenderedPrompt | None] = ContextVar("flashmoa_rendering", default=None)
 
 
 def wrap_encode(tokenizer: Any) -> None:
-    """Replace ``tokenizer.encode`` on this instance."""
+    """Replace ``tokenizer.encode`` on this instance by the wrapper that the module describes."""
     RELEASE.render_before_encoding(tokenizer)
     original: Callable[..., list[int]] = tokenizer.encode
 
     def encode(text: Any, *args: Any, **kwargs: Any) -> list[int]:
-        special = kwargs.get("add_special_tokens", True)
-        rendered = _capture.get()
+        add_special_tokens = kwargs.get("add_special_tokens", True)
+        rendered = _rendering.get()
         if rendered is not None and isinstance(text, str):
-            rendered.pieces.append(Piece(text, special))
+            rendered.pieces.append(Piece(text, add_special_tokens))
             return []
-        final = stream_requests.current()
-        if final is not None and isinstance(text, str):
-            ids = final.encode(text, special)
+        stream_request = stream_requests.current()
+        if stream_request is not None and isinstance(text, str):
+            ids = stream_request.encode(text, add_special_tokens)
             if ids is not None:
                 return ids
         return original(text, *args, **kwargs)
@@ -74,16 +82,16 @@ def wrap_encode(tokenizer: Any) -> None:
 
 
 class ChatRenderer:
-    """Renders chat messages with the server's own template and arguments."""
+    """Renders chat messages with the server's chat template and arguments."""
 
     def __init__(self, chat: Callable[[], Any]) -> None:
         self._chat = chat
 
-    def render(self, body: dict[str, Any]) -> Rendered:
-        """Render ``messages`` (with ``tools``, ``chat_template_kwargs``, ...).
+    def render(self, body: dict[str, Any]) -> RenderedPrompt:
+        """Render the fields of a chat request: ``messages``, ``tools``, ...
 
-        Raises:
-            MalformedRequest: not a chat request, or the template refuses it.
+        Raises: MalformedRequest if ``body`` is not a chat request of text only, or the chat
+            template refuses it or does not produce text.
         """
         from pydantic import ValidationError
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -93,29 +101,31 @@ class ChatRenderer:
             request = ChatCompletionRequest(**body)
         except (ValidationError, TypeError) as error:
             raise MalformedRequest(f"Not a chat request: {_short(error)}") from error
+        # SGLang 0.5.12 lacks this field.
         if getattr(request, "input_ids", None) is not None:
             raise MalformedRequest("messages cannot be combined with input_ids.")
         problem = chat._validate_request(request)
         if problem:
             raise MalformedRequest(problem)
-        rendered = Rendered()
-        token = _capture.set(rendered)
+        rendered = RenderedPrompt()
+        token = _rendering.set(rendered)
         try:
             result = chat._process_messages(request, is_multimodal=False)
         except Exception as error:
-            # Templates raise whatever they like at messages they do not take.
+            # A template is a program, and may raise any exception for messages that it refuses.
             raise MalformedRequest(
                 f"The chat template refuses these messages: {_short(error)}"
             ) from error
         finally:
-            _capture.reset(token)
+            _rendering.reset(token)
         if result.image_data or result.video_data or result.audio_data:
             raise MalformedRequest(
                 "Only text can be rendered; send images with the request itself."
             )
         if not rendered.pieces:
             raise MalformedRequest(
-                "This model's chat template makes tokens and no text; send input_ids."
+                "This model's chat template is encoded directly to tokens, so there is no text to "
+                "render; send input_ids."
             )
         return rendered
 

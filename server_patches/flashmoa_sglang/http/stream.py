@@ -1,4 +1,4 @@
-"""One prompt stream: a prompt that only grows, how much of it has its KV, and what prefilled it."""
+"""``PromptStream``, a prompt that only grows, and the results of its prefills."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What SGLang is told of a prefill beside its tokens.
+    """The fields of a prefill besides its tokens.
 
-    ``cache_salt``, ``extra_key`` and ``lora_path`` (an adapter's name) are the namespace of its
-    KV: only requests with the same ones find it. ``dp_rank``: with several data-parallel ranks,
-    the one that has the KV so far.
+    ``cache_salt``, ``extra_key`` and ``lora_path`` (the name of an adapter) are the namespace of
+    its KV: only requests with the same values find the KV. ``dp_rank`` is the data-parallel rank
+    that computes the stream, if there are several.
     """
 
     priority: int | None = None
@@ -31,21 +31,21 @@ class Terms:
     dp_rank: int | None = None
 
     def namespace(self) -> dict[str, Any]:
-        """Return it as fields of a ``GenerateReqInput``."""
+        """Return the namespace as fields of a ``GenerateReqInput``."""
         return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
 
 
 class Superseded(Exception):
-    """The scheduler dropped a prefill because a longer one of its stream was queued."""
+    """Raised if the scheduler dropped a prefill because a longer request of its stream came."""
 
 
 class NoRoom(Exception):
-    """The KV pool has no room that requests do not need more."""
+    """Raised if the KV pool has no room for a prefill, because requests need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What one prefill did. ``seconds`` includes waiting for the engine."""
+    """The result of one prefill. ``seconds`` includes waiting for the engine."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -53,7 +53,10 @@ class Prefilled:
 
     @classmethod
     def read(cls, meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
-        """Read what a prefill did from its ``meta_info``. Raises: NoRoom, Superseded."""
+        """Read the result of a prefill from its ``meta_info``.
+
+        Raises: NoRoom or Superseded if the scheduler dropped the prefill for that reason.
+        """
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             message = reason.get("message", "aborted")
@@ -66,7 +69,7 @@ Ending = Literal["used", "deleted", "expired", "drained"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One increment: when (Unix seconds, waiting included), and tokens computed."""
+    """One increment: when it was computed (Unix seconds, with waiting), and how many tokens."""
 
     start: float
     end: float
@@ -77,7 +80,20 @@ class Span:
 class PromptStream:
     """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
 
-    A text stream's ``ids`` are filled once, when it has ended.
+    Attributes:
+        ids: of a stream of text, its tokens once it has ended.
+        next_seq: the number of the append that is expected next.
+        claimed: whether the final request has come, and computes the rest of the prompt.
+        closed: how the stream ended; ``None`` while it is open.
+        prefilled: number of tokens at the beginning whose KV has been computed.
+        computed: how many of these were not already in the radix cache.
+        spans: the last increments, for timelines.
+        failure: why the stream is not prefilled any more, if it is not.
+        rid: id of the increment that is running, if any.
+        pace_seconds: how long the client was last asked to gather text before it appends.
+        stalled_until: time until which no increment is sent, because the engine was too busy.
+        waits_for_room: whether an increment was refused because the KV pool is full.
+        offers: how often the scheduler has offered room.
     """
 
     ttl_seconds: float
@@ -90,19 +106,14 @@ class PromptStream:
     claimed: bool = False
     closed: Ending | None = None
     prefilled: int = 0
-    # Of these, tokens that were not in the radix cache already.
     computed: int = 0
     increments: int = 0
-    # The last ones, for timelines.
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
     failure: str | None = None
     rid: str | None = None
     deadline: float = 0.0
-    # What its client was last told of how long to gather text.
     pace_seconds: float = 0.0
-    # The engine takes no requests: not before this time.
     stalled_until: float = 0.0
-    # The KV pool is short of room; the scheduler says when there is some, and how often it has.
     waits_for_room: bool = False
     offers: int = 0
 
@@ -124,12 +135,12 @@ class PromptStream:
         return len(self.certain())
 
     def may_grow(self) -> bool:
-        """Return whether prefilling further is of use and possible."""
-        over = self.claimed or self.closed is not None or self.failure is not None
-        return not (over or self.waits_for_room)
+        """Return whether it is useful and possible to prefill more of the stream."""
+        finished = self.claimed or self.closed is not None or self.failure is not None
+        return not (finished or self.waits_for_room)
 
     def state(self) -> dict[str, Any]:
-        """Return what ``GET /prompt_streams/{id}`` answers."""
+        """Return the answer of ``GET /prompt_streams/{id}``."""
         return {
             "id": self.id,
             "kind": "input_ids" if self.buffer is None else "text",

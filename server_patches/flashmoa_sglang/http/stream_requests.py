@@ -1,7 +1,7 @@
-"""The real request of a prompt stream.
+"""The final request of a prompt stream: the request whose prompt the stream has prepared.
 
-It carries its whole own prompt; ``prompt_stream_id`` is only a hint. Here its tokens are
-taken from the stream as far as the texts agree, and its answer is told what came of it.
+It has its whole prompt itself; ``prompt_stream_id`` is only a hint. This module takes its tokens
+from the stream as far as the two texts agree, and adds to its answer how the stream was used.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ if TYPE_CHECKING:
 
 
 class StreamRequest:
-    """One request that names a prompt stream.
+    """A request that names a prompt stream.
 
-    ``status`` after :meth:`use`: ``hit`` (the stream was a true prefix), ``mispredicted``
-    (used up to where they part), or why there was no stream: ``used``, ``deleted``,
-    ``expired``, ``unknown``, and ``other_namespace`` (another cache salt, extra key or adapter
-    than the stream was opened with, whose KV the request cannot read).
+    Attributes:
+        status: after :meth:`use`, ``hit`` (the stream is a prefix of the prompt), ``mispredicted``
+            (the prompt departs from the stream and uses only what agrees), or why no stream could
+            be used: ``used``, ``deleted``, ``expired``, ``drained``, ``unknown``, or
+            ``other_namespace`` (the request has another cache salt, extra key or adapter than the
+            stream, and cannot read its KV).
+        usage: the fields that :meth:`annotate` added to the answer.
     """
 
     def __init__(self, table: StreamTable, stream_id: str) -> None:
         self.stream_id = stream_id
         self._table = table
         self._stream, self.status = table.find(stream_id)
-        # SGLang encodes some prompts in several pieces; all of them so far.
+        # The text that SGLang has encoded so far. It encodes some prompts in two pieces.
         self._text = ""
         self._claimed = False
         self._reads_kv = True
         self.usage: dict[str, Any] | None = None
 
-    def encode(self, text: str, special: bool) -> list[int] | None:
-        """Return the tokens of the prompt ``text``; ``None`` where the stream cannot help."""
+    def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
+        """Return the tokens of a piece of the prompt; ``None`` if the stream has no text."""
         if self._stream is None or self._stream.buffer is None:
             return None
         first, self._text = not self._text, self._text + text
-        return self._stream.buffer.encode_piece(text, special, first)
+        return self._stream.buffer.encode_piece(text, add_special_tokens, first)
 
     def use(self, obj: Any, multimodal: bool, expected_output: int | None = None) -> None:
-        """Tie a ``GenerateReqInput`` to the stream.
+        """Claim the stream for a ``GenerateReqInput``, and give the request the stream's tokens.
 
-        ``multimodal``: the model's processor turns text into tokens, so it is left alone.
-
-        Raises:
-            ValueError: the request is a batch (SGLang answers 400).
+        Args: multimodal: whether the model's processor tokenises the text, which stays as it is.
+        Raises: ValueError if the request is a batch (SGLang answers 400).
         """
         if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
             raise ValueError(
@@ -69,7 +70,7 @@ class StreamRequest:
             _put_expectation(obj, expected_output)
             return
         if obj.text is not None and not multimodal:
-            ids = self.encode(obj.text, special=True)
+            ids = self.encode(obj.text, add_special_tokens=True)
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
         self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
@@ -80,7 +81,7 @@ class StreamRequest:
 
     def _claim(self) -> PromptStream | None:
         if self._stream is not None and self._stream.claimed:
-            # Another request has been quicker.
+            # Another request has claimed it since.
             self._stream, self.status = None, "used"
         if self._stream is not None:
             self._table.claim(self._stream)
@@ -88,7 +89,7 @@ class StreamRequest:
         return self._stream
 
     def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
-        # The text says more than the tokens: its end may be held back still.
+        # Texts are compared, because tokens of the end of the stream's text may be held back.
         if stream.buffer is not None and self._text:
             if not self._text.startswith(stream.buffer.whole_text):
                 return False
@@ -98,10 +99,10 @@ class StreamRequest:
         return ids is not None and ids[: len(expected)] == list(expected)
 
     def annotate(self, output: dict[str, Any]) -> None:
-        """Add to an answer how much of the prompt had been computed ahead.
+        """Add to an answer how many tokens of the prompt had been computed before.
 
-        ``prompt_tokens`` = cached + late; of the cached, ``streamed_tokens`` were computed
-        by this stream before the request came.
+        ``prompt_tokens`` is the sum of ``cached_tokens`` and ``late_tokens``. The stream computed
+        ``streamed_tokens`` of the cached ones before the request came.
         """
         meta = output.get("meta_info") or {}
         if "cached_tokens" not in meta:
@@ -124,20 +125,20 @@ class StreamRequest:
         }
         meta.update(self.usage)
 
-    def refused(self) -> None:
-        """Leave the stream to the next request, as SGLang does not take this one."""
+    def give_stream_back(self) -> None:
+        """Leave the stream to the next request, because SGLang has refused this one."""
         if self._claimed and self._stream is not None and self._stream.closed is None:
             self._table.unclaim(self._stream)
             self._claimed = False
 
-    def done(self) -> None:
-        """Close the stream: the request has the KV itself now, or is over."""
+    def close_stream(self) -> None:
+        """Close the stream, because the request now holds the KV itself or has ended."""
         if self._claimed and self._stream is not None:
             self._table.close(self._stream, "used")
 
 
 def _shares_kv(obj: Any, stream: PromptStream) -> bool:
-    """Return whether a request's KV is in the namespace of its stream's."""
+    """Return whether a request and its stream have the same namespace of KV."""
     return all(
         (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
     )
@@ -152,10 +153,9 @@ def current() -> StreamRequest | None:
 
 
 def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
-    """Find the stream that an HTTP request's body names, for the rest of the request's context.
+    """Find the stream that an HTTP request's body names, and remember it in the request's context.
 
-    Raises:
-        ValueError: a hint is malformed (SGLang answers 400).
+    Raises: ValueError if a hint is malformed (SGLang answers 400).
     """
     stream_id = client_requests.read_hints(http_request).stream_id
     if stream_id is None:
@@ -168,13 +168,13 @@ def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
 ) -> Any:
-    """Run ``TokenizerManager.generate_request`` for what clients send.
+    """Run ``TokenizerManager.generate_request`` for a client's request.
 
-    Raises:
-        ValueError: a hint is malformed, a token id does not exist, or the plugin's mark is forged.
+    Raises: ValueError if a hint is malformed, a token id does not exist, or the client has set the
+        plugin's mark.
     """
     client_requests.check(obj, manager.model_config.vocab_size)
-    if not hasattr(obj, "stream"):  # An embedding.
+    if not hasattr(obj, "stream"):  # This is a request for an embedding.
         return original(manager, obj, http_request)
     kv_free.check(obj)
     expected_output = client_requests.read_hints(http_request).expected_output
@@ -190,23 +190,24 @@ def generate_request(
 async def _generate(
     outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
 ) -> AsyncIterator[Any]:
-    # Claimed here and not before: only a generator that has started can be relied on to end.
+    # ``prepare`` claims the stream. It is called here, because only a generator that has been
+    # started certainly runs its ``finally``.
     try:
         prepare()
         async with aclosing(outputs):
             async for output in outputs:
-                # A list where several answers to the prompt were asked for.
+                # The output is a list if the request asks for several answers to the prompt.
                 for answer in output if isinstance(output, list) else [output]:
                     request.annotate(answer)
-                request.done()
+                request.close_stream()
                 yield output
     except ValueError:
-        # What SGLang raises for a request it refuses, and for a client that is gone.
+        # SGLang raises this for a request that it refuses, and if the client has disconnected.
         if http_request is None or not await http_request.is_disconnected():
-            request.refused()
+            request.give_stream_back()
         raise
     finally:
-        request.done()
+        request.close_stream()
 
 
 def _put_expectation(obj: Any, expected_output: int | None) -> None:
@@ -215,7 +216,7 @@ def _put_expectation(obj: Any, expected_output: int | None) -> None:
 
 
 def annotate_chat(result: Any, request: StreamRequest) -> Any:
-    """Add the stream's figures to the usage of a chat answer, streaming or not."""
+    """Add the stream's figures to the usage of a chat answer, whether it is streamed or not."""
     if hasattr(result, "body_iterator"):
         result.body_iterator = _annotate_events(result.body_iterator, request)
         return result
@@ -224,7 +225,7 @@ def annotate_chat(result: Any, request: StreamRequest) -> Any:
     from fastapi.responses import JSONResponse
 
     payload = json.loads(result.model_dump_json())
-    _extend(payload["usage"], request.usage)
+    _add_figures(payload["usage"], request.usage)
     return JSONResponse(payload)
 
 
@@ -239,11 +240,11 @@ def _annotate_event(event: str, request: StreamRequest) -> str:
         return event
     payload = json.loads(event[len("data: ") :])
     if payload.get("usage"):
-        _extend(payload["usage"], request.usage)
+        _add_figures(payload["usage"], request.usage)
     return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
-def _extend(usage: dict[str, Any], figures: dict[str, Any]) -> None:
+def _add_figures(usage: dict[str, Any], figures: dict[str, Any]) -> None:
     details = dict(usage.get("prompt_tokens_details") or {})
     for name in ("cached_tokens", "streamed_tokens", "late_tokens"):
         details[name] = figures[name]

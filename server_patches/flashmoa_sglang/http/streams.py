@@ -1,8 +1,8 @@
-"""All prompt streams of a server, in its HTTP process: buffer and lifetime.
+"""``StreamTable``: all prompt streams of a server, from their opening to their end.
 
-A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1,
-Algorithm 1). All timing is decided here, in one process (``prefilling.py``); the
-schedulers see ordinary prefill requests. Tasks run while streams are open.
+A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1, Algorithm 1).
+The HTTP process alone decides when increments are computed (``prefilling.py``); to schedulers they
+are ordinary prefill requests. Tasks run only while streams are open.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at deadlines and draining.
+# Seconds between checks of deadlines, and of draining, a flag that SGLang sets without an event.
 _LIFETIME_CHECK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what clients may ask; reported by ``GET /flashmoa/info``."""
+    """Limits for clients, which ``GET /flashmoa/info`` reports.
+
+    ``streams``: open streams. ``remembered``: streams that have ended whose ending is still known.
+    """
 
     streams: int = 256
     ttl_seconds: float = 3600.0
     default_ttl_seconds: float = 30.0
-    # A prompt of more characters than this per token of context cannot be text.
+    # A prompt with more characters than this for each token of the context is not text.
     characters_per_token: int = 64
     remembered: int = 4096
 
@@ -69,7 +72,10 @@ class StreamTable:
         return len(self._open)
 
     def get(self, stream_id: str) -> PromptStream:
-        """Return an open stream. Raises: StreamUnknown, StreamGone."""
+        """Return an open stream.
+
+        Raises: StreamUnknown if there never was such a stream, StreamGone if it has ended.
+        """
         stream = self._open.get(stream_id)
         if stream is not None:
             return stream
@@ -81,7 +87,7 @@ class StreamTable:
         raise StreamUnknown(f"There is no prompt stream {stream_id}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
-        """Find a real request's stream, or say why there is none: there the id is only a hint."""
+        """Return a final request's stream and "open", or ``None`` and why it cannot be used."""
         stream = self._open.get(stream_id)
         if stream is not None and not stream.claimed:
             return stream, "open"
@@ -90,7 +96,10 @@ class StreamTable:
         return None, self._ended.get(stream_id, "unknown")
 
     def open(self, stream: PromptStream) -> None:
-        """Start a stream. Raises: TooManyStreams, EngineDraining."""
+        """Open a stream.
+
+        Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down.
+        """
         if self._engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
         if len(self._open) >= self.limits.streams:
@@ -102,16 +111,16 @@ class StreamTable:
         metrics.set_open(len(self._open))
         metrics.count("stream_tokens_buffered", stream.certain_tokens())
         self._set_pace(stream)
-        self._touch(stream)
+        self.keep_alive(stream)
         self._tasks.ensure("prompt streams, prefilling", self._prefiller.run)
-        # By itself, so that no stream outlives its time because another one is prefilled.
+        # This is a separate task, so that streams expire even while others are being prefilled.
         self._tasks.ensure("prompt streams, lifetimes", self._watch_lifetimes)
 
     def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
-        """Buffer text or token ids; ``end``: the last ones.
+        """Buffer text or token ids.
 
-        Raises:
-            PromptTooLarge: with the stream as it was before.
+        Args: end: whether these are the last ones.
+        Raises: PromptTooLarge if the prompt would become too long; the stream is unchanged then.
         """
         room = self._engine.max_prompt_tokens
         if stream.buffer is None:
@@ -125,16 +134,20 @@ class StreamTable:
             raise _over_context(room)
         before = stream.buffer.checkpoint()
         stream.buffer.append(piece)
-        # What is held back counts once nothing can change it any more.
+        # At the end of the stream, tokens that were held back so far count, too.
         tokens = stream.buffer.all_tokens() if end else stream.buffer.tokens
         if len(tokens) > room:
             stream.buffer.restore(before)
             raise _over_context(room)
 
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
-        """Add the ``seq``-th piece, once.
+        """Add piece number ``seq``; do nothing if it has been added before.
 
-        Raises: StreamOutOfOrder, StreamGone, PromptTooLarge, EngineDraining.
+        Raises:
+            StreamGone: if the stream's final request has come.
+            EngineDraining: if the server is shutting down.
+            StreamOutOfOrder: if the stream has ended, or pieces before this one are missing.
+            PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
         """
         if stream.claimed:
             raise StreamGone(f"Prompt stream {stream.id} is in use by its request.", reason="used")
@@ -158,20 +171,20 @@ class StreamTable:
             stream.ended_at = time.monotonic()
         metrics.count("stream_tokens_buffered", stream.certain_tokens() - certain)
         self._set_pace(stream)
-        self._touch(stream)
+        self.keep_alive(stream)
 
     def claim(self, stream: PromptStream) -> None:
-        """Stop increments, as the real request has come and computes the rest."""
+        """Stop increments, because the final request has come and computes the rest."""
         stream.claimed = True
         self._prefiller.look()
 
     def unclaim(self, stream: PromptStream) -> None:
-        """Go on with the stream as if the real request, which was refused, had not come."""
+        """Continue the stream as if its final request, which was refused, had not come."""
         stream.claimed = False
-        self._touch(stream)
+        self.keep_alive(stream)
 
     def close(self, stream: PromptStream, ending: Ending) -> None:
-        """End a stream and give its KV back to the cache; harmless to repeat."""
+        """End a stream and let its KV be evicted; do nothing if it has ended already."""
         if stream.closed is not None:
             return
         stream.closed = ending
@@ -183,27 +196,25 @@ class StreamTable:
             self._ended.popitem(last=False)
         if stream.rid is not None:
             self._engine.abort(stream.rid)
-        # Behind the abort in the same queue, so nothing of the stream is pinned after it.
+        # Schedulers get this after the abort, so that no KV of the stream is pinned from then on.
         self._engine.release(stream.id)
         self._prefiller.look()
 
     def keep_alive(self, stream: PromptStream) -> None:
-        """Put off the stream's end: its client is there and has nothing to append."""
-        self._touch(stream)
+        """Put off a stream's expiry."""
+        stream.deadline = time.monotonic() + stream.ttl_seconds
+        self._prefiller.look()
 
     def rank_for(self, beginning: str | Sequence[int]) -> int | None:
-        """Choose the data-parallel rank for a stream with this beginning; ``None`` with one rank.
-
-        Where the stream's siblings are, so that what they share is computed once.
-        """
+        """Choose the data-parallel rank for a stream by its beginning; ``None`` with one rank."""
         ranks = self._engine.data_parallel_ranks
         if ranks == 1:
             return None
         streams = [(s.terms.dp_rank or 0, s.beginning()) for s in self._open.values()]
         return choose_rank(ranks, streams, beginning)
 
-    def _offer_room(self, streams: Iterable[str]) -> None:
-        for stream in (self._open[id_] for id_ in streams if id_ in self._open):
+    def _offer_room(self, stream_ids: Iterable[str]) -> None:
+        for stream in (self._open[id_] for id_ in stream_ids if id_ in self._open):
             stream.offers += 1
             stream.waits_for_room = False
         self._prefiller.look()
@@ -212,19 +223,14 @@ class StreamTable:
         busy = self._engine.others_active()
         stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open), busy)
 
-    def _touch(self, stream: PromptStream) -> None:
-        stream.deadline = time.monotonic() + stream.ttl_seconds
-        self._prefiller.look()
-
     def _fail(self, error: Exception) -> None:
-        """Mark all streams as failed after a bug of ours, as their prefills have stopped."""
+        """Mark all streams as failed, because a bug of the plugin has stopped their prefills."""
         for stream in list(self._open.values()):
             stream.failure = stream.failure or f"{type(error).__name__}: {error}"
 
     async def _watch_lifetimes(self) -> None:
         while self._open:
             self._expire(time.monotonic())
-            # Often enough: draining is a flag that SGLang sets without an event.
             await asyncio.sleep(_LIFETIME_CHECK)
 
     def _expire(self, now: float) -> None:

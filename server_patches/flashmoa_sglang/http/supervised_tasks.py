@@ -1,4 +1,4 @@
-"""Tasks that run as long as there is work, and go on after a bug of the plugin raised."""
+"""``SupervisedTasks``: background tasks that are restarted after an exception."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ _PAUSE_AFTER_ERROR = 1.0
 
 
 class SupervisedTasks:
-    """Tasks that run while they are ``needed``, and begin again after an exception.
+    """Runs tasks while they are needed, and restarts a task that has raised an exception.
 
-    ``failed`` is called with what a task raised, before the task begins again.
+    Args:
+        is_needed: whether tasks are needed at the moment.
+        on_error: called with the exception, before the task is restarted.
     """
 
-    def __init__(self, needed: Callable[[], bool], failed: Callable[[Exception], None]) -> None:
-        self._needed = needed
-        self._failed = failed
+    def __init__(
+        self, is_needed: Callable[[], bool], on_error: Callable[[Exception], None]
+    ) -> None:
+        self._is_needed = is_needed
+        self._on_error = on_error
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reported: set[str] = set()
 
     def ensure(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Start ``work``, which returns when it is not needed, in a task unless it runs."""
+        """Start ``work`` in a task, unless it is running; it must return when it is not needed."""
         task = self._tasks.get(name)
         if task is None or task.done():
             self._tasks[name] = asyncio.create_task(self._supervise(name, work), name=name)
 
     async def _supervise(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        while self._needed():
+        while self._is_needed():
             try:
                 await work()
             except Exception as raised:
                 error = raised.exceptions[0] if isinstance(raised, ExceptionGroup) else raised
                 self._report(name, error)
-                self._failed(error)
+                self._on_error(error)
                 await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     def _report(self, name: str, error: Exception) -> None:

@@ -1,9 +1,8 @@
-"""Where a tokenizer splits whatever comes later: found out once, at start.
+"""Finds boundaries: places in a text at which a tokenizer always splits, whatever text follows.
 
-A boundary must be visible in full (both sides), and every kind of boundary is checked against the
-served tokenizer: no vocabulary entry may span one, and splitting sample texts at one must
-change nothing. A tokenizer for which no kind holds still works: its streams are tokenised
-at their end.
+A kind of boundary is a pattern for the characters on both sides of it. Each kind is checked with
+the served tokenizer at start: no entry of the vocabulary may span a boundary, and splitting sample
+texts at one must not change their tokens. If no kind passes, streams are tokenised at their end.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Left context is one character (lookbehind), right context is a lookahead.
+# A lookbehind for one character on the left, and a lookahead for the characters on the right.
 BOUNDARIES: dict[str, str] = {
     "word": r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])",
     "punctuation": r"(?<=[.,;:!?])(?= [A-Za-z])",
@@ -23,18 +22,18 @@ BOUNDARIES: dict[str, str] = {
 }
 _RIGHT_CONTEXT = 2
 _SAMPLES = 96
-# Where a vocabulary spells white space with a printable stand-in (byte-level, sentencepiece).
+# Printable characters with which vocabularies spell white space (byte-level, sentencepiece).
 _SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
 
 
 def find_boundaries(tokenizer: Any, encode: Any) -> list[str]:
-    """Find the boundaries; without any, text is held back until its end: slow, and right."""
+    """Return the usable kinds of boundary; none if they cannot be determined, which is logged."""
     try:
         return _usable_boundaries(tokenizer, encode)
     except Exception as error:
         logger.warning(
-            "Prompt streams of text are tokenised when they end, and no sooner: where this "
-            "tokenizer splits text could not be found out (%s: %s)",
+            "Prompt streams of text are tokenised when they end, and no sooner, because it could "
+            "not be determined where this tokenizer splits text (%s: %s)",
             type(error).__name__,
             error,
         )
@@ -42,7 +41,7 @@ def find_boundaries(tokenizer: Any, encode: Any) -> list[str]:
 
 
 def vocabulary_of(tokenizer: Any) -> dict[str, int]:
-    """Return the vocabulary as text; some tokenizers spell it in bytes."""
+    """Return the ids of the vocabulary's entries by their text; some tokenizers have bytes."""
     return {
         token.decode(errors="replace") if isinstance(token, bytes) else token: index
         for token, index in tokenizer.get_vocab().items()
@@ -51,10 +50,11 @@ def vocabulary_of(tokenizer: Any) -> dict[str, int]:
 
 def _usable_boundaries(tokenizer: Any, encode: Any) -> list[str]:
     """Return the kinds of boundary that hold for this tokenizer, in the order of ``BOUNDARIES``."""
-    added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    added = [str(token) for token in added_tokens]
     swallowing = [
         str(token)
-        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+        for token in added_tokens
         if getattr(token, "rstrip", False) or getattr(token, "lstrip", False)
     ]
     vocabulary = [token.translate(_SPELLINGS) for token in vocabulary_of(tokenizer)] + added
@@ -62,7 +62,7 @@ def _usable_boundaries(tokenizer: Any, encode: Any) -> list[str]:
     usable: list[str] = []
     for name, pattern in BOUNDARIES.items():
         boundary = re.compile(pattern)
-        # A token that takes the white space beside it takes the boundary's right side with it.
+        # A token that swallows adjacent white space also swallows the right side of a boundary.
         swallowed = any(
             boundary.search(f"{token} a") or boundary.search(f"{token}\n") for token in swallowing
         )
@@ -73,39 +73,25 @@ def _usable_boundaries(tokenizer: Any, encode: Any) -> list[str]:
 
 
 def _has_inner_boundary(boundary: re.Pattern[str], entry: str) -> bool:
-    # One more letter on the right, so that a boundary whose right context ends the entry counts.
+    # With one more letter, a boundary is also found if its right context ends the entry.
     return any(0 < match.start() < len(entry) for match in boundary.finditer(entry + "a"))
 
 
 def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
     """Make random texts of vocabulary entries and difficult pieces, the same at every start."""
     dice = random.Random(0)
-    trouble = [
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "'s",
-        "12",
-        "3456",
-        ". ",
-        "é",
-        "e\u0301",
-        "中文，好",
-        "🙂",
-    ]
-    trouble += added
+    difficult = [" ", "  ", "\n", "\n\n", " \n ", "\t", "'s", "12", "3456", ". ", "é", "e\u0301"]
+    difficult += ["中文，好", "🙂", *added]
     texts: list[str] = []
     for _ in range(_SAMPLES):
-        pieces = dice.choices(vocabulary, k=6) + dice.choices(trouble, k=4) + [" and a b. C\n"]
+        pieces = dice.choices(vocabulary, k=6) + dice.choices(difficult, k=4) + [" and a b. C\n"]
         dice.shuffle(pieces)
         texts.append("".join(pieces))
     return texts
 
 
 def _splits(boundary: re.Pattern[str], samples: list[str], encode: Any) -> bool:
+    """Return whether the tokenizer splits the samples at every boundary, as far as it is tried."""
     for text in samples:
         for match in list(boundary.finditer(text))[:4]:
             at = match.start()
@@ -113,7 +99,7 @@ def _splits(boundary: re.Pattern[str], samples: list[str], encode: Any) -> bool:
             rest = encode(anchor + text[at:])[len(encode(anchor)) :]
             if encode(text[:at]) + rest != encode(text):
                 return False
-            # What follows the boundary's own context must not matter either.
+            # The text after the boundary's right context must not matter, either.
             near = text[: at + _RIGHT_CONTEXT]
             if encode(near)[: len(encode(text[:at]))] != encode(text[:at]):
                 return False

@@ -1,8 +1,8 @@
-"""Canonical tokens of a text that is still growing.
+"""``TokenBuffer``: the canonical tokens of a text that is still growing.
 
-A text stream's tokens must equal the tokenizer's own tokens of the whole text, and each
-character is tokenised once. So tokens are emitted only up to a *boundary*: a place in the text
-where the tokenizer splits whatever comes later (``token_boundaries.py``).
+The tokens of a stream of text must equal the tokens of the whole text, and each character is
+tokenised only once. So tokens are emitted only up to a *boundary*: a place at which the tokenizer
+always splits, whatever text follows (``token_boundaries.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import re
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flashmoa_sglang.http.token_boundaries import BOUNDARIES, find_boundaries, vocabulary_of
@@ -21,53 +22,53 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizedPrefix(NamedTuple):
-    """A boundary already passed: the first ``chars`` characters are the first ``tokens`` tokens."""
+    """A boundary in the buffer: the first ``chars`` characters are the first ``tokens`` tokens."""
 
     chars: int
     tokens: int
 
 
 class Checkpoint(NamedTuple):
-    """A state of a :class:`TokenBuffer` to go back to."""
+    """A state of a :class:`TokenBuffer` that can be restored."""
 
     chars: int
     prefixes: int
 
 
-class Sealed(NamedTuple):
-    """Text before a :class:`TokenBuffer` that the server encodes on its own."""
+class EncodedHead(NamedTuple):
+    """Text before that of a :class:`TokenBuffer`, which SGLang encodes separately."""
 
     text: str
-    special: bool
+    add_special_tokens: bool
     tokens: list[int]
 
 
 class CanonicalTokenizer:
-    """The served tokenizer and what was learned about where it splits.
+    """The served tokenizer, the special tokens that it adds, and the boundaries at which it splits.
 
     Args:
         tokenizer: a Hugging Face tokenizer, fast or slow.
 
     Raises:
-        Exception: whatever a tokenizer raises that does not encode as those do.
+        Exception: of any class, if the tokenizer does not encode as Hugging Face's do.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encode = tokenizer.encode
-        plain, special = self.encode("a"), self.encode("a", special=True)
-        start = _find(special, plain)
-        self.prefix = special[:start]
-        self.suffix = special[start + len(plain) :]
+        plain, with_special = self.encode("a"), self.encode("a", add_special_tokens=True)
+        start = _find_sublist(with_special, plain)
+        self.prefix = with_special[:start]
+        self.suffix = with_special[start + len(plain) :]
         self.bos = getattr(tokenizer, "bos_token_id", None)
         self.boundaries = find_boundaries(tokenizer, self.encode)
         self._boundary = re.compile(
             "|".join(BOUNDARIES[name] for name in self.boundaries) or r"(?!)"
         )
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids of ``text`` on its own."""
-        return self._encode(text, add_special_tokens=special)
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a whole text."""
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def last_boundary(self, text: str, start: int) -> int:
         """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
@@ -80,18 +81,18 @@ class CanonicalTokenizer:
         return self._boundary.match(text, position) is not None
 
     def encode_between(self, text: str, start: int, end: int) -> list[int]:
-        """Return the tokens of ``text[start:end]`` in place; ``start`` is 0 or a boundary."""
+        """Return the tokens of ``text[start:end]`` in ``text``; ``start`` is 0 or a boundary."""
         if start == 0:
             return self.encode(text[:end])
-        # A boundary splits after its left character whatever stands before that, so one
-        # character is context enough for tokenizers that treat a text's start specially.
+        # Some tokenizers treat the start of a text specially. One character before is enough
+        # context, because a boundary splits after it whatever text is before it.
         anchor = text[start - 1]
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
 
     def digest(self) -> str | None:
-        """Hash the vocabulary and the rules: equal where two engines tokenise alike.
+        """Return a hash of vocabulary and rules, equal for engines that tokenise alike.
 
-        ``None`` where the tokenizer tells neither.
+        Return ``None`` if the tokenizer shows neither.
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
@@ -105,8 +106,8 @@ class CanonicalTokenizer:
         return hashlib.sha256(rules.encode()).hexdigest()
 
 
-def canonical(tokenizer: Any) -> CanonicalTokenizer | None:
-    """Learn about a tokenizer; log once, and return ``None``, where it cannot be used."""
+def make_canonical(tokenizer: Any) -> CanonicalTokenizer | None:
+    """Wrap a tokenizer; if it cannot be used, log why and return ``None``."""
     if tokenizer is None:
         return None
     try:
@@ -122,38 +123,44 @@ def canonical(tokenizer: Any) -> CanonicalTokenizer | None:
 
 
 class TokenBuffer:
-    """A growing text and the prefix of its tokens that no later text can change.
+    """A growing text, and the prefix of its tokens that no later text can change.
 
     Args:
-        tokenizer: shared by all buffers of a server.
-        special: whether the tokenizer's own special tokens belong around the text, as for a
-            plain ``text`` prompt, or not, as for a rendered chat template.
-        head: what stands before the text and never mixes with it: a chat's rendered prompt
-            before the answer that the model is to continue.
+        tokenizer: the tokenizer, which all buffers of a server share.
+        add_special_tokens: whether the tokenizer's special tokens are added to the text, as for a
+            plain ``text`` prompt, or not, as for a rendered chat.
+        head: text that is encoded separately and comes before: the rendered chat, if the buffer is
+            for an answer that the model continues.
+
+    Attributes:
+        tokens: the tokens of the head and of the text up to the last boundary.
     """
 
     def __init__(
-        self, tokenizer: CanonicalTokenizer, special: bool, head: Sealed | None = None
+        self,
+        tokenizer: CanonicalTokenizer,
+        add_special_tokens: bool,
+        head: EncodedHead | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._head = head
-        self.special = special
+        self.add_special_tokens = add_special_tokens
         self.text = ""
-        self._lead = tokenizer.prefix if special else []
+        self._lead = tokenizer.prefix if add_special_tokens else []
         if head is not None:
-            # As SGLang joins the two.
-            again = self._lead[:1] == [tokenizer.bos]
-            self._lead = head.tokens + self._lead[1 if again else 0 :]
+            # Like SGLang, drop a beginning-of-text token between the two.
+            has_bos = self._lead[:1] == [tokenizer.bos]
+            self._lead = head.tokens + self._lead[1 if has_bos else 0 :]
         self.tokens = array("q", self._lead)
         self._prefixes = [TokenizedPrefix(0, len(self.tokens))]
 
     @property
     def whole_text(self) -> str:
-        """The text with what stands before it."""
+        """The text, with the head's text before it."""
         return self._head.text + self.text if self._head is not None else self.text
 
     def append(self, text: str) -> None:
-        """Add text; ``tokens`` grows by what has become certain."""
+        """Add text, and to ``tokens`` the tokens that have become certain."""
         self.text += text
         start = self._prefixes[-1].chars
         boundary = self._tokenizer.last_boundary(self.text, start)
@@ -172,54 +179,58 @@ class TokenBuffer:
 
     def all_tokens(self) -> list[int]:
         """Return the tokens of the text as if it ended here."""
-        own = self.encode(self.text, self.special)
-        return self._lead + own[len(self._tokenizer.prefix) if self.special else 0 :]
+        tokens = self.encode(self.text, self.add_special_tokens)
+        skipped = len(self._tokenizer.prefix) if self.add_special_tokens else 0
+        return self._lead + tokens[skipped:]
 
-    def encode_piece(self, text: str, special: bool, first: bool) -> list[int]:
-        """Return the tokens of a prompt, or of the ``first`` or a later piece of one."""
-        if self._head is None or not first:
-            return self.encode(text, special)
-        if (text, special) == (self._head.text, self._head.special):
-            return list(self._head.tokens)
-        return self._tokenizer.encode(text, special)
+    def encode_piece(self, text: str, add_special_tokens: bool, first: bool) -> list[int]:
+        """Return the tokens of a prompt, or of a piece of one.
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        """Return a whole prompt's tokens, tokenising only what this buffer has not tokenised yet.
-
-        Where ``text`` departs from the buffered text, tokens up to the last boundary before that
-        place are reused.
+        Args: first: whether this is the first piece, or the only one.
         """
-        if special != self.special and (self._tokenizer.prefix or self._tokenizer.suffix):
-            return self._tokenizer.encode(text, special)
-        prefix = self._shared_prefix(text)
-        ids = list(self._tokenizer.prefix) if special else []
-        ids += self.tokens[len(self._lead) : prefix.tokens]
-        ids += self._tokenizer.encode_between(text, prefix.chars, len(text))
-        return ids + self._tokenizer.suffix if special else ids
+        if self._head is None or not first:
+            return self.encode(text, add_special_tokens)
+        if (text, add_special_tokens) == (self._head.text, self._head.add_special_tokens):
+            return list(self._head.tokens)
+        return self._tokenizer.encode(text, add_special_tokens)
 
-    def common_chars(self, text: str) -> int:
-        """Return how many leading characters ``text`` shares with the buffered text."""
-        if text.startswith(self.text):
-            return len(self.text)
-        low, high = 0, min(len(text), len(self.text))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if text.startswith(self.text[low:middle], low):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return a text's tokens, tokenising only the part that this buffer has not tokenised yet.
+
+        If ``text`` departs from the buffered text, tokens up to the last boundary before that place
+        are reused.
+        """
+        tokenizer = self._tokenizer
+        if add_special_tokens != self.add_special_tokens and (tokenizer.prefix or tokenizer.suffix):
+            return tokenizer.encode(text, add_special_tokens)
+        prefix = self._shared_prefix(text)
+        ids = list(tokenizer.prefix) if add_special_tokens else []
+        ids += self.tokens[len(self._lead) : prefix.tokens]
+        ids += tokenizer.encode_between(text, prefix.chars, len(text))
+        return ids + tokenizer.suffix if add_special_tokens else ids
 
     def _shared_prefix(self, text: str) -> TokenizedPrefix:
-        shared = self.common_chars(text)
+        shared = common_length(text, self.text)
         index = bisect_right(self._prefixes, shared, key=lambda prefix: prefix.chars) - 1
-        # Both sides of the boundary must be there in the new text as well.
+        # The new text must have a boundary at the same place, with both of its sides.
         while index > 0 and not self._tokenizer.is_boundary(text, self._prefixes[index].chars):
             index -= 1
         return self._prefixes[index]
 
 
-def _find(haystack: list[int], needle: list[int]) -> int:
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts, or of two arrays of tokens."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _find_sublist(haystack: list[int], needle: list[int]) -> int:
     for start in range(len(haystack) - len(needle) + 1):
         if haystack[start : start + len(needle)] == needle:
             return start

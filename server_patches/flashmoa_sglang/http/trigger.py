@@ -1,12 +1,13 @@
-"""When buffered tokens are prefilled, how many, and when clients append next: pure decisions.
+"""Decides when buffered tokens are prefilled and how many (``due``), and the pace of appends.
 
-The criterion C of FlashAgents §3.1 (enough tokens, end of the stream, engine idle), for each
-stream that has no increment running. So increments grow by themselves when the engine falls
-behind, and are small when it has time. How increments share a forward, and how they give way
-to decoding and to requests, is the scheduler's business.
+``due`` is criterion C of FlashAgents §3.1 (enough tokens, end of the stream, engine idle) for each
+stream that has no increment running. So increments grow by themselves when the engine is slow, and
+are small when it has time. The scheduler decides how increments share a forward, and how they yield
+to decoding and to requests.
 
-Answering an append takes the HTTP process some half of a millisecond, which on a CPU is taken
-from a forward. So each answer names a time at which no other client was asked to append.
+Answering an append takes the HTTP process about half a millisecond, and on a CPU it takes that from
+a forward. So each answer names a time for the next append at which no other client appends
+(``Pace``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Buffered(Protocol):
-    """What the decision needs to know of a stream."""
+    """The attributes of a stream on which the decision depends."""
 
     prefilled: int
     ended_at: float | None
@@ -27,8 +28,9 @@ class Buffered(Protocol):
 
 
 S = TypeVar("S", bound=Buffered)
-# Seconds between two appends of different streams, and between two of the same.
+# Seconds between two appends of different streams.
 _APART = 0.02
+# The least and the most seconds between two appends of the same stream.
 _SOONEST, _LATEST = 0.04, 0.25
 
 
@@ -36,37 +38,44 @@ _SOONEST, _LATEST = 0.04, 0.25
 class Policy:
     """Bounds of an increment, in tokens and seconds.
 
-    ``chunk``: the most tokens in one go. A request that arrives meanwhile waits for them, so
-    it is what streams can cost their neighbours at worst; ``lone_chunk`` where there is one
-    stream only, and so no other request to expect. ``page``: tokens per KV page.
+    Attributes:
+        least: the fewest tokens in an increment, unless it ends its stream.
+        chunk: the most tokens in an increment. A request that arrives while the increment is
+            computed waits for it, so this limits the delay that streams cause.
+        page: tokens in a KV page.
+        end_grace: seconds after a stream's end in which its last tokens are not prefilled: usually
+            the final request comes at once and computes them.
     """
 
     least: int = 16
     chunk: int = 512
     page: int = 1
-    # The real request usually follows the end at once and carries the rest along.
     end_grace: float = 0.01
 
     @property
     def lone_chunk(self) -> int:
+        """The most tokens in an increment of the only stream, with no other request to delay."""
         return 4 * self.chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Due(Generic[S]):
-    """``increments``: streams and how far to prefill each. ``wait``: seconds until the next
-    look if nothing changes before, or ``None``."""
+    """The increments to compute now.
+
+    ``increments``: streams, and the number of tokens up to which each is prefilled. ``wait``:
+    seconds after which to decide again if no stream changes before; ``None``: not at all.
+    """
 
     increments: tuple[tuple[S, int], ...]
     wait: float | None = None
 
 
 def due(streams: Iterable[S], policy: Policy, *, now: float, alone: bool) -> Due[S]:
-    """Choose what to prefill now, the least remaining first.
+    """Choose the increments to compute now, with the fewest remaining tokens first.
 
     Args:
-        streams: those that may be prefilled further and have no increment running.
-        alone: whether this is the engine's only stream, and no other request runs.
+        streams: the streams that may be prefilled further and have no increment running.
+        alone: whether there is only one stream, and no other request runs.
     """
     chunk = policy.lone_chunk if alone else policy.chunk
     ready: list[tuple[int, S, int]] = []
@@ -87,10 +96,10 @@ def due(streams: Iterable[S], policy: Policy, *, now: float, alone: bool) -> Due
 
 
 def _target(stream: Buffered, policy: Policy, chunk: int) -> int | None:
-    """Return how far to prefill a stream; ``None``: it is not worth it yet."""
+    """Return up to which token to prefill a stream; ``None`` if that is not worth it yet."""
     certain = stream.certain_tokens()
     if stream.ended_at is None:
-        # Part of a page is not kept, so it would be computed again.
+        # SGLang does not cache a part of a page, so it would be computed again.
         certain -= certain % policy.page
         if certain - stream.prefilled < policy.least:
             return None
@@ -100,7 +109,7 @@ def _target(stream: Buffered, policy: Policy, chunk: int) -> int | None:
 
 
 class Pace:
-    """Spreads the appends of all streams evenly. Times in seconds of any one clock."""
+    """Spreads the appends of all streams evenly. Times are in seconds, of any one clock."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -109,11 +118,11 @@ class Pace:
         """Return how long the stream that has just appended should gather text.
 
         Args:
-            streams: how many are open.
-            busy: whether others' requests are running; increments are seconds apart then,
-                and what is appended in between would only wait.
+            streams: number of open streams.
+            busy: whether other requests are running. Increments are then computed so rarely that
+                text which is appended more often would only wait.
         """
-        around = _LATEST if busy else min(max(_APART * streams, _SOONEST), _LATEST)
-        turn = max(self._last + around / max(streams, 1), now + _SOONEST)
-        self._last = min(turn, now + _LATEST)
+        interval = _LATEST if busy else min(max(_APART * streams, _SOONEST), _LATEST)
+        next_turn = max(self._last + interval / max(streams, 1), now + _SOONEST)
+        self._last = min(next_turn, now + _LATEST)
         return self._last - now

@@ -1,8 +1,8 @@
-"""The installed SGLang release: everything in which the releases differ, behind one class.
+"""The differences between SGLang's releases, each release as one class.
 
-``RELEASE`` is the instance for the installed release; the rest of the plugin reaches what moves
-between releases only through it. A release between two tested ones is served by the older one's
-class, which the checks at start (``plugin.py``) accept or refuse.
+``RELEASE`` is the instance for the installed release. The rest of the plugin uses whatever differs
+between releases only through it. A release between two tested ones is served by the class of the
+older one; the checks at start (``plugin.py``) then accept or refuse it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashmoa_sglang.releases.v0_5_18 import Release0518
 from flashmoa_sglang.releases.v0_5_23 import Release0523
 
 TESTED = ("0.5.12.post1", "0.5.18", "0.5.23")
-# By the first release that each class serves, the oldest first.
+# The keys are the first release that each class serves, the oldest first.
 _CLASSES: dict[tuple[int, ...], type[Release]] = {
     (0, 5, 12): Release0512,
     (0, 5, 18): Release0518,
@@ -25,14 +25,17 @@ _CLASSES: dict[tuple[int, ...], type[Release]] = {
 
 
 def installed() -> str:
-    """Return the installed SGLang release. Raises: PackageNotFoundError."""
+    """Return the installed SGLang release.
+
+    Raises: PackageNotFoundError if SGLang is not installed.
+    """
     return version("sglang")
 
 
 def too_old(release: str) -> str | None:
-    """Return what to tell the user of a release older than the oldest tested one, else ``None``."""
+    """Return an error message if a release is older than the oldest tested one, else ``None``."""
     number = _number(release)
-    # A build from a checkout without tags calls itself 0.0.0; its hooks are checked at start.
+    # A build from a checkout without tags has the version 0.0.0; its hooks are checked at start.
     if number >= min(_CLASSES) or not any(number):
         return None
     return (
@@ -42,10 +45,10 @@ def too_old(release: str) -> str | None:
 
 
 def class_for(release: str) -> type[Release]:
-    """Return the class that serves a release: the newest that is not newer than it."""
+    """Return the class that serves a release: the newest that is not newer than the release."""
     number = _number(release)
-    known = [first for first in _CLASSES if first <= number]
-    return _CLASSES[max(known, default=min(_CLASSES))]
+    not_newer = [first for first in _CLASSES if first <= number]
+    return _CLASSES[max(not_newer, default=min(_CLASSES))]
 
 
 def _number(release: str) -> tuple[int, ...]:
@@ -55,7 +58,7 @@ def _number(release: str) -> tuple[int, ...]:
 def _installed_class() -> type[Release]:
     try:
         return class_for(installed())
-    except PackageNotFoundError:  # Parts of the plugin are used without SGLang.
+    except PackageNotFoundError:  # Some parts of the plugin are used without SGLang.
         return Release0518
 
 

@@ -1,8 +1,8 @@
-"""What the plugin asks of an SGLang release.
+"""``Release``: what the plugin needs of SGLang and releases do differently.
 
-A method here says what it is for and does what most releases need; a release's class overrides what
-is different there. Parameters that are SGLang's own objects are named alike everywhere: from their
-names the list for the check at start is derived (``internals/used_names.txt``).
+A method does what most releases need; the class of a release overrides the methods that need
+something different there. Parameters that hold SGLang's objects have the same name everywhere, and
+the check at start relies on these names (``internals/names.py``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# The path of one of SGLang's functions, and the plugin's function around it.
+# The dotted path of one of SGLang's functions, and the plugin's function that wraps it.
 Fix = tuple[str, "Callable[..., Any]"]
 
-# Backends that write the keys and values of a whole batch before they read any of them.
-# FlashInfer's ragged prefill does not, nor do the MLA paths.
+# Attention backends that write the keys and values of a whole batch before they read any of them.
+# FlashInfer's ragged prefill and the MLA paths do not.
 _WRITE_FIRST = {"torch_native", "triton", "fa3"}
 
 
@@ -28,13 +28,13 @@ class Release(ABC):
     """One SGLang release.
 
     Attributes:
-        STREAM_OUTPUT: the method that takes ``(reqs, return_logprob, skip_req)`` and sends the
-            answers on through its owner's ``send_to_detokenizer``; the owner has ``tree_cache``.
-        CREATE_OFFLOADER: the function with which a model runner makes its offloader, under the
-            name by which the runner's module knows it.
+        STREAM_OUTPUT: path of the method that takes ``(reqs, return_logprob, skip_req)`` and sends
+            answers through its object's ``send_to_detokenizer``; the object has ``tree_cache``.
+        CREATE_OFFLOADER: path of the function that creates a model runner's offloader, as the
+            module of the model runner imports it.
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
-        SCHEDULER_FIXES, HTTP_FIXES: what the release does wrong where the plugin depends on it, in
-            its schedulers and in its HTTP process.
+        SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
+            schedulers and in the HTTP process.
     """
 
     STREAM_OUTPUT: ClassVar[str] = (
@@ -53,34 +53,35 @@ class Release(ABC):
     # Starting SGLang, and its arguments.
 
     def prepare_import(self) -> None:  # noqa: B027
-        """Do what each process needs before it imports SGLang."""
+        """Prepare a process, before it imports SGLang."""
 
     def server_arguments(self, argv: list[str]) -> list[str]:
-        """Return the user's arguments and those that the release cannot find out by itself."""
+        """Return the user's arguments, and those that the release cannot find out by itself."""
         return argv
 
-    def resolved(self, server_args: Any) -> Any:
-        """Return SGLang's arguments with what it has chosen where the user gave none."""
+    def resolve_arguments(self, server_args: Any) -> Any:
+        """Return SGLang's arguments, with SGLang's choice for each that the user did not give."""
         return server_args
 
     def graphs_are_off(self, arguments: Any) -> bool:
-        """Return whether SGLang replays no forward from a CUDA graph, by its resolved arguments.
+        """Return whether, by its resolved arguments, SGLang replays no forward from a CUDA graph.
 
-        The older ``--disable-cuda-graph`` leaves a phase its graphs where another argument asks for
-        them.
+        The older ``--disable-cuda-graph`` is not enough: another argument can turn the graphs of a
+        phase on again.
         """
         config = arguments.cuda_graph_config
         return config.decode.backend == config.prefill.backend == "disabled"
 
     def data_parallel_ranks(self, arguments: Any) -> int:
-        """Return among how many schedulers, each with KV of its own, requests are divided."""
+        """Return the number of schedulers that have a KV pool each and share the requests."""
         return arguments.dp_size or 1
 
     def steps_together(self, arguments: Any) -> bool:
         """Return whether ranks with different requests must be in the same forward.
 
-        That is so with pipeline stages, and where SGLang has ranks agree on each batch. A scheduler
-        knows the latter for certain (``require_mlp_sync``); this is true at least wherever that is.
+        They must with pipeline stages, and if SGLang lets ranks agree on each batch. Only a
+        scheduler knows for certain that they agree (``require_mlp_sync``); this is true whenever
+        they do, and perhaps when they do not.
         """
         return (
             arguments.pp_size > 1
@@ -90,23 +91,23 @@ class Release(ABC):
         )
 
     def divides_attention(self, arguments: Any) -> bool:
-        """Return whether data-parallel ranks divide the attention layers among them."""
+        """Return whether SGLang computes attention with data parallelism (DP attention)."""
         return arguments.enable_dp_attention
 
     # The HTTP process.
 
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``TokenizerManager.generate_request`` to keep no state of refused requests."""
+        """Wrap ``TokenizerManager.generate_request`` so that no state of refused requests stays."""
         return generate
 
     def namespace_fields(
         self, cache_salt: str | None, extra_key: str | None, lora_path: str | None
     ) -> dict[str, Any]:
-        """Return the fields of a ``GenerateReqInput`` that keep its KV apart from others'."""
+        """Return the fields of a ``GenerateReqInput`` that make the namespace of its KV."""
         return {"cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path}
 
     def render_before_encoding(self, tokenizer: Any) -> None:  # noqa: B027
-        """Have chat prompts go through ``tokenizer.encode`` as text, if they do not already."""
+        """Patch the tokenizer so that chat prompts pass through its ``encode`` as text."""
 
     # Messages between processes.
 
@@ -114,18 +115,18 @@ class Release(ABC):
         """Send one of the plugin's messages to every scheduler."""
         from sglang.srt.managers.io_struct import sock_send
 
-        sock_send(tokenizer_manager.send_to_scheduler, self.wrapped(message))
+        sock_send(tokenizer_manager.send_to_scheduler, self.wrap(message))
 
     def to_tokenizer(self, scheduler: Any, message: Any) -> None:
         """Send one of the plugin's messages from a scheduler to the HTTP process."""
-        self.tokenizer_channel(scheduler).send_output(self.wrapped(message), None)
+        self.tokenizer_channel(scheduler).send_output(self.wrap(message), None)
 
     def tokenizer_channel(self, scheduler: Any) -> Any:
-        """Return what sends from a scheduler to the HTTP process."""
+        """Return the object with which a scheduler sends to the HTTP process."""
         return scheduler.ipc_channels.send_to_tokenizer
 
-    def wrapped(self, message: Any) -> Any:
-        """Return one of the plugin's messages as SGLang's channels take it."""
+    def wrap(self, message: Any) -> Any:
+        """Return one of the plugin's messages in the form that SGLang's channels take."""
         from sglang.srt.managers.io_struct import wrap_as_pickle
 
         return wrap_as_pickle(message)
@@ -133,27 +134,29 @@ class Release(ABC):
     # The scheduler and its batches.
 
     def running_batch(self, scheduler: Any, arguments: dict[str, Any]) -> Any:
-        """Return the decoding requests, by the arguments of ``_get_new_batch_prefill_raw``."""
+        """Return the batch of decoding requests.
+
+        Args: arguments: the keyword arguments of ``_get_new_batch_prefill_raw``.
+        """
         return arguments["running_batch"]
 
-    def new_batch(self, result: Any) -> Any:
-        """Return the prefill batch, or ``None``, from the result of that method."""
-        return result[0]
+    def split_batches(self, scheduler: Any, result: Any) -> tuple[Any, Any]:
+        """Return the prefill batch, or ``None``, and the batch of decoding requests.
+
+        Args: result: what ``_get_new_batch_prefill_raw`` returned.
+        """
+        return result
 
     def no_batch(self, running: Any) -> Any:
-        """Return the result of that method that stands for no prefill batch."""
+        """Return the result of that method that means that there is no prefill batch."""
         return None, running
-
-    def running_after(self, scheduler: Any, result: Any) -> Any:
-        """Return the decoding requests after such a result."""
-        return result[1]
 
     def publish(self, scheduler: Any, req: Any) -> None:
         """Put the KV of a request that is about to run into the radix tree.
 
-        That is what chunked prefill does between chunks: the forward has not run yet, but all that
-        could read these slots runs behind it. The batch is already built on the request's prefix,
-        so the prefix is put back.
+        Chunked prefill does the same between chunks. The forward has not run yet, but every forward
+        that could read these slots is enqueued after it. The batch has already been built with the
+        request's prefix, so the prefix is restored.
         """
         prefix = req.prefix_indices
         scheduler.stash_chunked_request(req)
@@ -161,15 +164,15 @@ class Release(ABC):
 
     @abstractmethod
     def check_host_cache(self, scheduler: Any) -> None:
-        """Look after copies to and from host memory, as SGLang does before each prefill batch."""
+        """Check on copies to and from host memory, as SGLang does before each prefill batch."""
 
     def release_prefetch(self, scheduler: Any, req: Any) -> None:
-        """Stop bringing KV back from storage for a request that will not run."""
+        """Stop loading KV from storage for a request that will not run."""
         if scheduler.enable_hicache_storage:
             scheduler.tree_cache.release_aborted_request(req.rid)
 
     def release_metadata_buffer(self, scheduler: Any, req: Any) -> None:
-        """Give back what a request that will not run holds for its transfer to a decode engine."""
+        """Release the buffer for the transfer of a request to a decode engine; it will not run."""
         from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
 
         maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
@@ -185,13 +188,13 @@ class Release(ABC):
     def reserved_output(self, scheduler: Any, req: Any) -> float:
         """Return the share of a running request's remaining output for which SGLang keeps room.
 
-        It is SGLang's estimate of how early answers end, and follows from steps and retractions
-        alone.
+        It is SGLang's estimate of how early answers end. It depends on steps and retractions only,
+        so tensor-parallel ranks agree about it.
         """
         return scheduler.new_token_ratio_tracker.current
 
     def shares_within_forward(self, scheduler: Any) -> bool:
-        """Return whether a request may read KV that another one of its batch writes."""
+        """Return whether a request may read KV that another request of its batch writes."""
         arguments = scheduler.server_args
         backend = arguments.prefill_attention_backend or arguments.attention_backend
         return (
@@ -203,11 +206,11 @@ class Release(ABC):
     # Requests in the scheduler.
 
     def needs_host_load(self, req: Any) -> bool:
-        """Return whether some of the request's KV must be brought back from host memory."""
+        """Return whether some of the request's KV must be loaded back from host memory."""
         return req.needs_host_load_back()
 
     def namespace(self, req: Any) -> Hashable:
-        """Return what keeps the request's KV apart from others': cache salt, LoRA adapter."""
+        """Return the namespace of the request's KV: extra key (with a LoRA adapter), cache salt."""
         return (req.extra_key, req.cache_salt)
 
     def cached_tokens(self, req: Any) -> int:
@@ -215,21 +218,21 @@ class Release(ABC):
         return len(req.prefix_indices)
 
     def longest_prefix(self, req: Any) -> int:
-        """Return how long a cached prefix may be at most: one token at least is always computed."""
+        """Return how long the cached prefix may be: at least one token is always computed."""
         return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
 
     @abstractmethod
     def computed_until(self, req: Any) -> int:
-        """Return where the part of the request ends that the batch computes."""
+        """Return the position in the request's tokens up to which its batch computes it."""
 
     def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
-        """Return a copy of the request's tokens."""
+        """Return a copy of the request's tokens from ``start`` to ``end``."""
         import numpy
 
         return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
 
     def grow_prefix(self, req: Any, count: int) -> None:
-        """Count ``count`` more tokens as cached; their slots are filled in after the build."""
+        """Count ``count`` more tokens as cached; their slots are set once the batch is built."""
         import torch
 
         prefix = req.prefix_indices
@@ -256,16 +259,32 @@ class Release(ABC):
 
     @abstractmethod
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
-        """Match a waiting request with the radix tree; return the length of the cached prefix."""
+        """Match a waiting request with the radix tree. Return the length of the cached prefix."""
 
     # The CPU platform.
 
-    @abstractmethod
     def cpu_platform(self) -> type:
-        """Return the class from which the CPU platform is derived."""
+        """Return the base class of the CPU platform.
+
+        SGLang's class names no KV pool and no allocator; this one does.
+        """
+        from sglang.srt.platforms.interface import SRTPlatform
+
+        class CpuPlatform(SRTPlatform):
+            def get_mha_kv_pool_cls(self) -> type:
+                from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+                return MHATokenToKVPool
+
+            def get_paged_allocator_cls(self) -> type:
+                from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
+
+                return CpuPagedAllocator
+
+        return CpuPlatform
 
     def write_location(self, attention: Any, forward_batch: Any) -> Any:
-        """Return where a batch's new keys go, as the KV pool's ``set_kv_buffer`` takes it."""
+        """Return the location of a batch's new keys that ``set_kv_buffer`` of the pool takes."""
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
         return KVWriteLoc(forward_batch.out_cache_loc, attention.swa_out_cache_loc)

@@ -1,6 +1,6 @@
 """SGLang 0.5.12."""
 
-# What this release has and the one in the type checker's environment has not.
+# The type checker has 0.5.18, which lacks some attributes of this release.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.cpu.host_memory import Unpinned
+from flashmoa_sglang.cpu.host_memory import UnpinnedTorch
 from flashmoa_sglang.releases.base import Release
-from flashmoa_sglang.releases.v0_5_18 import token_ids_logprobs
+from flashmoa_sglang.releases.v0_5_18 import keep_tensors_in_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -27,9 +27,9 @@ _HOST_COPIES = "sgl_kernel.kvcacheio"
 
 
 async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
-    """Forget a request that is refused in ``TokenizerManager._tokenize_one_request``.
+    """Forget a request that is refused; wraps ``TokenizerManager._tokenize_one_request``.
 
-    Its state would stay, and the server would seem to be busy with it for ever.
+    Stock SGLang keeps its state, so that the server seems to be busy with it until the server ends.
     """
     try:
         return await original(manager, obj)
@@ -39,7 +39,7 @@ async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: An
 
 
 def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) -> None:
-    """Forget a request that left the queue: around ``TokenizerManager._handle_abort_req``."""
+    """Forget a request that was aborted in the queue; wraps ``_handle_abort_req``."""
     state = manager.rid_to_state.get(message.rid)
     if state is None:
         return
@@ -49,13 +49,12 @@ def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) 
 
 
 class Release0512(Release):
-    """SGLang 0.5.12, which aborts abandoned requests by itself."""
+    """SGLang 0.5.12, which by itself aborts requests whose client has disconnected."""
 
-    # The scheduler itself streams its output.
     STREAM_OUTPUT = "sglang.srt.managers.scheduler.Scheduler.stream_output"
     NO_GRAPHS = "--disable-cuda-graph --disable-piecewise-cuda-graph"
     SCHEDULER_FIXES = (
-        ("sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw", token_ids_logprobs),
+        ("sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw", keep_tensors_in_logprobs),
     )
     HTTP_FIXES = (
         (f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenize_or_forget),
@@ -63,51 +62,53 @@ class Release0512(Release):
     )
 
     def prepare_import(self) -> None:
-        """Let the hierarchical cache be imported without the GPU kernels that it would call.
+        """Put a stub in place of ``sgl_kernel.kvcacheio``, which needs a GPU build.
 
-        Only that one module of ``sgl_kernel`` is imported unconditionally. It gets no parent
-        package, so every guarded import of ``sgl_kernel`` still finds that there is none.
+        SGLang imports only this module of ``sgl_kernel`` unconditionally, for its hierarchical
+        cache. The stub gets no parent package, so that guarded imports of ``sgl_kernel`` still
+        fail.
         """
         if find_spec("sgl_kernel") is None:
-            copies = ModuleType(_HOST_COPIES)
-            copies.__getattr__ = _missing_kernel
-            sys.modules[_HOST_COPIES] = copies
+            stub = ModuleType(_HOST_COPIES)
+            stub.__getattr__ = _missing_kernel
+            sys.modules[_HOST_COPIES] = stub
 
     def server_arguments(self, argv: list[str]) -> list[str]:
-        """Add the platform's device, which SGLang does not ask for, and allow every port.
+        """Add ``--device``, for which this release does not ask the platform.
 
-        For a gRPC server that is off SGLang wants 10,000 more than ``--port`` to be a port too.
+        Also allow every port: for a gRPC server that is off, SGLang requires 10,000 more than
+        ``--port`` to be a valid port, too.
         """
         from sglang.srt.platforms import current_platform
 
         if "SGLANG_ENABLE_GRPC" not in os.environ:
             os.environ.setdefault("SGLANG_GRPC_PORT", "1")
-        given = any(argument.split("=")[0] == "--device" for argument in argv)
-        if given or not current_platform.is_out_of_tree():
+        has_device = any(argument.split("=")[0] == "--device" for argument in argv)
+        if has_device or not current_platform.is_out_of_tree():
             return argv
         return [*argv, "--device", current_platform.device_type]
 
     def graphs_are_off(self, arguments: Any) -> bool:
-        # Later releases, which are served from here, may have the newer arguments.
+        # Releases up to 0.5.17 are served by this class, and may have the newer arguments.
         if hasattr(arguments, "cuda_graph_config"):
             return super().graphs_are_off(arguments)
-        # The first one is for decode only.
+        # The first argument concerns only decoding.
         return arguments.disable_cuda_graph and arguments.disable_piecewise_cuda_graph
 
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Forget also what is refused after tokenising, and the rest of such a batch."""
+        """Forget also requests that are refused after tokenising, and the rest of their batch."""
 
         async def generate_or_forget(manager: Any, obj: Any, request: Any = None) -> Any:
-            earlier = set(manager.rid_to_state)
+            earlier_rids = set(manager.rid_to_state)
             try:
                 async with aclosing(generate(manager, obj, request)) as outputs:
                     async for output in outputs:
                         yield output
             except BaseException:
                 rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-                for rid in {rid for rid in rids if isinstance(rid, str)} - earlier:
+                for rid in {rid for rid in rids if isinstance(rid, str)} - earlier_rids:
                     state = manager.rid_to_state.get(rid)
-                    # What has been sent is answered, and forgotten then.
+                    # A request that has been sent to a scheduler is answered, and forgotten then.
                     if state is not None and not state.time_stats.api_server_dispatch_time:
                         del manager.rid_to_state[rid]
                 raise
@@ -117,16 +118,16 @@ class Release0512(Release):
     def namespace_fields(
         self, cache_salt: str | None, extra_key: str | None, lora_path: str | None
     ) -> dict[str, Any]:
-        # What chat makes of its own ``cache_salt``; ``/generate`` takes an ``extra_key`` only.
+        # ``/generate`` takes only an ``extra_key``. For chats, SGLang joins the two like this.
         key = (cache_salt or "") + (extra_key or "")
         return {"extra_key": key or None, "lora_path": lora_path}
 
     def render_before_encoding(self, tokenizer: Any) -> None:
-        """Have chat prompts rendered to text first, as later releases do themselves."""
+        """Render chat prompts to text first, as later releases do themselves."""
         from transformers import PreTrainedTokenizerBase
 
         render = tokenizer.apply_chat_template
-        # A tokenizer with a method of its own may have control tokens without a text form.
+        # A tokenizer that overrides this method may have control tokens without a text form.
         if getattr(render, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
             return
 
@@ -144,21 +145,18 @@ class Release0512(Release):
     def tokenizer_channel(self, scheduler: Any) -> Any:
         return scheduler.send_to_tokenizer
 
-    def wrapped(self, message: Any) -> Any:
-        # Every message is pickled here.
+    def wrap(self, message: Any) -> Any:
+        # This release pickles every message.
         return message
 
     def running_batch(self, scheduler: Any, arguments: dict[str, Any]) -> Any:
         return scheduler.running_batch
 
-    def new_batch(self, result: Any) -> Any:
-        return result
+    def split_batches(self, scheduler: Any, result: Any) -> tuple[Any, Any]:
+        return result, scheduler.running_batch
 
     def no_batch(self, running: Any) -> Any:
         return None
-
-    def running_after(self, scheduler: Any, result: Any) -> Any:
-        return scheduler.running_batch
 
     def check_host_cache(self, scheduler: Any) -> None:
         if scheduler.enable_hierarchical_cache:
@@ -182,7 +180,7 @@ class Release0512(Release):
         return req.host_hit_length > 0
 
     def namespace(self, req: Any) -> Hashable:
-        # Salts are a part of it.
+        # The extra key contains the cache salt.
         return req.extra_key
 
     def longest_prefix(self, req: Any) -> int:
@@ -192,7 +190,7 @@ class Release0512(Release):
         return max(longest, 0)
 
     def computed_until(self, req: Any) -> int:
-        # Cut off there when a chunk of the request joined the batch.
+        # SGLang cuts ``fill_ids`` off when a chunk of the request joins the batch.
         return len(req.fill_ids)
 
     def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
@@ -201,7 +199,7 @@ class Release0512(Release):
         return numpy.array((req.origin_input_ids + req.output_ids)[start:end], dtype=numpy.int64)
 
     def _set_prefix(self, req: Any, indices: Any) -> None:
-        # How much is left to compute is kept beside it, and admission reads that.
+        # Admission reads the number of tokens that are left to compute, which is kept separately.
         req.prefix_indices = indices
         req.set_extend_input_len(len(req.fill_ids) - len(indices))
 
@@ -220,7 +218,10 @@ class Release0512(Release):
         import psutil
         from sglang.srt.platforms.interface import SRTPlatform
 
-        class CpuPlatform(SRTPlatform):
+        platform = super().cpu_platform()
+
+        # SRTPlatform is a base, too, so that ``internals`` checks the overridden methods.
+        class CpuPlatform(platform, SRTPlatform):
             def get_device_total_memory(self, device_id: int = 0) -> int:
                 return int(psutil.virtual_memory().total)
 
@@ -228,27 +229,18 @@ class Release0512(Release):
                 memory = psutil.virtual_memory()
                 return float(memory.total - memory.available)
 
-            def get_mha_kv_pool_cls(self) -> type:
-                from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-                return MHATokenToKVPool
-
-            def get_paged_allocator_cls(self) -> type:
-                from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
-
-                return CpuPagedAllocator
-
             def init_backend(self) -> None:
                 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
                 from sglang.srt.layers import logits_processor
                 from sglang.srt.layers.rotary_embedding import base
 
-                # It takes a platform it does not know for one that has vLLM's rotary kernel.
+                # SGLang assumes that an unknown platform has vLLM's rotary kernel.
                 base._is_cpu = True
-                # A request with a grammar would end the scheduler.
+                # Without this, a request with a grammar ends the scheduler.
                 XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
-                # So would one for the log-probabilities of its prompt: it asks for pinned memory.
-                logits_processor.torch = Unpinned("torch")
+                # Without this, a request for the log-probabilities of its prompt ends it, too: it
+                # asks for pinned memory.
+                logits_processor.torch = UnpinnedTorch("torch")
 
         return CpuPlatform
 

@@ -1,4 +1,7 @@
-"""SGLang 0.5.18."""
+"""SGLang 0.5.18, the reference release.
+
+The methods of ``Release`` fit it. Added are two fixes for bugs of SGLang that break the plugin.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ if TYPE_CHECKING:
 
 
 def abort_abandoned(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """Abort requests whose client is gone: ``TokenizerManager._discard_pending_req_states``.
+    """Abort a request when its client disconnects.
 
-    SGLang drops such a request's state, and its abort, two seconds later, then finds nothing to
-    abort: the request would decode to its last token.
+    Wraps ``TokenizerManager._discard_pending_req_states``, which SGLang calls at that moment. Stock
+    SGLang forgets the request here and tries to abort it only two seconds later. By then it does
+    not know the id any more and does nothing, so the request decodes to its last token.
     """
-    # Not for a request that was refused: it never ran, and SGLang aborts by prefix of the id.
+    # The original runs inside SGLang's ``except BaseException``. Only a cancelled generator means
+    # that a request has to be aborted; a ValueError is a refused request, which never ran, or one
+    # that SGLang has aborted. Aborting a refused one could hit others: the scheduler aborts every
+    # request whose id starts with the given one.
     if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
         rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
         for rid in rids or ():
@@ -26,7 +33,7 @@ def abort_abandoned(original: Callable[..., None], manager: Any, obj: Any) -> No
     original(manager, obj)
 
 
-def token_ids_logprobs(
+def keep_tensors_in_logprobs(
     original: Callable[..., Any],
     logprobs: Any,
     token_ids_logprobs_list: Any,
@@ -34,16 +41,17 @@ def token_ids_logprobs(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Give each request of a decode step a tensor: around ``get_token_ids_logprobs_raw``.
+    """Put an empty tensor in place of each empty list; wraps ``get_token_ids_logprobs_raw``.
 
-    Under the overlap schedule SGLang turns all of them into lists later, and a list that stands for
-    a request which asked for none ends the scheduler: a scored prompt beside any other request.
+    For a request that asked for no log-probabilities SGLang puts ``[]`` among the tensors of a
+    decode step. Under the overlap schedule it later calls ``.tolist()`` on each, which fails for a
+    list and ends the scheduler, as soon as a scored prompt shares a step with any other request.
     """
     values, ids = original(logprobs, token_ids_logprobs_list, stage, *args, **kwargs)
     if kwargs.get("no_copy_to_cpu") and stage.name == "DECODE":
-        none = logprobs.new_empty((0,))
-        asked = zip(token_ids_logprobs_list, values, strict=True)
-        values = [none if tokens is None else row for tokens, row in asked]
+        empty = logprobs.new_empty((0,))
+        pairs = zip(token_ids_logprobs_list, values, strict=True)
+        values = [empty if requested_ids is None else row for requested_ids, row in pairs]
     return values, ids
 
 
@@ -51,7 +59,10 @@ class Release0518(Release):
     """SGLang 0.5.18."""
 
     SCHEDULER_FIXES = (
-        ("sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw", token_ids_logprobs),
+        (
+            "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
+            keep_tensors_in_logprobs,
+        ),
     )
     HTTP_FIXES = (
         (
@@ -63,6 +74,7 @@ class Release0518(Release):
     def check_host_cache(self, scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_memory
 
+        # FlexKV is another cache outside of the GPU, with the same method.
         if scheduler.enable_hierarchical_cache or get_memory().enable_flexkv:
             scheduler.tree_cache.check_hicache_events()
 
@@ -83,19 +95,9 @@ class Release0518(Release):
 
     def cpu_platform(self) -> type:
         from sglang.srt.platforms.cpu import CpuDeviceMixin
-        from sglang.srt.platforms.interface import SRTPlatform
 
-        # SGLang's two classes name a parameter of one method differently.
-        class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompatibleMethodOverride]
-            # The base classes have neither.
-            def get_mha_kv_pool_cls(self) -> type:
-                from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        platform = super().cpu_platform()
 
-                return MHATokenToKVPool
-
-            def get_paged_allocator_cls(self) -> type:
-                from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
-
-                return CpuPagedAllocator
+        class CpuPlatform(CpuDeviceMixin, platform): ...
 
         return CpuPlatform

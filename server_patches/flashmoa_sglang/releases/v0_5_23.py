@@ -1,12 +1,12 @@
 """SGLang 0.5.23.
 
-Chat prompts are rendered and tokenised in a worker thread there, out of sight of the request's
-context: a chat request with a prompt stream is tokenised again. Its KV is used all the same.
-Long prompts are encoded in parts, but not where a tokenizer's ``encode`` was replaced, as the
-plugin does.
+This release renders and tokenises chat prompts in a worker thread, which does not have the
+request's context. So a chat request with a prompt stream is tokenised again; it uses the stream's
+KV all the same. SGLang encodes long prompts in parts, but not if a tokenizer's ``encode`` was
+replaced, as the plugin does.
 """
 
-# What this release has and the one in the type checker's environment has not.
+# The type checker has 0.5.18, which lacks some attributes of this release.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from flashmoa_sglang.releases.base import Release
 
 
 class Release0523(Release):
-    """SGLang 0.5.23, which aborts abandoned requests by itself."""
+    """SGLang 0.5.23, which by itself aborts requests whose client has disconnected."""
 
     CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader"
 
-    def resolved(self, server_args: Any) -> Any:
-        # The arguments stay as they were given; what SGLang chose is declared beside them.
+    def resolve_arguments(self, server_args: Any) -> Any:
+        # ``server_args`` stays as the user gave it; SGLang keeps its own choices separately.
         from sglang.srt.arg_groups.overrides import resolved_view
 
         return resolved_view(server_args)
 
     def data_parallel_ranks(self, arguments: Any) -> int:
-        # Whole replicas, or divided attention, which has a number of its own.
+        # The first is the number of replicas, the second that of DP attention's ranks.
         return arguments.dp_size * arguments.attn_dp_size
 
     def divides_attention(self, arguments: Any) -> bool:
@@ -37,16 +37,16 @@ class Release0523(Release):
         return attn_dp_enabled_of(arguments)
 
     def publish(self, scheduler: Any, req: Any) -> None:
-        # The prefix is a length here; the slots are in the request's row.
+        # In this release the prefix is a length; the slots are in the request's row of the table.
         prefix = req.prefix_len
         scheduler.stash_chunked_request(req)
         req.prefix_len = prefix
 
     def check_host_cache(self, scheduler: Any) -> None:
-        """Do nothing: SGLang has done so before it looks for a batch."""
+        """Do nothing: this release checks before it looks for a batch."""
 
     def release_prefetch(self, scheduler: Any, req: Any) -> None:
-        # With everything else that the cache keeps for the request.
+        # This releases everything that the cache keeps for the request.
         scheduler._release_aborted_request(req)
 
     def dp_rank(self, scheduler: Any) -> int:
@@ -64,8 +64,9 @@ class Release0523(Release):
         return 1.0 if req.sampling_params.ignore_eos else super().reserved_output(scheduler, req)
 
     def shares_within_forward(self, scheduler: Any) -> bool:
-        # The slots of a prefix are looked up in the radix tree when a batch is built, where KV that
-        # the same batch computes is not yet: one level of what is shared per forward.
+        # SGLang looks the slots of a prefix up in the radix tree when it builds a batch, and KV
+        # that the same batch computes is not in the tree yet. So each forward computes one level of
+        # a shared prefix.
         return False
 
     def cached_tokens(self, req: Any) -> int:
@@ -87,8 +88,8 @@ class Release0523(Release):
         from sglang.srt.platforms.cpu import CpuDeviceMixin
         from sglang.srt.platforms.interface import SRTPlatform
 
-        # SGLang's two classes name a parameter of one method differently.
+        # SGLang's two classes give a parameter of one method different names.
         class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompatibleMethodOverride]
-            """SGLang's own, whose pool and allocator classes are right for a CPU."""
+            """SGLang's own platform, whose pool and allocator classes are right for a CPU."""
 
         return CpuPlatform

@@ -1,1 +1,1 @@
-"""Scheduler processes: which requests join a prefill batch, and what they share."""
+"""The plugin's part of schedulers: which requests join a prefill batch, and what they share."""

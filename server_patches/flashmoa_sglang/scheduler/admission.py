@@ -1,4 +1,4 @@
-"""Who finds room in the KV pool: requests first, increments of prompt streams in what is left."""
+"""Room in the KV pool: requests come first, and increments of streams get what they leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.messages import RoomAgain
+from flashmoa_sglang.messages import RoomAvailable
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import available_tokens
 from flashmoa_sglang.scheduler.request import (
@@ -20,16 +20,16 @@ from flashmoa_sglang.scheduler.request import (
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# Of the KV pool, what increments leave free for requests that are still to come, unless there is
-# only one stream and no request.
+# The share of the KV pool that increments leave free for requests to come, unless there is only one
+# stream and no request.
 _HEADROOM = 1 / 16
 
 
 def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Share what the batch computes already; have streams give way to a request without room.
+    """Add a request to a batch, with the tokens that it shares; unpin streams if it has no room.
 
-    Around ``PrefillAdder.add_one_req``, where SGLang knows what each request takes beside those
-    that joined the batch before it, so that any number of them find the room that streams hold.
+    Wraps ``PrefillAdder.add_one_req``, where SGLang counts what the requests before this one in the
+    batch take. So any number of requests find the room that streams hold.
     """
     state: SchedulerState | None = getattr(adder.tree_cache, "flashmoa", None)
     if state is None:
@@ -47,14 +47,15 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     result = ask()
     if is_increment(req) and lacks_room(result):
         state.lack_concerns_streams = True
-        # It leaves the queue before the next batch, so that no request waits behind it.
+        # It is dropped before the next batch, so that it does not block requests after it.
         state_of(req).found_no_room = not joined()
         return result
     while lacks_room(result) and state.pins.give_way():
         if joined():
             result = adder.budget_state()
             continue
-        # Asked as seldom as possible: SGLang may count how often a request found no room.
+        # SGLang may count how often a request found no room. So streams give way until it will find
+        # some, before it is admitted again.
         needs = _asked_of_pool(req, adder.page_size)
         while adder.rem_total_tokens <= needs and state.pins.give_way():
             pass
@@ -72,7 +73,7 @@ def lacks_room(result: Any) -> bool:
 def increments_without_room(scheduler: Any, running: Any) -> set[int]:
     """Return the positions of queued increments that find no room in the KV pool.
 
-    Their streams are remembered, and :func:`offer_room` tells them when there is room.
+    :func:`offer_room` notifies their streams when there is room.
     """
     state: SchedulerState = scheduler.flashmoa
     queue = scheduler.waiting_queue
@@ -89,16 +90,17 @@ def increments_without_room(scheduler: Any, running: Any) -> set[int]:
             continue
         refused.add(position)
         if not state.pins.is_released(stream):
-            # Where SGLang found no room after all, its cached prefix is evictable, too.
+            # If it was SGLang that found no room, the stream's cached prefix counted as evictable
+            # here, but is needed. So the whole prompt must find room.
             state.refused[stream] = needs if needs > left else len(req.origin_input_ids)
     return refused
 
 
 def offer_room(scheduler: Any, running: Any) -> None:
-    """Tell streams that were refused, in that order, once there is room for what they need.
+    """Notify streams that were refused, in that order, when there is room for their increments.
 
-    Otherwise each of them would have to ask again and again, and each question carries a whole
-    prompt. A stream whose need does not fit does not hold up those behind it.
+    Without this they would have to send increments again and again, each with a whole prompt. A
+    stream that needs more than there is does not hold up the streams after it.
     """
     waiting: dict[str, int] = scheduler.flashmoa.refused
     if not waiting:
@@ -114,14 +116,14 @@ def offer_room(scheduler: Any, running: Any) -> None:
     for stream in served:
         del waiting[stream]
     if served:
-        RELEASE.to_tokenizer(scheduler, RoomAgain(tuple(served)))
+        RELEASE.to_tokenizer(scheduler, RoomAvailable(tuple(served)))
 
 
 def make_room(scheduler: Any, running: Any) -> None:
-    """Have streams give way beforehand to the largest request that waits.
+    """Unpin streams until the largest waiting request has room.
 
-    For priority preemption: SGLang looks for running requests to preempt before it asks whether
-    there is room, and KV that streams hold counts as used there.
+    This is for priority preemption. SGLang looks for running requests to preempt before it finds
+    out whether there is room, and counts KV that streams hold as used.
     """
     needs = [_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req)]
     if needs:
@@ -129,7 +131,7 @@ def make_room(scheduler: Any, running: Any) -> None:
 
 
 def left_of_chunked(scheduler: Any) -> int:
-    """Return how many tokens of a chunked prompt are still to be computed; in whole pages."""
+    """Return how many tokens of the chunked prompt are still to be computed, in whole pages."""
     req, page = scheduler.chunked_req, scheduler.page_size
     if req is None:
         return 0
@@ -151,32 +153,32 @@ def _left_for_streams(scheduler: Any, running: Any, streams: Collection[str]) ->
 
 
 def _promised(scheduler: Any, running: Any) -> int:
-    """Return the KV slots that SGLang keeps for requests that run, in tokens.
+    """Return the KV slots that SGLang keeps for running requests, in tokens.
 
-    They are for answers that are being written, as long as SGLang expects them to become, and for
-    what is left of a prompt that is cut into chunks.
+    They are for the expected rest of the answers that are being decoded, and for the rest of a
+    prompt that is cut into chunks.
     """
     answers = sum(
         output_left(req) * RELEASE.reserved_output(scheduler, req) for req in running.reqs
     )
     chunked = scheduler.chunked_req
     rest = left_of_chunked(scheduler) + (output_left(chunked) if chunked is not None else 0)
-    # With SGLang's own mixed chunk each of them has a token in the batch, too.
+    # With SGLang's mixed chunk each running request has a token in the batch, too.
     return ceil(answers) + rest + len(running.reqs)
 
 
 def _need(scheduler: Any, req: Any) -> int:
-    """Return the most KV slots a waiting request takes of what is free or evictable, in tokens.
+    """Return how many free or evictable KV slots a waiting request needs at most, in tokens.
 
-    SGLang asks for more than it takes: a page, and something left.
+    SGLang requires more than the request takes: a page, and at least one slot that stays free.
     """
     more = output_left(req) + scheduler.page_size + 1
     if state_of(req).stream in scheduler.flashmoa.pins:
         return RELEASE.uncached_tokens(scheduler.tree_cache, req) + more
-    # Its cached prefix may be evictable now, and is not any more once it runs.
+    # The request's cached prefix may be evictable now, but is not any more once the request runs.
     return total_tokens(req) + more
 
 
 def _asked_of_pool(req: Any, page: int) -> int:
-    """Return the KV slots that SGLang asks for before it admits a request, in tokens."""
+    """Return the number of KV slots that SGLang requires to admit a request."""
     return total_tokens(req) - RELEASE.cached_tokens(req) + output_left(req) + page

@@ -1,7 +1,7 @@
-"""Hooks around a scheduler's batches: how one step prefills, and how its results leave.
+"""Hooks around a scheduler's batches: what a step prefills, and how its results are sent.
 
-No decision looks at a clock: tensor-parallel ranks run this independently and must decide alike, so
-everything follows from the queue, the batch and the radix tree.
+Tensor-parallel ranks run this independently and must decide alike. So no decision depends on a
+clock, but only on the queue, the batch and the radix tree.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from flashmoa_sglang.scheduler.state import can_pin
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# How soon memory is short, in tokens of each decoding request: more than a step, and a speculative
-# one is of several.
+# Memory is soon short if it has no room for this many tokens of each decoding request: some steps.
 _SOON = 64
 _UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one step prefills.
+    """The plan of one step's prefill.
 
-    ``tokens``: the most new tokens of its forward; ``None``: as SGLang has it. ``for_streams``:
+    ``tokens``: the most new tokens in its forward; ``None``: SGLang's own limit. ``for_streams``:
     only prompt streams want to prefill. ``mixed``: decodes run in the same forward, and count
     towards ``tokens``. ``first_only``: only the first waiting request may join. ``then_pause``:
     streams leave the next steps to decodes.
@@ -49,7 +48,7 @@ class Step:
 def next_prefill_batch(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Plan and build a step's batch: around ``Scheduler._get_new_batch_prefill_raw``."""
+    """Plan and build a step's batch; wraps ``Scheduler._get_new_batch_prefill_raw``."""
     running = RELEASE.running_batch(scheduler, kwargs)
     state: SchedulerState = scheduler.flashmoa
     offer_room(scheduler, running)
@@ -71,14 +70,15 @@ def next_prefill_batch(
     finally:
         state.shared = None
         if held:
-            # Requests that joined the queue meanwhile come last.
+            # Requests that joined the queue while the batch was built come last.
             queue = held + scheduler.waiting_queue
             scheduler.waiting_queue = sorted(queue, key=lambda req: turns.get(id(req), len(turns)))
         state.report_counts(scheduler)
 
 
 def _may_prefill(scheduler: Any) -> bool:
-    """Return whether a prefill may be built: also of a request whose grammar is compiled by now."""
+    """Return whether there may be something to prefill."""
+    # A request whose grammar has been compiled joins the queue when SGLang builds a batch.
     return bool(
         scheduler.waiting_queue
         or scheduler.chunked_req is not None
@@ -87,20 +87,22 @@ def _may_prefill(scheduler: Any) -> bool:
 
 
 def _plan(scheduler: Any, running: Any, decoding: int) -> Step | None:
-    """Decide how this step prefills; ``None``: not at all.
+    """Decide what this step prefills; ``None``: nothing.
 
-    ``decoding``: how many requests wait for their next token. The cases, in this order:
+    The cases, in this order:
 
-    1. Prefills wait until a forward of them hides the transfers of experts.
-    2. A client waits for a prefill: SGLang builds its batch as usual.
-    3. Only streams want to prefill, on an idle engine: a forward short enough for a request that
-       comes meanwhile.
-    4. An increment that is being cut into chunks would soon find no room for the rest, and its KV
-       cannot give way before it is whole: the rest of it, at once.
-    5. Memory is short for the decodes: nothing.
-    6. Tokens of one stream ride along with the decode step.
-    7. SGLang cannot mix the two, or too few tokens could ride: streams have a forward of their own
-       now and then.
+    1. Prefills wait until there are enough for a forward that hides the transfers of experts.
+    2. A client waits for a prefill: let SGLang build its batch as usual.
+    3. Only streams want to prefill, and no request decodes: run a forward that is short enough for
+       a request that arrives during it.
+    4. There will soon be no room for the rest of an increment that is cut into chunks, and its KV
+       cannot be evicted before it is complete: compute the whole rest now.
+    5. The decodes need the memory: prefill nothing.
+    6. Tokens of one stream ride along with the decode step, in its forward.
+    7. SGLang cannot mix the two, or too few tokens could ride: now and then run a forward for
+       streams alone.
+
+    Args: decoding: number of requests that wait for their next token.
     """
     state: SchedulerState = scheduler.flashmoa
     page, queue = scheduler.page_size, scheduler.waiting_queue
@@ -147,7 +149,7 @@ def _can_mix(scheduler: Any, running: Any) -> bool:
 
 
 def _last_chance(scheduler: Any, decoding: int) -> int:
-    """Return what is left of a chunked increment if there is soon no room for it; 0: no hurry."""
+    """Return how many tokens of a chunked increment are left, if there is soon no room for them."""
     tree, page = scheduler.tree_cache, scheduler.page_size
     left, step = left_of_chunked(scheduler), decoding * page
     if not left or available_tokens(tree) >= left + max(2 * step, decoding * _SOON):
@@ -158,15 +160,15 @@ def _last_chance(scheduler: Any, decoding: int) -> int:
 
 @contextmanager
 def _limits(scheduler: Any, step: Step) -> Generator[None]:
-    """Have the batch built inside keep to the plan of the step."""
-    usual, mixes = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
+    """Set SGLang's limits so that the batch that is built in this context follows the plan."""
+    chunked_prefill_size, is_mixed = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
     queue = scheduler.waiting_queue
-    if step.tokens is not None and usual is not None:
-        scheduler.chunked_prefill_size = min(step.tokens, usual)
+    if step.tokens is not None and chunked_prefill_size is not None:
+        scheduler.chunked_prefill_size = min(step.tokens, chunked_prefill_size)
     if step.mixed:
         scheduler.is_mixed_chunk = True
-    # Looking at each of many requests in every decode step would cost more than the step. One that
-    # is being chunked goes before the first.
+    # Offering many requests in every decode step would cost more than the step. A request that is
+    # being chunked comes before the first in the queue.
     joining = len(queue)
     if step.first_only:
         joining = 0 if scheduler.chunked_req is not None else 1
@@ -174,7 +176,7 @@ def _limits(scheduler: Any, step: Step) -> Generator[None]:
     try:
         yield
     finally:
-        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = usual, mixes
+        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunked_prefill_size, is_mixed
         if step.first_only:
             scheduler.waiting_queue = scheduler.waiting_queue + queue[joining:]
 
@@ -187,31 +189,30 @@ def _build(
     state.start_sharing(scheduler)
     state.lack_concerns_streams = step.for_streams
     result = original()
+    batch, running = RELEASE.split_batches(scheduler, result)
     if state.lack_concerns_streams:
-        # That an increment found no room says nothing about requests.
-        RELEASE.running_after(scheduler, result).batch_is_full = full
-    batch = RELEASE.new_batch(result)
+        running.batch_is_full = full  # There may still be room for requests.
     computed = _settle(scheduler, batch) if batch is not None else 0
     if step.mixed:
         state.rode_along += max(0, computed - decoding)
     if step.for_streams and not decoding:
         state.pause = 0
     elif step.then_pause and computed:
-        # Paid for what was computed, not for what could have been.
+        # The pause follows from the tokens that were computed, which may be fewer than allowed.
         share = state.options.stream_share
         state.pause = pause_steps(state.costs, computed, decoding, share)
     return result
 
 
 def _settle(scheduler: Any, batch: Any) -> int:
-    """Share, publish, pin and count what the built batch computes; return its tokens."""
+    """Share, publish, pin and count the KV that the built batch computes. Return its tokens."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
     state.timer.start(batch.reqs, batch.extend_num_tokens)
     if state.shared is not None:
         state.shared.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
         state.duplicates_avoided += state.shared.avoided
-    # Where a model keeps state beside plain KV, that state is not there before the forward.
+    # Models that keep a state besides KV do not have that state before the forward.
     for req in batch.reqs if can_pin(scheduler) else ():
         stream = state_of(req).increment_of
         if stream is not None and _publishes(scheduler, req):
@@ -222,24 +223,23 @@ def _settle(scheduler: Any, batch: Any) -> int:
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:
-    """Return whether others should find the request's KV in the very next step.
+    """Return whether other requests should find the request's KV already in the next step.
 
-    An increment's, for its stream. Under the overlap schedule every request's: SGLang would put it
-    into the tree a step late.
+    Under the overlap schedule SGLang would put it into the tree one step too late.
     """
     if not scheduler.flashmoa.publishes_early:
         return False
     if req is scheduler.chunked_req or req.finished() or req.to_finish is not None:
         return False
-    if is_increment(req):
-        return True
-    return scheduler.enable_overlap and is_shareable(req) and not req.output_ids
+    return is_increment(req) or (
+        scheduler.enable_overlap and is_shareable(req) and not req.output_ids
+    )
 
 
 def check_decode_memory(
     original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any
 ) -> bool:
-    """Have streams give way before a decode does: around ``ScheduleBatch.check_decode_mem``."""
+    """Unpin streams before a decode is retracted; wraps ``ScheduleBatch.check_decode_mem``."""
     fits = original(batch, *args, **kwargs)
     state: SchedulerState | None = getattr(batch.tree_cache, "flashmoa", None)
     if state is None:
@@ -253,7 +253,7 @@ def check_decode_memory(
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Forget all pins once the tree is flushed: around ``Scheduler.flush_cache``."""
+    """Forget all pins once the tree is flushed; wraps ``Scheduler.flush_cache``."""
     flushed = original(scheduler, *args, **kwargs)
     if flushed:
         scheduler.flashmoa.pins.forget()
@@ -267,9 +267,9 @@ def stream_output(
     return_logprob: bool,
     skip_req: Any = None,
 ) -> None:
-    """Send answers of prefill-only work past the detokenizer: around ``RELEASE.STREAM_OUTPUT``.
+    """Send answers without text past the detokenizer; wraps ``RELEASE.STREAM_OUTPUT``.
 
-    They have no text. The HTTP process takes token ids, too, as a server without tokenizer has it.
+    The HTTP process takes token ids, too, because a server without a tokenizer sends these.
     """
     state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
     if state is None or not (direct := [req for req in reqs if _has_no_text(state, req)]):
@@ -283,18 +283,18 @@ def stream_output(
     rest = [req for req in reqs if req not in direct]
     if rest:
         original(streamer, rest, return_logprob, skip_req)
-    usual = streamer.send_to_detokenizer
+    send_to_detokenizer = streamer.send_to_detokenizer
     streamer.send_to_detokenizer = state.tokenizer_channel
     try:
         original(streamer, direct, False, skip_req)
     finally:
-        streamer.send_to_detokenizer = usual
+        streamer.send_to_detokenizer = send_to_detokenizer
 
 
 def _has_no_text(state: SchedulerState, req: Any) -> bool:
     mark = state_of(req).mark
     if mark is None or mark.final or req.return_logprob:
         return False
-    # Not SGLang's ``is_prefill_only``, which is never so with speculative decoding. A prefill
-    # engine of a PD pair samples a token, whatever it is asked for.
+    # SGLang's ``is_prefill_only`` is false with speculative decoding. A prefill engine of a PD pair
+    # samples one token even if none is requested.
     return not req.sampling_params.max_new_tokens or state.role == "prefill"

@@ -1,9 +1,9 @@
-"""The intra-turn prefix cache: what one batch computes, as a temporary radix tree.
+"""The intra-turn prefix cache: a temporary radix tree of the tokens that one batch computes.
 
-FlashAgents §3.2, Algorithm 2: sequences that are not computed yet are merged into a radix
-tree, and each unique node is computed once, parents before children. One :class:`Turn` lives
-while one batch is put together. Time and memory are linear in the tokens it is given, which
-are the uncached ones only; the engine's own radix tree is untouched.
+FlashAgents §3.2, Algorithm 2: sequences that are not computed yet are merged into a radix tree, and
+each unique node is computed once, parents before children. A :class:`Turn` is used while one batch
+is built. Time and memory are linear in its tokens, which are only the uncached ones. The engine's
+own radix tree is not changed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.int64]
 
 Owner = TypeVar("Owner")
-# Fewer shared tokens than this are not worth waiting a forward for.
+# A request waits for the next forward only for at least this many shared tokens.
 WORTH_WAITING = 32
 
 
 @dataclass(slots=True)
 class _Node(Generic[Owner]):
-    """A run of tokens; ``later``: its owner computes it in a later batch, not in this one."""
+    """A run of tokens that ``owner`` computes; ``later``: in a later batch and not in this one."""
 
     tokens: Tokens
     owner: Owner
@@ -36,10 +36,10 @@ class _Node(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Shared(Generic[Owner]):
-    """The part of a sequence that others are computing already, in tokens from its start.
+    """The beginning of a sequence that other requests compute.
 
-    ``now``: those computed in this batch, the last of them by ``owner``. ``later``: the tokens
-    after those, which are computed in later batches.
+    ``now``: number of tokens computed in this batch, of which ``owner`` computes the last.
+    ``later``: number of tokens after those, which are computed in later batches.
     """
 
     now: int = 0
@@ -47,24 +47,24 @@ class Shared(Generic[Owner]):
     owner: Owner | None = None
 
     def take(self, within_forward: bool) -> int | None:
-        """Return how many tokens to take from this batch, or ``None``: wait for the next one.
+        """Return how many tokens to take from this batch; ``None``: wait for the next batch.
 
-        ``within_forward``: requests of one batch can read what others of it write.
+        Args: within_forward: whether a request can read KV that another of its batch writes.
         """
-        coming = self.later if within_forward else self.now + self.later
-        if coming >= WORTH_WAITING:
+        next_batch = self.later if within_forward else self.now + self.later
+        if next_batch >= WORTH_WAITING:
             return None
         return self.now if within_forward else 0
 
 
 class Turn(Generic[Owner]):
-    """The unique tokens of one batch.
+    """Holds the unique tokens of one batch.
 
-    Sequences start where the engine's cache ends for them. An ``anchor`` names that point:
-    equal anchors mean equal tokens before it, in the same namespace (salt, adapter).
+    Each sequence starts where its cached prefix ends. An ``anchor`` identifies that point: equal
+    anchors mean that the tokens before it are equal, in the same namespace (salt, adapter).
 
     Args:
-        page_size: tokens per KV page; only whole pages are shared.
+        page_size: tokens in a KV page; only whole pages are shared.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -72,7 +72,7 @@ class Turn(Generic[Owner]):
         self._roots: dict[Hashable, dict[bytes, _Node[Owner]]] = {}
 
     def match(self, anchor: Hashable, tokens: Tokens) -> Shared[Owner]:
-        """Return which of ``tokens`` are already being computed."""
+        """Return which of ``tokens`` other requests compute."""
         now, later, owner = 0, 0, None
         children = self._roots.get(anchor, {})
         while node := children.get(self._first_page(tokens[now + later :])):
@@ -89,8 +89,7 @@ class Turn(Generic[Owner]):
     def add(self, owner: Owner, anchor: Hashable, tokens: Tokens, computed: int) -> None:
         """Add a request that joins the batch.
 
-        It computes ``tokens[:computed]`` in this batch, but for what it shares, and the rest
-        in later ones.
+        It computes or shares ``tokens[:computed]`` in this batch, and the rest in later batches.
         """
         computed -= computed % self._page
         children = self._roots.setdefault(anchor, {})
@@ -101,7 +100,7 @@ class Turn(Generic[Owner]):
     def _insert(
         self, owner: Owner, children: dict[bytes, _Node[Owner]], tokens: Tokens, later: bool
     ) -> dict[bytes, _Node[Owner]]:
-        """Walk down ``tokens``, adding what is new; return the children where they end."""
+        """Walk along ``tokens`` and add new nodes. Return the last node's children."""
         while len(tokens):
             first = self._first_page(tokens)
             node = children.get(first)
@@ -111,7 +110,7 @@ class Turn(Generic[Owner]):
             if common < len(node.tokens):
                 self._split(node, common)
             if node.later and not later:
-                # Planned for a later batch, but this request computes it in this one.
+                # It was planned for a later batch, but this request computes it in this batch.
                 node.owner, node.later = owner, False
             tokens, children = tokens[common:], node.children
         return children
@@ -121,7 +120,7 @@ class Turn(Generic[Owner]):
         node.tokens, node.children = node.tokens[:at], {self._first_page(rest.tokens): rest}
 
     def _first_page(self, tokens: Tokens) -> bytes:
-        """Return a child's key: children differ in their first page, and have one at least."""
+        """Return the key of a child: children differ in their first page and have at least one."""
         return tokens[: self._page].tobytes()
 
     def _common(self, a: Tokens, b: Tokens) -> int:

@@ -1,4 +1,4 @@
-"""Locks on the KV of prompt streams."""
+"""``StreamPins``: locks on the KV of prompt streams in the radix tree."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _REMEMBERED_RELEASES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A lock on a radix tree node and what unlocking it needs."""
+    """A lock on a node of the radix tree; ``unlock`` is SGLang's argument for unlocking it."""
 
     node: Any
     unlock: Any
 
 
 def pin_published(scheduler: Any, req: Any) -> Pin:
-    """Lock the nodes that hold a published request's KV against eviction."""
+    """Lock the nodes that hold a published request's KV, so that they are not evicted."""
     lock = scheduler.tree_cache.inc_lock_ref(req.last_node)
     return Pin(req.last_node, lock.to_dec_params())
 
 
 def pin_finished(tree_cache: Any, req: Any) -> Pin:
-    """Lock the nodes that hold the prompt of a finished request against eviction."""
+    """Lock the nodes that hold the prompt of a finished request, so that they are not evicted."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     key = RELEASE.radix_key(req, len(req.origin_input_ids))
@@ -44,13 +44,13 @@ def available_tokens(tree_cache: Any) -> int:
 
 
 class StreamPins:
-    """Locks on the KV of prompt streams, the least recently extended first.
+    """Locks the KV of prompt streams while there is room for it.
 
-    A pin is a convenience, never a claim: it is given up as soon as a request needs the room, and
-    the stream's KV is then ordinary evictable cache.
+    When a request needs the room, pins are given up, that of the least recently extended stream
+    first. The stream's KV is then ordinary cache that can be evicted.
 
     Attributes:
-        gave_way: how many pins were given up for want of room.
+        gave_way: how many pins were given up because room was needed.
     """
 
     def __init__(self, tree_cache: Any) -> None:
@@ -71,11 +71,11 @@ class StreamPins:
         return set(self._pins)
 
     def is_released(self, stream: str) -> bool:
-        """Return whether a stream is over; increments of it may still be on their way."""
+        """Return whether a stream has ended; its increments may still arrive."""
         return stream in self._released
 
     def replace(self, stream: str, new: Pin) -> None:
-        """Pin a stream's longer prefix, then give up the shorter one."""
+        """Pin a stream's longer prefix, then unlock the shorter one."""
         old = self._pins.pop(stream, None)
         if stream in self._released:
             self._unlock(new)
@@ -85,7 +85,7 @@ class StreamPins:
             self._unlock(old)
 
     def release(self, stream: str) -> None:
-        """Give up the pin of a stream that is over; its later increments pin nothing."""
+        """Give up the pin of a stream that has ended; increments that arrive later pin nothing."""
         self._released[stream] = None
         if len(self._released) > _REMEMBERED_RELEASES:
             self._released.popitem(last=False)
@@ -109,7 +109,7 @@ class StreamPins:
             pass
 
     def forget(self) -> None:
-        """Drop all pins without unlocking: the tree was reset, and the locked nodes with it."""
+        """Drop all pins without unlocking them, because the tree and its nodes were reset."""
         self._pins.clear()
 
     def _unlock(self, pin: Pin) -> None:

@@ -1,7 +1,7 @@
-"""Which requests go first, which wait, and how much of a step prompt streams may take.
+"""Decides which requests go first, which wait, and how much of a step prompt streams may take.
 
-These are pure decisions. They count tokens, steps and what steps are known to take, and never look
-at a clock, so that tensor-parallel ranks decide alike.
+Decisions depend on tokens, steps and the measured costs of steps, and never on a clock, so that
+tensor-parallel ranks decide alike.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
 
-# Seconds that a forward for streams may hold up a request that comes meanwhile.
+# Seconds for which a forward for streams may hold up a request that arrives during it.
 _DELAY = 0.35
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
-# Fewer tokens of streams than this do not ride along with a decode step.
+# The fewest tokens of streams that ride along with a decode step.
 _LEAST_RIDE = 32
-# Decode steps, at least, between two forwards for streams alone.
+# The fewest decode steps between two forwards for streams alone.
 _LEAST_PAUSE = 256
-# A request is passed over at most this many times.
+# The most steps in which a request is held back.
 HELD_STEPS = 16
-# Requests with no more uncached tokens than this never wait for those with fewer.
+# Final requests with at most this many tokens left to compute are never held back for others.
 _LITTLE_LEFT = 128
-# Seconds of a step in which nothing runs, and how long of them the scheduler sleeps.
+# Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
 IDLE_STEP, IDLE_SLEEP = 0.0025, 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """What decides about a waiting request's turn; sizes in tokens.
+class WaitingRequest:
+    """The properties of a waiting request that decide about its turn; sizes in tokens.
 
-    ``stream``: the prompt stream it belongs to. ``increment``: it prefills the stream, and no
-    client waits for its answer; ``late``: it uses the stream and has this much left to
-    compute. ``length``: of its prompt. ``held``: steps in which it was passed over.
+    Attributes:
+        stream: the prompt stream to which it belongs, if any.
+        increment: whether it is an increment of the stream, so that no client waits for its answer.
+        late: of a final request, how much it has left to compute; otherwise ``None``.
+        length: length of its prompt.
+        held: number of steps in which it was held back.
     """
 
     stream: Hashable = None
@@ -45,35 +48,35 @@ class Waiting:
     held: int = 0
 
 
-def superseded(queue: Sequence[Waiting]) -> set[int]:
-    """Return the positions of increments that a later request makes pointless.
+def find_superseded(queue: Sequence[WaitingRequest]) -> set[int]:
+    """Return the positions of increments that another request in the queue makes pointless.
 
-    That is a longer increment, or the request that uses their stream.
+    That is a longer increment of the same stream, or its final request.
     """
-    ranks = [(not waiting.increment, waiting.length) for waiting in queue]
+    ranks = [(not request.increment, request.length) for request in queue]
     newest: dict[Hashable, tuple[bool, int]] = {}
-    for waiting, rank in zip(queue, ranks, strict=True):
-        newest[waiting.stream] = max(rank, newest.get(waiting.stream, rank))
+    for request, rank in zip(queue, ranks, strict=True):
+        newest[request.stream] = max(rank, newest.get(request.stream, rank))
     return {
         position
-        for position, (waiting, rank) in enumerate(zip(queue, ranks, strict=True))
-        if waiting.increment and waiting.stream is not None and rank < newest[waiting.stream]
+        for position, (request, rank) in enumerate(zip(queue, ranks, strict=True))
+        if request.increment and request.stream is not None and rank < newest[request.stream]
     }
 
 
-def held_back(queue: Sequence[Waiting]) -> set[int]:
-    """Return the positions of requests to pass over in this step; none is passed over for long.
+def choose_held_back(queue: Sequence[WaitingRequest]) -> set[int]:
+    """Return the positions of requests to hold back in this step; none is held back for long.
 
-    Increments are, while a request whose client waits is queued. So are requests that use a stream
-    and have much left to compute, while others that use one have little: in one batch, the request
-    whose stream is ready would wait for the one whose stream is not.
+    Increments are held back while a request is queued whose client waits. Final requests that have
+    much left to compute are held back while others have little left: in one batch, the request
+    whose stream is ready would have to wait for the request whose stream is not.
     """
-    increments = {position for position, waiting in enumerate(queue) if waiting.increment}
+    increments = {position for position, request in enumerate(queue) if request.increment}
     held = increments if len(increments) < len(queue) else set[int]()
     late = {
-        position: waiting.late
-        for position, waiting in enumerate(queue)
-        if waiting.late is not None and not waiting.increment
+        position: request.late
+        for position, request in enumerate(queue)
+        if request.late is not None and not request.increment
     }
     if len(late) > 1:
         bound = max(_LITTLE_LEFT, 2 * min(late.values()))
@@ -83,11 +86,11 @@ def held_back(queue: Sequence[Waiting]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request in a shortest-job-first order.
+    """A request for shortest-job-first order.
 
-    ``uncached``: prompt tokens to compute. ``output``: tokens it is expected to generate.
-    ``queued_at``: the engine's work, in prefill tokens, when it was queued. ``priority``:
-    smaller goes first.
+    ``uncached``: number of prompt tokens to compute. ``output``: number of tokens that it is
+    expected to decode. ``queued_at``: the work that the engine had done when it was queued, in
+    prefill tokens. ``priority``: requests with a smaller one go first.
     """
 
     uncached: int
@@ -97,11 +100,11 @@ class Job:
 
 
 def shortest_first(jobs: Sequence[Job], costs: Costs) -> list[int]:
-    """Return the positions in the order in which to serve: shortest job first (FlashAgents §6.6).
+    """Return the positions of jobs in the order in which to serve them (FlashAgents §6.6).
 
-    A job's size is its prefill and its decode steps, in prefill tokens. It ages by the work
-    the engine has done meanwhile: a job is overtaken by shorter ones for at most as long as
-    it would take itself, so none starves. Priorities go before sizes.
+    A job's size is its prefill and its decode steps, in prefill tokens. It counts less the more
+    work the engine has done since the job was queued: shorter jobs can overtake a job for at most
+    the time that the job takes itself, so that none starves. Priorities come before sizes.
     """
     step = costs.decode_weight
 
@@ -113,16 +116,16 @@ def shortest_first(jobs: Sequence[Job], costs: Costs) -> list[int]:
 
 
 def chunk_tokens(costs: Costs, page: int) -> int:
-    """Return the most tokens of streams in a forward of their own, in whole pages."""
+    """Return the most tokens in a forward for streams alone, in whole pages."""
     tokens = min(max(costs.tokens_within(_DELAY), _LEAST_CHUNK), _LARGEST_CHUNK)
     return max(page, tokens - tokens % page)
 
 
 def ride_tokens(costs: Costs, decoding: int, share: float, page: int) -> int:
-    """Return how many tokens of streams may ride along with one decode step, in whole pages.
+    """Return how many tokens of streams may ride along with a decode step, in whole pages.
 
-    They make the step longer by no more than ``share`` of the longer step. 0 where that is too few
-    to be worth it: such an engine does better with a forward for streams alone now and then.
+    The time that they add is at most ``share`` of the longer step. Return 0 if that allows only for
+    few tokens: then an occasional forward for streams alone is more efficient.
     """
     longest = costs.decode(decoding) / (1 - share) if share < 1 else float("inf")
     tokens = costs.tokens_within(longest) - decoding
@@ -131,10 +134,9 @@ def ride_tokens(costs: Costs, decoding: int, share: float, page: int) -> int:
 
 
 def pause_steps(costs: Costs, tokens: int, decoding: int, share: float) -> int:
-    """Return how many decode steps follow a forward of ``tokens`` for streams alone.
+    """Return how many decode steps follow a forward of ``tokens`` tokens for streams alone.
 
-    They are enough for its ``share`` of the time, and so many that at most one step in 256 is held
-    up.
+    With them, such forwards take at most ``share`` of the time and hold up at most one step in 256.
     """
     if share >= 1:
         return 0
@@ -143,27 +145,29 @@ def pause_steps(costs: Costs, tokens: int, decoding: int, share: float) -> int:
 
 
 class SaturationGate:
-    """Holds prefills back until a forward of them hides the transfers of experts.
+    """Holds prefills back until there are enough for a forward that hides transfers of experts.
 
-    MoE-Prefill §7.4: admission.
+    This is the admission of MoE-Prefill §7.4.
 
     Args:
-        tokens: a forward with as many is worth running.
-        longest_wait: seconds that a request is held back at most, all in all.
+        tokens: number of tokens that make a forward worth running.
+        longest_wait: the most seconds for which a request is held back, in total.
     """
 
     def __init__(self, tokens: int, longest_wait: float) -> None:
         self.tokens = tokens
         self._longest_wait = longest_wait
-        # Of those in the queue: seconds they were held back.
+        # The seconds for which each request in the queue has been held back.
         self._held: dict[str, float] = {}
 
     def holds(self, queue: Sequence[str], tokens: int, room: int, step: float) -> bool:
-        """Decide whether the whole queue waits in this step, which will take ``step`` seconds.
+        """Decide whether the whole queue waits in this step.
 
         Args:
-            queue: ids of the waiting requests. tokens: that they have to compute.
-            room: how many of them could run.
+            queue: ids of the waiting requests.
+            tokens: number of tokens that they have to compute.
+            room: number of requests that could start.
+            step: seconds that this step will take.
         """
         self._held = {rid: self._held.get(rid, 0.0) for rid in queue}
         if not queue or len(queue) >= room or tokens >= self.tokens:

@@ -1,4 +1,4 @@
-"""The queue of waiting requests: dropped, held back and ordered before each prefill."""
+"""Drops, holds back and orders the waiting requests before each prefill."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from flashmoa_sglang.scheduler.policy import (
     IDLE_SLEEP,
     IDLE_STEP,
     Job,
-    Waiting,
-    held_back,
+    WaitingRequest,
+    choose_held_back,
+    find_superseded,
     shortest_first,
-    superseded,
 )
 from flashmoa_sglang.scheduler.request import is_increment, state_of, total_tokens
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# Matching a prompt with the radix tree takes time; further down the queue a guess will do.
+# Matching a prompt with the radix tree takes time. After this many requests of the queue, the last
+# known number of uncached tokens is good enough.
 _MATCHED_JOBS = 128
 
 
 def prepare(scheduler: Any, running: Any) -> list[Any]:
-    """Drop increments that are pointless or have no room, and hold requests back.
+    """Drop increments that are pointless or have no room, and take requests to hold back out.
 
-    Returns: the requests that wait in this step, which are not in the queue meanwhile.
+    Returns: the requests that are held back in this step, to be put into the queue again after it.
     """
     marked = [(mark, req) for req in scheduler.waiting_queue if (mark := state_of(req).mark)]
     if not marked:
@@ -38,12 +39,12 @@ def prepare(scheduler: Any, running: Any) -> list[Any]:
     for mark, req in marked:
         if not mark.final:
             keep_kv(req)
-    pointless = superseded(_view(scheduler.waiting_queue))
+    pointless = find_superseded([_describe(req) for req in scheduler.waiting_queue])
     _drop(scheduler, pointless, "a longer request of its stream is queued")
     _drop(scheduler, increments_without_room(scheduler, running), NO_ROOM)
-    # Behind an increment that finds no room, SGLang would look at no other request.
+    # Increments come last: after one that finds no room, SGLang would consider no other request.
     queue = sorted(scheduler.waiting_queue, key=is_increment)
-    positions = held_back(_view(queue))
+    positions = choose_held_back([_describe(req) for req in queue])
     held = [queue[position] for position in positions]
     for req in held:
         state_of(req).held += 1
@@ -52,9 +53,9 @@ def prepare(scheduler: Any, running: Any) -> list[Any]:
 
 
 def waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
-    """Decide whether all of the queue waits in this step, so that a later forward hides transfers.
+    """Decide whether the whole queue waits in this step, so that a later forward hides transfers.
 
-    Where nothing runs meanwhile, the scheduler sleeps for most of the step.
+    If it waits and no request decodes, sleep for most of the step.
     """
     state: SchedulerState = scheduler.flashmoa
     gate, queue = state.saturation_gate, scheduler.waiting_queue
@@ -66,7 +67,7 @@ def waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
     if not gate.holds([req.rid for req in queue], tokens, room, step):
         state.queued.forget()
         return False
-    # Results of the last batch, if there was one, are not to wait for this.
+    # After a batch the scheduler does not sleep, because it still has to send the results.
     if not decoding and not scheduler.last_batch:
         time.sleep(IDLE_SLEEP)
     return True
@@ -75,7 +76,7 @@ def waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
 def look_after_queue(scheduler: Any) -> None:
     """Do what SGLang does before each prefill batch, in a step in which none is built.
 
-    Requests whose grammar is compiled by now join the queue: nothing else puts them there.
+    Without this, requests whose grammar has been compiled would not join the queue.
     """
     grammars = scheduler.grammar_manager
     if grammars.has_waiting_grammars():
@@ -87,10 +88,7 @@ def look_after_queue(scheduler: Any) -> None:
 def order_queue(
     _result: None, policy: Any, waiting_queue: list[Any], *_args: Any, **_kwargs: Any
 ) -> None:
-    """Put the shortest job first, where the options ask for it.
-
-    After ``SchedulePolicy.calc_priority``.
-    """
+    """Put the shortest job first, if the options ask for it; runs after ``calc_priority``."""
     state: SchedulerState | None = getattr(policy.tree_cache, "flashmoa", None)
     if state is None or state.options.schedule != "sjf":
         return
@@ -102,29 +100,25 @@ def order_queue(
 
 
 def keep_kv(req: Any) -> None:
-    """Have the KV of a prefill that is sent to no decode engine in the radix tree.
+    """Put the KV of a prefill that is sent to no decode engine into the radix tree after all.
 
-    Such a request is marked like one of SGLang's own warm-ups, whose KV SGLang does not keep.
+    SGLang treats such a prefill as one of its own warm-ups, whose KV it does not keep.
     """
     req.skip_radix_cache_insert = False
 
 
 def let_go(scheduler: Any, req: Any) -> None:
-    """Give back what a request holds that has left the queue unserved."""
+    """Release what a request holds that has left the queue unserved."""
     RELEASE.release_prefetch(scheduler, req)
     if scheduler.server_args.disaggregation_mode == "prefill":
         RELEASE.release_metadata_buffer(scheduler, req)
 
 
-def _view(queue: Sequence[Any]) -> list[Waiting]:
-    return [_waiting(req) for req in queue]
-
-
-def _waiting(req: Any) -> Waiting:
+def _describe(req: Any) -> WaitingRequest:
     state = state_of(req)
     if state.mark is None:
-        return Waiting()
-    return Waiting(
+        return WaitingRequest()
+    return WaitingRequest(
         stream=state.stream,
         increment=state.increment_of is not None,
         late=state.mark.late if state.mark.final else None,
@@ -152,16 +146,16 @@ def _without(queue: Sequence[Any], positions: set[int]) -> list[Any]:
 
 
 def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:
-    own = state_of(req)
-    if own.queued_at is None:
-        own.queued_at = state.work
+    req_state = state_of(req)
+    if req_state.queued_at is None:
+        req_state.queued_at = state.work
     if matched:
-        own.uncached = RELEASE.uncached_tokens(policy.tree_cache, req)
-    expected = own.mark.expected_output if own.mark is not None else None
+        req_state.uncached = RELEASE.uncached_tokens(policy.tree_cache, req)
+    expected = req_state.mark.expected_output if req_state.mark is not None else None
     output = req.sampling_params.max_new_tokens if expected is None else expected
     return Job(
-        uncached=total_tokens(req) if own.uncached is None else own.uncached,
+        uncached=total_tokens(req) if req_state.uncached is None else req_state.uncached,
         output=max(0, (output or 0) - len(req.output_ids)),
-        queued_at=own.queued_at,
+        queued_at=req_state.queued_at,
         priority=policy.priority_sign * req.priority if policy.enable_priority_scheduling else 0,
     )

@@ -1,4 +1,4 @@
-"""What the plugin keeps on a request of SGLang's, and what it reads of one."""
+"""``RequestState``, the plugin's state of a request, and functions that read SGLang's requests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ _RESERVED_OUTPUT = 4096
 
 @dataclass(slots=True)
 class RequestState:
-    """What the plugin keeps on one request in a scheduler, as ``req.flashmoa``.
+    """The plugin's state of one request in a scheduler, as ``req.flashmoa``; sizes in tokens.
 
-    ``mark``: why the plugin sent or touched the request, if it did. ``held``: steps in which it
-    was passed over. ``found_no_room``: SGLang found no room in the KV pool for this increment.
-    ``queued_at``: the engine's work, in prefill tokens, when the request was queued.
-
-    In tokens: ``uncached``, what was not in the radix tree when that was last looked up;
-    ``unshared``, what of this no request before it in the queue computes; ``first_wait``, where its
-    cached prefix ended when it first waited for another request to compute what both need, and
-    ``last_wait``, where it ended the last time.
+    Attributes:
+        mark: the plugin's mark on the request, if any.
+        held: number of steps in which it was held back.
+        found_no_room: whether SGLang found no room in the KV pool for this increment.
+        queued_at: the work that the engine had done when the request was queued, in prefill tokens.
+        uncached: how much of it was not in the radix tree when it was last matched.
+        unshared: how much of that no request before it in the queue computes.
+        first_wait: length of its cached prefix when it first waited for another request to compute
+            tokens that both need.
+        last_wait: length of its cached prefix when it last waited so.
     """
 
     mark: RequestMark | None = None
@@ -47,7 +49,7 @@ class RequestState:
 
 
 def state_of(req: Any) -> RequestState:
-    """Return what the plugin keeps on a request."""
+    """Return the plugin's state of a request; create it the first time."""
     state = getattr(req, "flashmoa", None)
     if state is None:
         state = req.flashmoa = RequestState(RequestMark.read(req.sampling_params.custom_params))
@@ -60,7 +62,7 @@ def is_increment(req: Any) -> bool:
 
 
 def is_shareable(req: Any) -> bool:
-    """Return whether equal tokens mean equal KV, and the radix tree is where it is kept."""
+    """Return whether the request's KV depends only on its tokens and is kept in the radix tree."""
     return (
         req.session is None
         and req.input_embeds is None
@@ -72,7 +74,7 @@ def is_shareable(req: Any) -> bool:
 
 
 def total_tokens(req: Any) -> int:
-    """Return how many tokens a request has: its prompt and what it has decoded."""
+    """Return how many tokens a request has, in its prompt and in its answer so far."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
@@ -83,9 +85,9 @@ def output_left(req: Any) -> int:
 
 
 def uncached_tokens(tree_cache: Any, req: Any) -> int:
-    """Return how many tokens of a request were not in the radix tree when it was looked up.
+    """Return how many tokens of a request were not in the radix tree when it was first matched.
 
-    It is looked up once: the number changes little while the request waits.
+    It is matched only once, because the number changes little while the request waits.
     """
     state = state_of(req)
     if state.uncached is None:

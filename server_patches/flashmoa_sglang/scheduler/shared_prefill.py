@@ -1,9 +1,9 @@
-"""The intra-turn prefix cache at work: requests that join one prefill batch.
+"""Applies the intra-turn prefix cache to the requests that join one prefill batch.
 
-SGLang asks for each waiting request whether the batch can take it. Here a request that
-shares tokens with one that the batch has taken already either reads them from there (its
-prefix grows by KV that is written in the same forward) or waits until they are in the radix
-tree, which is as soon as the batch is built.
+SGLang offers each waiting request to the batch. If the request shares tokens with one that is
+already in the batch, it either reads them in the same forward, so that its prefix grows by KV that
+the other request writes, or it waits until they are in the radix tree, which is as soon as the
+batch has been built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from flashmoa_sglang.scheduler.request import is_shareable, state_of
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """Its tokens from ``start`` to ``end`` are computed by ``owner``, in the same batch."""
+    """A request whose tokens from ``start`` to ``end`` the request ``owner`` of its batch computes.
+
+    If nothing is shared, ``start`` equals ``end``.
+    """
 
     start: int
     end: int
@@ -29,14 +32,14 @@ class _Follower:
 
 
 class SharedPrefill:
-    """A prefill batch being put together.
+    """Decides what the requests of a prefill batch share, while SGLang builds the batch.
 
     Args:
-        page_size: tokens per KV page.
-        within_forward: the attention backend writes the whole batch's KV before it reads.
+        page_size: tokens in a KV page.
+        within_forward: whether a request can read KV that another of its batch writes.
 
     Attributes:
-        avoided: tokens that a request would have computed and another one does.
+        avoided: tokens that requests would have computed if another request did not.
     """
 
     def __init__(self, page_size: int, *, within_forward: bool) -> None:
@@ -48,41 +51,41 @@ class SharedPrefill:
         self.avoided = 0
 
     def admit(self, original: Callable[[], Any], adder: Any, req: Any) -> Any:
-        """Decide what a request takes from the batch, waits for, or computes itself.
+        """Add a request to the batch with what it shares, or let it wait for the next batch.
 
-        Around ``PrefillAdder.add_one_req``, after SGLang matched the request's prefix.
+        Args: original: ``PrefillAdder.add_one_req``, which has matched the request's prefix.
         """
         if not is_shareable(req):
             return original()
         self._enter(adder.can_run_list)
         start = RELEASE.cached_tokens(req)
-        sought = RELEASE.tokens(req, start, RELEASE.longest_prefix(req))
-        shared = self._turn.match(_anchor(req, start), sought)
-        taken = shared.take(self._within_forward)
-        if taken is None and self._may_wait(req, start):
-            return _not_this_one()
-        if taken is None:
-            taken = shared.now if self._within_forward else 0
-        return self._take(original, adder, req, _Follower(start, start + taken, shared.owner))
+        tokens = RELEASE.tokens(req, start, RELEASE.longest_prefix(req))
+        shared = self._turn.match(_anchor(req, start), tokens)
+        count = shared.take(self._within_forward)
+        if count is None and self._may_wait(req, start):
+            return _continue_result()
+        if count is None:
+            count = shared.now if self._within_forward else 0
+        return self._take(original, adder, req, _Follower(start, start + count, shared.owner))
 
-    def _take(self, original: Callable[[], Any], adder: Any, req: Any, place: _Follower) -> Any:
-        if place.end > place.start:
-            RELEASE.grow_prefix(req, place.end - place.start)
+    def _take(self, original: Callable[[], Any], adder: Any, req: Any, follower: _Follower) -> Any:
+        if follower.end > follower.start:
+            RELEASE.grow_prefix(req, follower.end - follower.start)
         result = original()
         if not adder.can_run_list or adder.can_run_list[-1] is not req:
-            RELEASE.shrink_prefix(req, place.start)
+            RELEASE.shrink_prefix(req, follower.start)
             return result
-        self._starts[req] = place.start
-        if place.end > place.start:
-            self._followers[req] = place
-        # The prefix may have been evicted while the request waited.
+        self._starts[req] = follower.start
+        if follower.end > follower.start:
+            self._followers[req] = follower
+        # The prefix may have been evicted while the request waited, so the smaller length counts.
         first_wait = state_of(req).first_wait
-        waited_from = place.start if first_wait is None else min(first_wait, place.start)
-        self.avoided += place.end - waited_from
+        waited_from = follower.start if first_wait is None else min(first_wait, follower.start)
+        self.avoided += follower.end - waited_from
         return result
 
     def _may_wait(self, req: Any, start: int) -> bool:
-        """Return whether a request may wait: not twice at one place, where nothing came."""
+        """Return whether a request may wait; it may not if the last wait did not help."""
         state = state_of(req)
         if state.last_wait == start:
             return False
@@ -92,7 +95,7 @@ class SharedPrefill:
         return True
 
     def _enter(self, taken: Sequence[Any]) -> None:
-        """Put what the batch has taken since the last time into the tree."""
+        """Add the requests that have joined the batch since the last call."""
         for req in taken[self._entered :]:
             if is_shareable(req):
                 start = self._starts.get(req, RELEASE.cached_tokens(req))
@@ -102,10 +105,12 @@ class SharedPrefill:
         self._entered = len(taken)
 
     def settle(self, scheduler: Any, batch: Any, publish: Callable[[Any], bool]) -> None:
-        """Give followers in the built batch their KV, and publish what others wait for.
+        """Give followers in the built batch their KV, and publish KV for which others wait.
 
-        In the order of the batch, so that an owner is in the radix tree before those that
-        follow it. ``publish``: whether a request is to be published for another reason.
+        This goes through the batch in its order, so that an owner is in the radix tree before its
+        followers.
+
+        Args: publish: whether to publish a request for another reason.
         """
         owners = {follower.owner for follower in self._followers.values()}
         for req in batch.reqs:
@@ -117,10 +122,10 @@ class SharedPrefill:
 
 
 class QueuedTokens:
-    """What waiting requests have to compute, each shared token counted once.
+    """Counts the tokens that waiting requests have to compute, each shared token once.
 
-    What a request shares with one that went before it is in the radix tree then: its own count
-    stays right.
+    A request's count stays right when the request before it, with which it shares tokens, has been
+    computed, because the shared tokens are then in the radix tree.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -128,11 +133,11 @@ class QueuedTokens:
         self.forget()
 
     def forget(self) -> None:
-        """Forget whose tokens they were: some of the queue go now."""
+        """Forget the tokens counted so far, because requests leave the queue now."""
         self._turn: Turn[str] = Turn(self._page)
 
     def count(self, tree_cache: Any, queue: Sequence[Any], enough: int) -> int:
-        """Return all of them, or some once they are ``enough``; each request is looked up once."""
+        """Return the number of tokens, or a part that is ``enough``; match each request once."""
         total = 0
         for req in queue:
             state = state_of(req)
@@ -156,11 +161,11 @@ class QueuedTokens:
 
 
 def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
-    """Point a request of a built batch to KV that has been published meanwhile.
+    """Give a request of a built batch KV that has been published since the batch was built.
 
-    As if it had matched that when the batch was built: table row, prefix and lock.
+    Set its table row, prefix and lock as if it had matched that KV when the batch was built.
 
-    Raises: AssertionError where that KV is not in the radix tree.
+    Raises: AssertionError if the KV is not in the radix tree.
     """
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
@@ -177,13 +182,13 @@ def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
     req.last_node = match.last_device_node
 
 
-def _not_this_one() -> Any:
-    """Return the answer of ``add_one_req`` for: not this request, but ask for others."""
+def _continue_result() -> Any:
+    """Return the result of ``add_one_req`` after which SGLang offers other requests."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.CONTINUE
 
 
 def _anchor(req: Any, start: int) -> Hashable:
-    """Name the point at which a request's cached prefix ends in the radix tree."""
+    """Return a value that identifies where a request's cached prefix ends in the radix tree."""
     return (RELEASE.namespace(req), req.last_node, start)

@@ -1,4 +1,4 @@
-"""Test the plugin's routes on a real engine: what they answer, and that no request breaks them."""
+"""The plugin's routes on real SGLang: their answers, and that no request breaks them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integration.support import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_info_has_versions_capabilities_and_tokenizer(client: EngineClient) -> None:
+async def test_info_describes_the_engine(client: EngineClient) -> None:
     info = await client.info()
     assert info.sglang["version"] in TESTED
     assert {"prefill_only", "prompt_streams", "render"} <= set(info.capabilities)
@@ -54,7 +54,7 @@ async def test_prefill_only_leaves_the_prompt_in_the_cache(
 async def test_prefill_only_neither_samples_nor_detokenizes(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A stock request without new tokens passes the detokenizer; ours must not."""
+    """Stock SGLang sends a request for no tokens through the detokenizer; the plugin must not."""
     async with httpx.AsyncClient(base_url=engine.url) as http:
         before = len(engine.log.read_text())
         await client.prefill_only(text=words(50, 2))
@@ -155,10 +155,10 @@ async def test_an_oversized_piece_is_refused_and_its_stream_stays_open(
     await client.delete_stream(ids.id)
 
 
-async def test_prompts_up_to_the_reported_maximum_are_accepted(
+async def test_the_reported_limit_of_a_prompt_is_exact(
     engine: LocalEngine, client: EngineClient
 ) -> None:
-    """The KV pool is the limit here; the plugin refuses one token more, and not SGLang."""
+    """Here it follows from the KV pool. One token more is refused by the plugin, not by SGLang."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
         assert POOL - 10 < most < POOL
@@ -173,8 +173,8 @@ async def test_prompts_up_to_the_reported_maximum_are_accepted(
     await client.delete_stream(opened.id)
 
 
-async def test_text_that_is_held_back_is_counted_at_the_streams_end(client: EngineClient) -> None:
-    """A text without cuts has no certain tokens until its end."""
+async def test_text_held_back_counts_when_the_stream_ends(client: EngineClient) -> None:
+    """In a text without boundaries no token is certain before its end."""
     opened = await client.open_stream(text="é" * 20)
     assert opened.received_tokens == 0
     with pytest.raises(PromptTooLarge):
@@ -185,7 +185,7 @@ async def test_text_that_is_held_back_is_counted_at_the_streams_end(client: Engi
     await client.delete_stream(opened.id)
 
 
-async def test_unknown_streams_are_reported_as_unknown(client: EngineClient) -> None:
+async def test_an_unknown_stream_is_reported_as_unknown(client: EngineClient) -> None:
     with pytest.raises(StreamUnknown, match="Open one first"):
         await client.append("nonsense", 0, text="x")
 
@@ -220,7 +220,7 @@ RAW = [b"", b"{", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000, b'{"input_ids":
 async def test_no_body_breaks_the_engine(
     engine: LocalEngine, client: EngineClient, path: str
 ) -> None:
-    """Every odd body is accepted, or refused with 4xx, a code and a sentence; none gets a 500."""
+    """Every odd body is accepted, or refused with a 4xx, a code and a sentence; none gets a 500."""
     stream = await client.open_stream(text="one two")
     route = f"/prompt_streams/{stream.id}/append" if path == "append" else path
     opened = StreamRecorder()

@@ -1,4 +1,4 @@
-"""Test experts in host memory or at a replica, on real engines: same answers, in less memory."""
+"""``--flashmoa-asyncep`` on real engines: the same answers, in less memory of the device."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ from tests.integration.support import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-# Three matrices for each expert, in float32.
+# An expert has three matrices, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
 LONG = 150
-# An engine measures forwards up to its limit, for which tests would have to wait.
+# The tests wait until an engine has measured its costs, which takes longer with larger forwards.
 BRIEF = ["--chunked-prefill-size", "256"]
 
 
 @dataclass
 class Reference:
-    """Prompts, and the answers of an engine that has the whole model on its device."""
+    """Prompts, and the answers of an engine with the whole model on its device.
+
+    ``long``: a long answer to the first prompt.
+    """
 
     prompts: list[str]
     answers: list[Any]
@@ -44,7 +47,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-async def resident(
+async def reference(
     engines: LocalEngines, experts_model: Path, words: Callable[[int, int], str]
 ) -> Reference:
     prompts = [words(30, 1), words(200, 2), words(3, 3)]
@@ -54,42 +57,42 @@ async def resident(
     ):
         (kv,) = (await client.info()).kv
         assert kv.experts is None
-        told = await answers(engine, prompts)
+        short_answers = await answers(engine, prompts)
         await client.flush_cache()
-        return Reference(prompts, told, (await generate(client, prompts[0], LONG))[0])
+        return Reference(prompts, short_answers, (await generate(client, prompts[0], LONG))[0])
 
 
 async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
     """Return text and log-probabilities of each prompt's answer."""
-    found: list[Any] = []
+    results: list[Any] = []
     async with EngineClient(engine.url, timeout=60) as client:
-        # The last bits depend on batches, and on the places of KV in the pool.
-        await wait_until_measured(engine)
+        # The last bits depend on batches and on where the KV is in its pool.
+        await measured(engine)
         await client.flush_cache()
         for prompt in prompts:
             body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
             body |= {"return_logprob": True, "logprob_start_len": 0}
             reply = await client._http.post("/generate", json=body)
             reply.raise_for_status()
-            told = reply.json()
-            meta = told["meta_info"]
+            answer = reply.json()
+            meta = answer["meta_info"]
             logprobs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
-            found.append((told["text"], [one[0] for one in logprobs]))
-    return found
+            results.append((answer["text"], [logprob[0] for logprob in logprobs]))
+    return results
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_answers_are_the_same_and_the_device_holds_the_slots(
-    engines: LocalEngines, experts_model: Path, resident: Reference, slots: int
+    engines: LocalEngines, experts_model: Path, reference: Reference, slots: int
 ) -> None:
     flags = [*BRIEF, "--flashmoa-asyncep", "h2d", "--flashmoa-asyncep-slots", str(slots)]
     async with (
         start_special_engine(engines, experts_model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
-        # The computation is the same, to the last bit.
-        assert await answers(engine, resident.prompts) == resident.answers
-        await refuses_new_weights(client, experts_model)
+        # Everything is computed in the same way, so that not even the last bit differs.
+        assert await answers(engine, reference.prompts) == reference.answers
+        await check_that_new_weights_are_refused(client, experts_model)
         info = await client.info()
     memory = info.kv[0].experts
     assert memory is not None and memory.layers == EXPERTS.layers and memory.slots == slots
@@ -99,7 +102,7 @@ async def test_answers_are_the_same_and_the_device_holds_the_slots(
     assert len(info.saturation.windows) > 1
 
 
-async def refuses_new_weights(client: EngineClient, model: Path) -> None:
+async def check_that_new_weights_are_refused(client: EngineClient, model: Path) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "disk": {"model_path": str(model)},
         "tensor": {"serialized_named_tensors": ["AA=="]},
@@ -114,42 +117,43 @@ async def refuses_new_weights(client: EngineClient, model: Path) -> None:
 
 @pytest.fixture
 def granite(experts_model: Path, tmp_path: Path) -> Path:
-    """A model without weights whose layers SGLang makes without ``make_layers``."""
+    """A model without weights, whose layers SGLang creates without ``make_layers``."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "num_experts_per_tok", "max_position_embeddings")
     config = json.loads((experts_model / "config.json").read_text())
-    told = {name: config[name] for name in names} | {"dtype": "float32"}
-    told |= {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
-    told |= {"num_local_experts": EXPERTS.experts, "intermediate_size": EXPERTS.intermediate}
-    for one in ("embedding", "residual", "attention"):
-        told[f"{one}_multiplier"] = 1.0
+    granite_config = {name: config[name] for name in names} | {"dtype": "float32"}
+    granite_config |= {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+    granite_config |= {"num_local_experts": EXPERTS.experts}
+    granite_config |= {"intermediate_size": EXPERTS.intermediate}
+    for part in ("embedding", "residual", "attention"):
+        granite_config[f"{part}_multiplier"] = 1.0
     path = tmp_path / "granite"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(told))
+    (path / "config.json").write_text(json.dumps(granite_config))
     return path
 
 
 async def test_a_model_whose_experts_would_all_stay_on_the_device_is_refused_at_start(
     engines: LocalEngines, model: Path, granite: Path
 ) -> None:
-    without = ["--load-format", "dummy", "--skip-tokenizer-init"]
+    without_weights = ["--load-format", "dummy", "--skip-tokenizer-init"]
     expected: list[tuple[Path, list[str], str]] = [
-        (granite, without, "SGLang hands experts of GraniteMoeMoE to no offloader"),
+        (granite, without_weights, "SGLang hands experts of GraniteMoeMoE to no offloader"),
         (model, [], "it has 0 layers of experts"),
     ]
-    for path, flags, because in expected:
+    for path, flags, message in expected:
         flags = ["--flashmoa-asyncep", "h2d", "--max-total-tokens", "12000", *flags]
         engine = await engines.start(path, core=0, arguments=flags, wait=False)
         try:
             with pytest.raises(EngineError, match="ended at start"):
                 await engine.wait_until_ready()
-            assert because in engine.log.read_text()
+            assert message in engine.log.read_text()
         finally:
             await engine.stop()
 
 
 class Replicas:
-    """Two servers that divide a model's experts; ``running`` has them by rank."""
+    """Servers that divide a model's experts; ``running`` has them by rank."""
 
     def __init__(self, engines: LocalEngines, model: Path) -> None:
         self._engines = engines
@@ -168,57 +172,57 @@ class Replicas:
         )
         return self.running[rank]
 
-    async def fails(self, rank: int, because: str) -> None:
+    async def check_failure(self, rank: int, message: str) -> None:
         with pytest.raises(EngineError, match="ended at start"):
             await self.running[rank].wait_until_ready()
-        assert because in self.running.pop(rank).log.read_text()
+        assert message in self.running.pop(rank).log.read_text()
 
     async def stop(self) -> None:
         for engine in self.running.values():
             await engine.stop()
 
-    def listening(self) -> list[str]:
-        """Return the ranks that offer their share to others."""
-        # The fourth column has the flags; this value is that of a listening socket.
+    def listening_ranks(self) -> list[str]:
+        """Return the ranks that offer their share."""
+        # The fourth column has the flags; these are those of a socket that listens.
         listening = [line for line in self.sockets() if line[3] == "00010000"]
         return [line[-1].rpartition("/")[2] for line in listening]
 
     def sockets(self) -> list[list[str]]:
-        """Return the kernel's columns for each socket of this group."""
+        """Return the group's sockets, each as the columns that the kernel shows."""
         lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         return [line for line in lines if self.group in line[-1]]
 
-    async def waits(self, rank: int) -> None:
-        """Wait until a replica has loaded its share and waits for the others."""
+    async def wait_for_share(self, rank: int) -> None:
+        """Wait until a replica has loaded its share, and waits for the others."""
         with anyio.fail_after(60):
-            while str(rank) not in self.listening():  # noqa: ASYNC110
+            while str(rank) not in self.listening_ranks():  # noqa: ASYNC110
                 await anyio.sleep(0.02)
 
 
 @pytest.fixture
 async def replicas(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[Replicas]:
-    made = Replicas(engines, experts_model)
-    yield made
-    await made.stop()
-    assert made.sockets() == []
+    replicas = Replicas(engines, experts_model)
+    yield replicas
+    await replicas.stop()
+    assert replicas.sockets() == []
 
 
-async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
-    replicas: Replicas, resident: Reference, experts_text: Path
+async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
+    replicas: Replicas, reference: Reference, experts_text: Path
 ) -> None:
     second = await replicas.start("1/2")
-    await replicas.waits(1)
+    await replicas.wait_for_share(1)
     first = await replicas.start("0/2")
     for engine in (first, second):
         await engine.wait_until_ready()
 
-    async def asks(engine: LocalEngine) -> None:
-        assert await answers(engine, resident.prompts) == resident.answers
+    async def check_answers(engine: LocalEngine) -> None:
+        assert await answers(engine, reference.prompts) == reference.answers
 
-    # Both replicas answer at the same time.
+    # Both answer at once.
     async with anyio.create_task_group() as group:
-        group.start_soon(asks, first)
-        group.start_soon(asks, second)
+        group.start_soon(check_answers, first)
+        group.start_soon(check_answers, second)
     others = (EXPERTS.layers - 1) * LAYER_BYTES
     for engine in (first, second):
         async with EngineClient(engine.url, timeout=60) as client:
@@ -227,48 +231,48 @@ async def test_replicas_answer_like_one_engine_even_if_the_other_stops_or_dies(
         assert (memory.resident, memory.in_slots) == (LAYER_BYTES, 2 * LAYER_BYTES)
         assert (memory.share, memory.at_peers) == (others // 2, others // 2)
 
-    # A stopped replica does not delay the other one.
+    # A replica that is stopped does not delay the other.
     os.killpg(second.pid, signal.SIGSTOP)
     try:
-        await asks(first)
+        await check_answers(first)
     finally:
         os.killpg(second.pid, signal.SIGCONT)
-    await asks(second)
+    await check_answers(second)
 
-    # A replica can be killed while the other one works.
+    # A replica can be killed while the other one decodes.
     async with EngineClient(first.url, timeout=60) as client:
         await client.flush_cache()
         sampling = {**GREEDY, "max_new_tokens": LONG}
         parts: list[str] = []
-        async with client.generate(text=resident.prompts[0], sampling=sampling) as deltas:
+        async with client.generate(text=reference.prompts[0], sampling=sampling) as deltas:
             async for delta in deltas:
                 if not parts:
                     await second.stop()
                 parts.append(delta.text)
-    assert "".join(parts) == resident.long
-    await asks(first)
-    assert replicas.listening() == ["0"]
+    assert "".join(parts) == reference.long
+    await check_answers(first)
+    assert replicas.listening_ranks() == ["0"]
 
-    # Only a replica with the same model can take its place.
+    # Only a replica of the same model can take the place of the one that was killed.
     build(experts_text.parent / "other", [experts_text], EXPERTS, seed=1)
     await replicas.start("1/2", experts_text.parent / "other")
-    await replicas.fails(1, "have not loaded the same experts")
+    await replicas.check_failure(1, "have not loaded the same experts")
     await replicas.start("0/2")
-    await replicas.fails(0, "runs already")
+    await replicas.check_failure(0, "runs already")
     replicas.running[0] = first
-    again = await replicas.start("1/2")
-    await again.wait_until_ready()
-    await asks(again)
-    await asks(first)
+    third = await replicas.start("1/2")
+    await third.wait_until_ready()
+    await check_answers(third)
+    await check_answers(first)
 
 
 async def test_replicas_of_different_groups_end_with_the_reason(replicas: Replicas) -> None:
     await replicas.start("0/2")
     await replicas.start("1/3")
     for rank in (0, 1):
-        await replicas.fails(rank, "--flashmoa-asyncep-replica must give one number")
+        await replicas.check_failure(rank, "--flashmoa-asyncep-replica must give one number")
 
 
-async def test_a_replica_without_its_peer_ends_with_the_reason(replicas: Replicas) -> None:
+async def test_a_replica_that_stays_alone_ends_with_the_reason(replicas: Replicas) -> None:
     await replicas.start("0/2", None, "--flashmoa-asyncep-wait", "0.1")
-    await replicas.fails(0, "waited too long for replica 1")
+    await replicas.check_failure(0, "waited too long for replica 1")

@@ -1,4 +1,4 @@
-"""Test that the engine can measure itself while others use it."""
+"""An engine measures its costs while it is already in use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 64
 async def test_measuring_during_requests_loses_no_kv(
     engines: LocalEngines, model: Path, page: int
 ) -> None:
-    """A measured prompt may be cut into chunks because of the requests."""
+    """A request that arrives can force a prefill that is measured to be cut into chunks."""
     arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (
@@ -29,7 +29,7 @@ async def test_measuring_during_requests_loses_no_kv(
     ):
         with anyio.fail_after(60):
             while (await client.info()).costs is None:
-                # Requests come in bursts; the engine measures itself between them.
+                # Requests come in bursts, because prefills are measured only between requests.
                 async with anyio.create_task_group() as group:
                     for _ in range(3):
                         sent += 1

@@ -1,4 +1,4 @@
-"""Test that the plugin refuses unknown tokens, which would end SGLang, and forged marks."""
+"""Unknown tokens, which would end SGLang, and forged marks, which would pin KV, are refused."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
 
 
-def sampled(**params: Any) -> Body:
+def text_body(**params: Any) -> Body:
     return {"text": "x y", "sampling_params": {"max_new_tokens": 2, **params}}
 
 
-def of_ids(ids: Any) -> Body:
+def ids_body(ids: Any) -> Body:
     return {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
 
 
 REFUSED = [
-    of_ids([-1]), of_ids([10**6]), of_ids([[1], [-1]]),
-    {**sampled(), "return_logprob": True, "token_ids_logprob": [10**6]},
-    {**sampled(), "return_logprob": True, "token_ids_logprob": [-1]},
-    sampled(custom_params={"flashmoa": {"stream": "a"}}), sampled(custom_params=7),
+    ids_body([-1]), ids_body([10**6]), ids_body([[1], [-1]]),
+    {**text_body(), "return_logprob": True, "token_ids_logprob": [10**6]},
+    {**text_body(), "return_logprob": True, "token_ids_logprob": [-1]},
+    text_body(custom_params={"flashmoa": {"stream": "a"}}), text_body(custom_params=7),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=str)
-async def test_an_invalid_request_is_refused_and_the_engine_keeps_running(
-    engine: LocalEngine, body: Body
-) -> None:
+async def test_it_is_refused_and_the_engine_still_works(engine: LocalEngine, body: Body) -> None:
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as http:
         answer = await http.post("/generate", json=body)
         assert answer.status_code == 400, answer.text
-        alive = await http.post("/generate", json=sampled(custom_params={"mine": 1}))
-        assert alive.status_code == 200
+        answer = await http.post("/generate", json=text_body(custom_params={"mine": 1}))
+        assert answer.status_code == 200
     assert engine.is_running()

@@ -1,4 +1,4 @@
-"""Test that the CPU platform computes the numbers of the model that it runs."""
+"""Engines on the CPU platform compute what the model computes with Hugging Face's code."""
 
 from __future__ import annotations
 

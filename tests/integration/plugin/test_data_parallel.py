@@ -1,4 +1,4 @@
-"""Test prompt streams on an engine of two data-parallel ranks, which have separate KV."""
+"""Prompt streams on an engine with two data-parallel ranks, each with its own KV."""
 
 from __future__ import annotations
 

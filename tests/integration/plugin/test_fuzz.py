@@ -1,4 +1,4 @@
-"""Send arbitrary requests in arbitrary order: no 500, no dead engine, nothing left behind."""
+"""Random requests in random order: no 500, the engine keeps running, and no stream is left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ tool = st.fixed_dictionaries({"type": st.just("function") | junk}, optional={"fu
 
 
 def body(required: dict[str, Any], **optional: Any) -> st.SearchStrategy[Any]:
-    """Draw an object with some valid and some invalid fields, or a value that is not an object."""
+    """Return a strategy for objects with valid and invalid fields, and for other values."""
     odd = {name: value | junk for name, value in optional.items() if name not in required}
     shaped = st.fixed_dictionaries(required, optional={**odd, "surprise": junk})
     return shaped | st.fixed_dictionaries({}, optional={**odd, **required}) | junk
@@ -73,7 +73,7 @@ ROUTES: dict[str, st.SearchStrategy[Any]] = {
     "/render": body({"messages": messages}, **prompt),
     "/prompt_streams": body({"text": text}, **prompt, ttl_seconds=st.floats(0.01, 100)),
     "/prompt_streams/OPEN/append": body({"seq": few}, text=text, input_ids=ids, end=st.booleans()),
-    # Fields that SGLang itself reads are always valid; how it handles others is not tested.
+    # The fields that SGLang reads itself are always valid, because SGLang is not tested here.
     "/generate": st.fixed_dictionaries(
         {"text": st.text(min_size=1, max_size=60), "sampling_params": sampling},
         optional={name: value | junk for name, value in hints.items()},
@@ -93,9 +93,9 @@ COMMON = settings(
 
 
 @pytest.fixture
-async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRecorder]:
-    """Records the streams of a test; at its end they are deleted, and the engine must be idle."""
-    streams = StreamRecorder()
+async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[Opened]:
+    """The streams of one test; at its end each is deleted, and the engine is as it was before."""
+    streams = Opened()
     yield streams
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
         for stream_id in streams.ids:
@@ -103,13 +103,13 @@ async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRe
     await base.wait_until_restored()
 
 
-def connected(engine: LocalEngine, opened: StreamRecorder) -> httpx.Client:
-    hooks = {"response": [opened.record]}
+def connect(engine: LocalEngine, opened: Opened) -> httpx.Client:
+    hooks = {"response": [opened.note]}
     return httpx.Client(base_url=engine.url, timeout=30, headers=JSON, event_hooks=hooks)
 
 
-def sent(fields: Any) -> bytes:
-    """Return JSON as Python writes it, with surrogates and numbers that other parsers refuse."""
+def encode(fields: Any) -> bytes:
+    """Encode JSON as Python does, with surrogates and numbers that other parsers refuse."""
     return json.dumps(fields).encode(errors="surrogatepass")
 
 
@@ -117,14 +117,14 @@ JSON = {"Content-Type": "application/json"}
 
 
 def send(http: httpx.Client, route: str, fields: Any) -> httpx.Response:
-    """Send a body to a route; ``OPEN`` in either stands for the id of an open stream."""
+    """Send a body to a route; ``OPEN`` in either is replaced by the id of an open stream."""
     if "OPEN" in route or (isinstance(fields, dict) and fields.get("prompt_stream_id") == "OPEN"):
         body = {"text": "a b", "ttl_seconds": 5}
-        opened = http.post("/prompt_streams", json=body).json()["id"]
-        route = route.replace("OPEN", opened)
+        stream_id = http.post("/prompt_streams", json=body).json()["id"]
+        route = route.replace("OPEN", stream_id)
         if isinstance(fields, dict) and "prompt_stream_id" in fields:
-            fields = {**fields, "prompt_stream_id": opened}
-    return http.post(route, content=sent(fields))
+            fields = {**fields, "prompt_stream_id": stream_id}
+    return http.post(route, content=encode(fields))
 
 
 @pytest.mark.parametrize("route", sorted(ROUTES))
@@ -133,24 +133,24 @@ async def test_no_body_breaks_a_route(
 ) -> None:
     @settings(COMMON, max_examples=EXAMPLES)
     @given(fields=ROUTES[route])
-    def one(fields: Any) -> None:
+    def check_answer(fields: Any) -> None:
         answer = send(client, route, fields)
         assert answer.status_code < 500, (fields, answer.text)
         if answer.status_code >= 400:
             refusal = answer.json()
             error = refusal.get("error")
-            # SGLang's own errors are a string in one release, an object in another.
-            said = error if isinstance(error, str) else (error or refusal)["message"]
-            assert len(said) > 10
+            # SGLang's own error is a string in some releases, and an object in others.
+            message = error if isinstance(error, str) else (error or refusal)["message"]
+            assert len(message) > 10
 
-    with connected(engine, opened) as client:
-        # Hypothesis runs its tests itself, outside the event loop.
-        await anyio.to_thread.run_sync(one)
+    with connect(engine, opened) as client:
+        # Hypothesis calls its tests synchronously, so this runs in a thread.
+        await anyio.to_thread.run_sync(check_answer)
 
 
 @dataclass
 class Stream:
-    """The state of a stream, as its client knows it."""
+    """A stream's expected state."""
 
     id: str
     text: str
@@ -160,20 +160,20 @@ class Stream:
 
 
 class Sequences(RuleBasedStateMachine):
-    """Opens, extends, uses and deletes streams in any order; all answers must be documented."""
+    """Opens, appends to, uses and deletes streams in any order, and checks the answers."""
 
     http: httpx.Client
     opened: StreamRecorder
     streams = Bundle("streams")
 
     @initialize()
-    def nothing_open(self) -> None:
+    def delete_all(self) -> None:
         while self.opened.ids:
             self.http.delete(f"/prompt_streams/{self.opened.ids.pop()}")
 
     @rule(target=streams, text=text)
     def open(self, text: str) -> Stream:
-        answer = self.http.post("/prompt_streams", content=sent({"text": text}))
+        answer = self.http.post("/prompt_streams", content=encode({"text": text}))
         assert answer.status_code == 200, answer.text
         return Stream(answer.json()["id"], text)
 
@@ -181,7 +181,7 @@ class Sequences(RuleBasedStateMachine):
     def append(self, stream: Stream, skew: int, text: str, end: bool) -> None:
         seq = max(0, stream.next_seq + skew)
         path = f"/prompt_streams/{stream.id}/append"
-        answer = self.http.post(path, content=sent({"seq": seq, "text": text, "end": end}))
+        answer = self.http.post(path, content=encode({"seq": seq, "text": text, "end": end}))
         if stream.gone:
             assert (answer.status_code, answer.json()["error"]["reason"]) == (410, stream.gone)
         elif seq < stream.next_seq:
@@ -208,21 +208,21 @@ class Sequences(RuleBasedStateMachine):
     def use(self, stream: Stream, more: str, predicted: bool) -> None:
         prompt = stream.text + more if predicted else "Otherwise: " + more
         fields = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
-        plain = self.http.post("/generate", content=sent(fields), headers=JSON)
+        plain = self.http.post("/generate", content=encode(fields), headers=JSON)
         fields["prompt_stream_id"] = stream.id
-        linked = self.http.post("/generate", content=sent(fields), headers=JSON)
+        linked = self.http.post("/generate", content=encode(fields), headers=JSON)
         assert plain.status_code == linked.status_code
-        if linked.status_code != 200:  # An empty prompt.
+        if linked.status_code != 200:  # The prompt is empty.
             assert linked.status_code == 400
             return
-        got, expected = linked.json(), plain.json()
-        assert got["output_ids"] == expected["output_ids"]
-        status = got["meta_info"]["prompt_stream"]["status"]
+        answer = linked.json()
+        assert answer["output_ids"] == plain.json()["output_ids"]
+        status = answer["meta_info"]["prompt_stream"]["status"]
         if stream.gone:
             assert status == stream.gone
         else:
-            agrees = prompt.startswith(stream.text)
-            assert status == ("hit" if agrees else "mispredicted"), (stream, prompt)
+            is_hit = prompt.startswith(stream.text)
+            assert status == ("hit" if is_hit else "mispredicted"), (stream, prompt)
             stream.gone = "used"
 
     @rule(stream=consumes(streams))
@@ -235,7 +235,7 @@ async def test_any_order_of_calls_is_answered_as_documented(
     engine: LocalEngine, opened: StreamRecorder
 ) -> None:
     def run() -> None:
-        with connected(engine, opened) as client:
+        with connect(engine, opened) as client:
             machine = type("Machine", (Sequences,), {"http": client, "opened": opened})
             run_state_machine_as_test(
                 machine, settings=settings(COMMON, max_examples=60, stateful_step_count=25)

@@ -1,4 +1,4 @@
-"""Test the hints that clients add to ordinary requests: checked, harmless, and only hints."""
+"""The fields that clients add to ordinary requests are checked, and never change an answer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORGED = {"flashmoa": {"stream": "forged", "final": False}}
 async def test_the_plugins_own_mark_cannot_be_forged(
     engine: LocalEngine, client: EngineClient, path: str, body: Body
 ) -> None:
-    """An increment of a stream that does not exist would pin KV that nobody releases."""
+    """An increment of a stream that was never opened would pin KV that is never released."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
@@ -69,7 +69,7 @@ async def test_custom_params_that_are_not_an_object_are_refused(
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post("/generate", json=body)
     assert answer.status_code == 400, answer.text
-    # A refused request does not use the stream, so that the next one can.
+    # A refused request does not use the stream, so that the next request can.
     _, usage = await generate(client, "x y z and more", 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
@@ -153,13 +153,13 @@ async def test_several_answers_to_one_prompt_share_a_stream(
 async def test_a_chat_that_continues_an_answer_uses_its_stream(
     engine: LocalEngine, client: EngineClient, start: str, opened_by: str
 ) -> None:
-    """SGLang encodes the prompt and the answer to continue separately, and joins the tokens."""
+    """SGLang encodes the prompt and the beginning of the answer separately and joins the tokens."""
     messages = [*MESSAGES, {"role": "assistant", "content": start + " walk to the lake"}]
     body = {
         "model": "m", "messages": messages, "continue_final_message": True,
         "max_tokens": 6, "temperature": 0,
     }  # fmt: skip
-    begun: Body = {
+    stream_body: Body = {
         "messages": [*MESSAGES, {"role": "assistant", "content": start}],
         "continue_final_message": True,
     }
@@ -168,19 +168,19 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
         expected = (await http.post("/v1/chat/completions", json=body)).json()
         await client.flush_cache()
         if opened_by == "text":
-            rendered = (await http.post("/render", json=begun)).json()["text"]
-            begun = {"text": rendered, "add_special_tokens": False}
-        opened = (await http.post("/prompt_streams", json=begun)).json()
+            rendered = (await http.post("/render", json=stream_body)).json()["text"]
+            stream_body = {"text": rendered, "add_special_tokens": False}
+        opened = (await http.post("/prompt_streams", json=stream_body)).json()
         await client.append(opened["id"], 0, text=" walk to the lake")
-        linked = {**body, "prompt_stream_id": opened["id"]}
-        got = (await http.post("/v1/chat/completions", json=linked)).json()
-        counted = {**begun, "messages": messages} if opened_by == "messages" else None
-        if counted is not None:
-            prompt = (await http.post("/prefill_only", json=counted)).json()["prompt_tokens"]
+        linked_body = {**body, "prompt_stream_id": opened["id"]}
+        linked = (await http.post("/v1/chat/completions", json=linked_body)).json()
+        if opened_by == "messages":
+            whole = {**stream_body, "messages": messages}
+            prompt = (await http.post("/prefill_only", json=whole)).json()["prompt_tokens"]
             assert prompt == expected["usage"]["prompt_tokens"]
-    assert got["choices"][0]["message"] == expected["choices"][0]["message"]
-    assert got["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
-    # The joined text has different tokens if there is no cut between the two.
+    assert linked["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert linked["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    # A stream of the joined text has other tokens, unless there is a boundary between the two.
     if opened_by == "messages" or start == "The plan so far is":
-        assert got["usage"]["prompt_stream"]["status"] == "hit"
-    await wait_until_idle(client)
+        assert linked["usage"]["prompt_stream"]["status"] == "hit"
+    await settled(client)

@@ -1,4 +1,4 @@
-"""Test a real engine without a KV cache: same logits, with the KV of one layer."""
+"""``--flashmoa-kv-cache off`` on a real engine: the same logits, with KV of one layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LAYERS = 2
 PROMPTS = [Random(seed).choices(range(1000), k=k) for seed, k in enumerate((1, 30, 200, 700))]
 NEEDED = ["--disable-radix-cache", "--chunked-prefill-size", "-1"]
-# SGLang would reserve memory for forwards of whole prompts, more than a small machine has.
+# By default SGLang reserves more memory for forwards of whole prompts than a small machine has.
 MEMORY = ["--mem-fraction-static", "0.2"]
 
 
@@ -30,9 +30,9 @@ async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> 
     reply = await client._http.post("/generate", json=body | {"top_logprobs_num": 5})
     assert reply.status_code == 200, reply.text
     meta = reply.json()["meta_info"]
-    every = [meta["input_token_logprobs"][1:], meta["output_token_logprobs"]]
-    every += [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
-    return [token[0] for tokens in every for token in tokens]
+    lists = [meta["input_token_logprobs"][1:], meta["output_token_logprobs"]]
+    lists += [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
+    return [token[0] for tokens in lists for token in tokens]
 
 
 async def test_logits_are_the_same_and_no_kv_is_kept(
@@ -40,36 +40,36 @@ async def test_logits_are_the_same_and_no_kv_is_kept(
 ) -> None:
     await client.flush_cache()
     expected = [await logprobs(client, prompt) for prompt in PROMPTS]
-    usual = (await client.info()).kv[0]
+    reference_kv = (await client.info()).kv[0]
     flags = ["--flashmoa-kv-cache", "off", *NEEDED, *MEMORY]
     async with (
         start_special_engine(engines, model, *flags) as engine,
         EngineClient(engine.url, timeout=60) as lean,
     ):
-        for prompt, told in zip(PROMPTS, expected, strict=True):
-            assert await logprobs(lean, prompt) == pytest.approx(told, abs=1e-4)
-        # The same prompts again, since nothing was kept; then all at once, each prompt twice.
-        found: list[list[float]] = [[] for _ in range(2 * len(PROMPTS))]
+        for prompt, right in zip(PROMPTS, expected, strict=True):
+            assert await logprobs(lean, prompt) == pytest.approx(right, abs=1e-4)
+        # Every prompt is sent twice more, all at once; none finds KV of an earlier request.
+        results: list[list[float]] = [[] for _ in range(2 * len(PROMPTS))]
 
         async def ask(number: int) -> None:
-            found[number] = await logprobs(lean, PROMPTS[number % len(PROMPTS)])
+            results[number] = await logprobs(lean, PROMPTS[number % len(PROMPTS)])
 
         async with anyio.create_task_group() as group:
-            for number in range(len(found)):
+            for number in range(len(results)):
                 group.start_soon(ask, number)
-        for told, again in zip(expected * 2, found, strict=True):
-            assert again == pytest.approx(told, abs=1e-4)
+        for right, result in zip(expected * 2, results, strict=True):
+            assert result == pytest.approx(right, abs=1e-4)
         info = await lean.info()
-        await refuses_what_needs_kv(lean)
+        await check_that_requests_for_kv_are_refused(lean)
     (kv,) = info.kv
-    assert kv.free == kv.total == usual.total
-    assert kv.kv_bytes is not None and usual.kv_bytes is not None
-    assert kv.kv_bytes * LAYERS == usual.kv_bytes
+    assert kv.free == kv.total == reference_kv.total
+    assert kv.kv_bytes is not None and reference_kv.kv_bytes is not None
+    assert kv.kv_bytes * LAYERS == reference_kv.kv_bytes
     assert kv.peak_bytes is not None and kv.peak_bytes > 0
     assert info.capabilities == ["render"]
 
 
-async def refuses_what_needs_kv(client: EngineClient) -> None:
+async def check_that_requests_for_kv_are_refused(client: EngineClient) -> None:
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
     reply = await client._http.post("/generate", json=body)
     assert reply.status_code == 400
@@ -83,7 +83,7 @@ async def refuses_what_needs_kv(client: EngineClient) -> None:
 async def test_an_engine_that_would_cut_prompts_does_not_start(
     engines: LocalEngines, model: Path
 ) -> None:
-    """Without a chunk size on the command line, SGLang chooses one."""
+    """If no chunk size is given, SGLang chooses one."""
     flags = ["--flashmoa-kv-cache", "off", "--disable-radix-cache", *MEMORY]
     engine = await engines.start(model, core=1, arguments=flags, wait=False)
     with pytest.raises(EngineError, match="ended at start"):

@@ -1,4 +1,4 @@
-"""Test the metrics of prompt streams, and the routes that the server's API key guards."""
+"""The metrics of prompt streams, and the routes that need the server's API key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = {**GREEDY, "max_new_tokens": 1500}
 
 @pytest.fixture(scope="module")
 async def guarded(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine with metrics and an API key, and room for one running and one waiting request."""
+    """An engine with metrics, an API key, and room for one request and one more that waits."""
     running = await engines.start(
         model,
         core=0,
@@ -43,7 +43,7 @@ async def allowed(guarded: LocalEngine) -> AsyncGenerator[EngineClient]:
 
 
 class Figures:
-    """The metrics of ``/metrics``, by name and, if there is one, label value."""
+    """The content of ``/metrics``; call it with a metric's name, and perhaps a label's value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -52,7 +52,7 @@ class Figures:
         rows = re.findall(rf"^flashmoa:{name}{{(.*)}} (\S+)$", self.text, re.MULTILINE)
         values = [float(value) for labels, value in rows if label in labels]
         assert len(values) <= 1, rows
-        # The name is the model's path, since none was given.
+        # The model has no name, so its path is shown.
         assert 'model_name="/' in rows[0][0]
         return values[0] if values else 0.0
 
@@ -109,11 +109,11 @@ async def test_the_boards_metrics_exist(
     opened = await allowed.open_stream(text=text)
     await wait_until_prefilled(allowed, opened.id, 99)
     await generate(allowed, text, 2, opened.id)
-    # The format for people, and the one that Prometheus asks for.
+    # The first is the format for people, the second is what Prometheus asks for.
     for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
-        shown = (await figures(guarded, accepted)).text
+        text = (await figures(guarded, accepted)).text
         missing = [
-            name for name in metric_names() if not re.search(rf"^{name}\{{", shown, re.MULTILINE)
+            name for name in metric_names() if not re.search(rf"^{name}\{{", text, re.MULTILINE)
         ]
         assert not missing, accepted
 
@@ -155,11 +155,11 @@ async def test_health_and_metrics_need_no_key(guarded: LocalEngine) -> None:
 async def test_a_prefill_that_sglang_refuses_keeps_its_status(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
-    """A full queue is answered with 503, and leaves the stream valid for its request."""
+    """A full queue is a 503, and a stream stays valid for its final request."""
     refused: list[RequestRefused] = []
 
     async def occupy() -> None:
-        """Send a request that runs and one that waits, so that all others are refused."""
+        """Send a long request: the first runs, the second waits, and later ones are refused."""
         try:
             async with allowed.generate(text="The", sampling=LONG) as deltas:
                 async for _ in deltas:
@@ -179,7 +179,7 @@ async def test_a_prefill_that_sglang_refuses_keeps_its_status(
                 group.start_soon(occupy)
                 await allowed.prefill_only(text=words(30, 100 + seed))
         assert busy.value.code == "engine_busy"
-        # Its increments were refused, too, which is not a failure.
+        # The stream's increments were refused, too, which is not a failure.
         assert (await state(guarded, opened.id))["failure"] is None
         group.start_soon(occupy)
         await anyio.sleep_forever()

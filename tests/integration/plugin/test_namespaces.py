@@ -1,4 +1,4 @@
-"""Test prompt streams with separate KV: by a cache salt, an extra key or an adapter."""
+"""Prompt streams with a namespace of KV: a cache salt, an extra key, or a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
-async def opened(http: httpx.AsyncClient, text: str, **more: Any) -> str:
-    answer = await http.post("/prompt_streams", json={"text": text, **more})
+async def open_stream(http: httpx.AsyncClient, text: str, **fields: Any) -> str:
+    answer = await http.post("/prompt_streams", json={"text": text, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()["id"]
 
 
-async def asked(http: httpx.AsyncClient, text: str, **more: Any) -> dict[str, Any]:
+async def ask(http: httpx.AsyncClient, text: str, **fields: Any) -> dict[str, Any]:
     sampling = {**GREEDY, "max_new_tokens": 8}
-    answer = await http.post("/generate", json={"text": text, "sampling_params": sampling, **more})
+    body = {"text": text, "sampling_params": sampling, **fields}
+    answer = await http.post("/generate", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def stream_status(answer: dict[str, Any]) -> str:
-    """Return the status of the request's stream; its KV must be used completely or not at all."""
+def check_status(answer: dict[str, Any]) -> str:
+    """Return the stream's status; check that its KV was used completely, or not at all."""
     meta = answer["meta_info"]
     status = meta["prompt_stream"]["status"]
     assert meta["late_tokens"] <= 2 if status == "hit" else meta["cached_tokens"] == 0
@@ -59,7 +60,7 @@ async def test_a_stream_serves_only_requests_with_its_salt(
     text = words(300, 600)
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         await client.flush_cache()
-        alone = await asked(http, text + " of")
+        alone = await ask(http, text + " of")
         for of_stream, of_request, status in (
             ("mine", "mine", "hit"),
             ("mine", "yours", "other_namespace"),
@@ -67,10 +68,10 @@ async def test_a_stream_serves_only_requests_with_its_salt(
             (None, "yours", "other_namespace"),
         ):
             await client.flush_cache()
-            stream = await opened(http, text, **{name: of_stream})
-            await wait_until_prefilled(client, stream, 299)
-            answer = await asked(http, text + " of", prompt_stream_id=stream, **{name: of_request})
-            assert stream_status(answer) == status
+            stream = await open_stream(http, text, **{name: of_stream})
+            await prefilled(client, stream, 299)
+            answer = await ask(http, text + " of", prompt_stream_id=stream, **{name: of_request})
+            assert check_status(answer) == status
             assert answer["output_ids"] == alone["output_ids"]
     await wait_until_idle(client)
 
@@ -84,17 +85,17 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
     ],
 )
-def test_the_namespace_of_a_requests_kv_is_read_from_its_body(
+def test_the_namespace_of_a_request_follows_from_its_fields(
     body: dict[str, str], namespace: dict[str, str]
 ) -> None:
     assert kv_namespace(body) == namespace
 
 
 def build_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """Build a LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's form."""
+    """Write a LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's format."""
     config = json.loads((model / "config.json").read_text())
     hidden, head = config["hidden_size"], config["head_dim"]
-    # SGLang computes these three matrices together, and needs adapters for all or none.
+    # SGLang computes q, k and v together, and an adapter must have all of them.
     heads = {"q": config["num_attention_heads"]} | dict.fromkeys(
         "kv", config["num_key_value_heads"]
     )
@@ -107,14 +108,14 @@ def build_adapter(folder: Path, model: Path, seed: int) -> Path:
             weights[f"{name}.lora_B.weight"] = torch.randn(count * head, 4, generator=dice)
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
-    said = {
+    adapter_config = {
         "peft_type": "LORA",
         "r": 4,
         "lora_alpha": 8,
         "target_modules": ["q_proj", "k_proj", "v_proj"],
         "bias": "none",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(said))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder
 
 
@@ -139,19 +140,19 @@ async def test_a_stream_of_an_adapter_serves_its_requests(
         EngineClient(adapted.url, timeout=60) as client,
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
-        alone = await asked(http, text + " of", lora_path="a")
-        assert alone["output_ids"] != (await asked(http, text + " of"))["output_ids"]
-        for given in ({"lora_path": "a"}, {"model": "base:a"}):
+        alone = await ask(http, text + " of", lora_path="a")
+        assert alone["output_ids"] != (await ask(http, text + " of"))["output_ids"]
+        for fields in ({"lora_path": "a"}, {"model": "base:a"}):
             await client.flush_cache()
-            stream = await opened(http, text, **given)
-            await wait_until_prefilled(client, stream, 299)
-            answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
-            assert stream_status(answer) == "hit"
+            stream = await open_stream(http, text, **fields)
+            await prefilled(client, stream, 299)
+            answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
+            assert check_status(answer) == "hit"
             assert answer["output_ids"] == alone["output_ids"]
         await wait_until_idle(client)
 
 
-async def test_a_stream_without_the_requests_adapter_is_declined_with_the_reason(
+async def test_a_stream_without_the_adapter_is_not_used_and_the_answer_says_so(
     adapted: LocalEngine, words: Words
 ) -> None:
     text = words(300, 602)
@@ -161,12 +162,12 @@ async def test_a_stream_without_the_requests_adapter_is_declined_with_the_reason
     ):
         for of_stream, of_request in ((None, "a"), ("a", None), ("a", "b")):
             await client.flush_cache()
-            alone = await asked(http, text + " of", lora_path=of_request)
+            alone = await ask(http, text + " of", lora_path=of_request)
             await client.flush_cache()
-            stream = await opened(http, text, lora_path=of_stream)
-            await wait_until_prefilled(client, stream, 299)
-            answer = await asked(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
-            assert stream_status(answer) == "other_namespace"
+            stream = await open_stream(http, text, lora_path=of_stream)
+            await prefilled(client, stream, 299)
+            answer = await ask(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
+            assert check_status(answer) == "other_namespace"
             assert answer["output_ids"] == alone["output_ids"]
         await wait_until_idle(client)
 
@@ -179,13 +180,13 @@ async def test_a_request_of_a_different_namespace_leaves_the_stream_for_the_next
         EngineClient(adapted.url, timeout=60) as client,
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
-        stream = await opened(http, text, lora_path="a")
-        await wait_until_prefilled(client, stream, 299)
-        body = {"text": text + " of", "lora_path": "nobodys", "prompt_stream_id": stream}
+        stream = await open_stream(http, text, lora_path="a")
+        await prefilled(client, stream, 299)
+        body = {"text": text + " of", "lora_path": "missing-adapter", "prompt_stream_id": stream}
         assert (await http.post("/generate", json=body)).status_code == 400
-        answer = await asked(http, text + " of", lora_path="a", prompt_stream_id=stream)
-        assert stream_status(answer) == "hit"
-        await wait_until_idle(client)
+        answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
+        assert check_status(answer) == "hit"
+        await settled(client)
 
 
 async def test_an_adapter_that_is_not_loaded_fails_only_its_stream(
@@ -195,16 +196,16 @@ async def test_an_adapter_that_is_not_loaded_fails_only_its_stream(
         EngineClient(adapted.url, timeout=60) as client,
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
-        stream = await opened(http, words(300, 603), lora_path="nobodys")
+        stream = await open_stream(http, words(300, 603), lora_path="missing-adapter")
         failure = None
         while failure is None:
             failure = (await http.get(f"/prompt_streams/{stream}")).json()["failure"]
-        assert "nobodys" in failure
+        assert "missing-adapter" in failure
         await client.delete_stream(stream)
         await wait_until_idle(client)
 
 
-async def test_a_workflow_prefills_in_the_namespace_of_its_request(
+async def test_a_workflows_stream_has_the_namespace_of_its_request(
     adapted: LocalEngine, words: Words
 ) -> None:
     async with EngineClient(adapted.url, timeout=60) as client:
@@ -217,8 +218,8 @@ async def test_a_workflow_prefills_in_the_namespace_of_its_request(
         ):
             async with Workflow(client) as flow:
                 draft = flow.text("draft")
-                asked = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
-                answer = flow.ask(asked, max_tokens=4, temperature=0, **namespace)
+                messages = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
+                answer = flow.ask(messages, max_tokens=4, temperature=0, **namespace)
                 draft.write(words(40, 605))
                 with anyio.fail_after(60):
                     while (await client.info()).kv[0].pinned_streams == 0:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""Test streams and other clients' requests on one engine."""
+"""Prompt streams and other requests on one engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.integration.support import (
 
 pytestmark = pytest.mark.anyio
 
-# The share decides whether tokens ride along with decode steps or wait for a forward.
+# The value of --flashmoa-stream-share decides whether tokens ride along with decode steps or wait
+# for a forward for streams alone.
 SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.95"}
 
 
@@ -33,7 +34,7 @@ SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.9
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    # One of the engines runs without the overlap schedule, which is the default.
+    # One of the engines runs without the overlap schedule, which is SGLang's default.
     level = ["--flashmoa-intra-turn", "level", "--disable-overlap-schedule"]
     extra = level if request.param == "level by level" else []
     share = ["--flashmoa-stream-share", SHARES[request.param]]
@@ -65,13 +66,13 @@ async def test_streams_fill_while_others_decode_without_changing_answers(
     async def ask(prompt: str) -> None:
         sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 3000, "stream_interval": 1}
         body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        # No tokens ride along with requests for log-probabilities, whatever the measured costs.
+        # Tokens never ride along with a request for log-probabilities, whatever the costs are.
         body["return_logprob"] = not rides
         async with http.stream("POST", "/generate", json=body) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    said = json.loads(line.removeprefix("data: "))
-                    answers[prompt] = said["text"], said["meta_info"]["completion_tokens"]
+                    event = json.loads(line.removeprefix("data: "))
+                    answers[prompt] = event["text"], event["meta_info"]["completion_tokens"]
                     decoding.set()
                     if filled.is_set() and answers[prompt][1] >= 100:
                         return
@@ -115,7 +116,7 @@ async def test_streams_fill_while_others_decode_without_changing_answers(
 async def test_a_request_overtakes_an_increment_that_is_computed_in_chunks(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """First a long increment, then a short request, then the stream's own request."""
+    """A long increment in chunks comes first, then another request, then the final request."""
     text = words(6000, 9)
     stream = await client.open_stream(text=text)
     other, _ = await generate(client, words(50, 10), 20)
@@ -129,7 +130,7 @@ async def test_a_request_overtakes_an_increment_that_is_computed_in_chunks(
 async def test_streams_pause_in_proportion_to_the_tokens_they_took(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A short stream delays the next one by its own share, and not by that of a whole chunk."""
+    """The pause after a short stream follows from its own tokens, not from a whole chunk's."""
     filled = 0
     sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 900, "stream_interval": 1}
     async with client.generate(text=words(40, 1), sampling=sampling) as deltas:
@@ -149,7 +150,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
 ) -> None:
     """Its grammar is compiled while a stream pauses for the decode steps of others."""
     arguments = ["--flashmoa-stream-share", "0.005", "--constrained-json-disable-any-whitespace"]
-    # No tokens ride along with requests for log-probabilities.
+    # Tokens do not ride along with a request for log-probabilities.
     long: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
     long["sampling_params"] = {**GREEDY, "max_new_tokens": 3000}
     structured = {"temperature": 0, "max_new_tokens": 8, "json_schema": '{"type": "boolean"}'}
@@ -160,23 +161,23 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(http.post, "/generate", json=long))
-        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it tells nobody
+        while not (await kv(client)).protected:  # noqa: ASYNC110 - there is no event for it
             await anyio.sleep(0.01)
         stream = await client.open_stream(text=words(800, 91))
         before = await wait_until_prefilled(client, stream.id, 790)
         await client.append(stream.id, 0, text=words(200, 92)[3:], end=True)
         await wait_for_increment(http, stream.id)
-        async with client.generate(text=words(20, 93), sampling=structured) as answer:
-            said = "".join([delta.text async for delta in answer])
+        async with client.generate(text=words(20, 93), sampling=structured) as deltas:
+            answer = "".join([delta.text async for delta in deltas])
         after = await client.stream_state(stream.id)
-        assert said in ("true", "false")
+        assert answer in ("true", "false")
         assert after.prefilled_tokens == before.prefilled_tokens
         await client.delete_stream(stream.id)
         group.cancel_scope.cancel()
 
 
 async def wait_for_increment(http: httpx.AsyncClient, stream_id: str) -> None:
-    """Wait until an increment of a stream is on its way to the scheduler."""
+    """Wait until an increment of a stream has been sent to the scheduler."""
     with anyio.fail_after(30):
         while True:
             state = (await http.get(f"/prompt_streams/{stream_id}")).json()

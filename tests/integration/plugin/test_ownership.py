@@ -1,4 +1,4 @@
-"""Test who can use a prompt stream, and how long it lasts without a sign of its client."""
+"""Who can use a prompt stream, and how long it lives without a request of its client."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def http(engine: LocalEngine, client: EngineClient) -> AsyncGenerator[http
 async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> None:
     ids = [(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(2)]
     assert (await http.get("/prompt_streams")).json() == {"open": 2}
-    told = (await http.get("/flashmoa/info")).text
-    assert not any(stream_id in told for stream_id in ids)
+    info = (await http.get("/flashmoa/info")).text
+    assert not any(stream_id in info for stream_id in ids)
     for stream_id in ids:
         await http.delete(f"/prompt_streams/{stream_id}")
     assert (await http.get("/prompt_streams")).json() == {"open": 0}
@@ -35,18 +35,18 @@ async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> No
 async def test_stream_ids_are_random(http: httpx.AsyncClient) -> None:
     ids = {(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(8)}
     assert len(ids) == 8
-    # A UUID in hexadecimal: 122 random bits, and six for its kind.
+    # An id is a UUID in hexadecimal: 122 random bits, and six for the kind of UUID.
     assert all(len(stream_id) == 32 and int(stream_id, 16) for stream_id in ids)
     for stream_id in ids:
         await http.delete(f"/prompt_streams/{stream_id}")
 
 
-async def test_a_stream_has_a_ttl_of_thirty_seconds_unless_its_client_sets_one(
+async def test_a_stream_lives_for_thirty_seconds_or_as_its_client_asks(
     http: httpx.AsyncClient,
 ) -> None:
-    for given, lasts in (({}, 30), ({"ttl_seconds": 5}, 5), ({"ttl_seconds": 1e9}, 3600)):
-        state = (await http.post("/prompt_streams", json={"text": "a", **given})).json()
-        assert state["ttl_seconds"] == lasts
+    for fields, seconds in (({}, 30), ({"ttl_seconds": 5}, 5), ({"ttl_seconds": 1e9}, 3600)):
+        state = (await http.post("/prompt_streams", json={"text": "a", **fields})).json()
+        assert state["ttl_seconds"] == seconds
         await http.delete(f"/prompt_streams/{state['id']}")
 
 
@@ -68,4 +68,4 @@ async def test_a_stream_that_is_kept_alive_outlasts_its_ttl(
     answer = await http.post(f"{path}/keep_alive")
     assert answer.status_code == 410
     assert answer.json()["error"]["reason"] == "expired"
-    assert (await http.post("/prompt_streams/nobodys/keep_alive")).status_code == 404
+    assert (await http.post("/prompt_streams/unknown/keep_alive")).status_code == 404

@@ -1,4 +1,4 @@
-"""Test a KV pool full of prompt streams: requests come first, and streams wait without polling."""
+"""A KV pool that prompt streams fill: requests come first, and streams wait to be notified."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def client(small_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         await wait_until_idle(connected)
 
 
-async def test_requests_that_arrive_together_start_although_streams_hold_the_pool(
+async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_pool(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
     streams = [await client.open_stream(text=words(448, number)) for number in range(8)]
@@ -48,6 +48,7 @@ async def test_requests_that_arrive_together_start_although_streams_hold_the_poo
     held = (await fetch_kv_state(client)).protected
     assert held > 3500
     requests, steps = 6, [0] * 6
+    # The number of requests that had begun when one of them reached its tenth step.
     begun_at_tenth: list[int] = []
 
     async def ask(number: int) -> None:
@@ -63,7 +64,7 @@ async def test_requests_that_arrive_together_start_although_streams_hold_the_poo
         for number in range(requests):
             group.start_soon(ask, number)
     assert steps == [300] * 6
-    # Each request started before any other one was ten steps ahead.
+    # All had begun before any of them was ten steps ahead.
     assert min(begun_at_tenth) == requests
     after = await fetch_kv_state(client)
     assert after.gave_way > 0
@@ -71,7 +72,7 @@ async def test_requests_that_arrive_together_start_although_streams_hold_the_poo
         await client.delete_stream(stream.id)
 
 
-async def test_streams_without_room_send_nothing_until_there_is_room(
+async def test_streams_without_room_send_nothing_until_there_is_some(
     client: EngineClient, small_engine: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1))
@@ -82,10 +83,10 @@ async def test_streams_without_room_send_nothing_until_there_is_room(
             with anyio.fail_after(30):
                 while not (await state(http, stream.id))["waits_for_room"]:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
-        # No stream asks again.
+        # None of them tries again.
         states = [await state(http, stream.id) for stream in waiting]
-        assert not any(one["prefilling"] or one["prefilled_tokens"] for one in states)
-    # The room of the first stream is free: the others are notified, and filled as far as possible.
+        assert not any(state["prefilling"] or state["prefilled_tokens"] for state in states)
+    # When the first stream's KV is free, the others are notified, and filled while there is room.
     await client.delete_stream(holder.id)
     for stream in waiting[:3]:
         await wait_until_prefilled(client, stream.id, 899)

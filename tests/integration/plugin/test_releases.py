@@ -1,4 +1,4 @@
-"""Test behaviour that differs between SGLang releases and that the plugin makes the same."""
+"""Differences between SGLang's releases that the plugin hides from clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_refused_request_does_not_count_as_running(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    """A stream would be prefilled in small steps as long as a request seems to run."""
+    """If it did, a stream would be prefilled in small steps."""
     await client.flush_cache()
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.post("/generate", json={"input_ids": [5] * 40_000})

@@ -1,4 +1,4 @@
-"""Test prefills that wait for enough work to hide the copying of experts, on a real engine."""
+"""On a real engine, prefills wait until there is enough work to hide copies of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.support import GREEDY, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-# Tokens of each prompt of a burst.
+# The number of tokens in each prompt of a burst.
 BURST = 220
 ENOUGH = 4 * BURST + 1
 
@@ -36,7 +36,7 @@ def prompts() -> list[Prompt]:
 async def expected(
     engines: LocalEngines, experts_model: Path, prompts: list[Prompt]
 ) -> list[tuple[str, list[float]]]:
-    """The answers of a model with all its experts on the device."""
+    """The answers of an engine with all experts on the device."""
     async with (
         start_special_engine(engines, experts_model) as engine,
         EngineClient(engine.url, timeout=60) as client,
@@ -46,20 +46,20 @@ async def expected(
 
 
 async def answer(client: EngineClient, prompt: Prompt) -> tuple[str, list[float]]:
-    """Return text and log-probabilities."""
+    """Return an answer's text and log-probabilities."""
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
     body |= {"return_logprob": True, "logprob_start_len": 0}
     reply = await client._http.post("/generate", json=body)
     reply.raise_for_status()
-    told = reply.json()
-    meta = told["meta_info"]
+    result = reply.json()
+    meta = result["meta_info"]
     logprobs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
-    return told["text"], [one[0] for one in logprobs]
+    return result["text"], [logprob[0] for logprob in logprobs]
 
 
 @pytest.fixture(scope="module")
 async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine that waits for more than four prompts, long enough for a slow machine."""
+    """An engine that waits for more than four prompts, even if a slow machine sends the fifth."""
     flags = ["--flashmoa-saturation", str(ENOUGH), "--flashmoa-saturation-wait", "3"]
     async with start_special_engine(
         engines, experts_model, "--flashmoa-asyncep", "h2d", *flags
@@ -71,25 +71,25 @@ async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
     patient: LocalEngine, prompts: list[Prompt], expected: list[tuple[str, list[float]]]
 ) -> None:
     burst = list(zip(prompts, expected, strict=True))[-5:]
-    found: dict[Prompt, tuple[str, list[float]]] = {}
+    answers: dict[Prompt, tuple[str, list[float]]] = {}
     async with EngineClient(patient.url, timeout=60) as client:
         assert (await client.info()).prefills_wait_for == ENOUGH
 
         async def ask(prompt: Prompt) -> None:
-            found[prompt] = await answer(client, prompt)
+            answers[prompt] = await answer(client, prompt)
 
         async with anyio.create_task_group() as group:
             for prompt, _ in burst:
                 group.start_soon(ask, prompt)
         assert (5, 5 * BURST) in forwards(patient)
         for prompt, (text, logprobs) in burst:
-            assert found[prompt][0] == text
-            # In a larger batch, sums are computed in a different order.
-            assert found[prompt][1] == pytest.approx(logprobs, abs=1e-4)
+            assert answers[prompt][0] == text
+            # In a larger batch sums are computed in another order.
+            assert answers[prompt][1] == pytest.approx(logprobs, abs=1e-4)
         assert await answer(client, prompts[0]) == expected[0]
 
 
-async def test_a_prefix_that_requests_share_counts_once(patient: LocalEngine) -> None:
+async def test_tokens_that_several_requests_share_count_once(patient: LocalEngine) -> None:
     shared = Random(99).choices(range(4096), k=BURST)
     siblings = [[*shared, *Random(number).choices(range(4096), k=9)] for number in range(6)]
     before = len(forwards(patient))
@@ -99,15 +99,15 @@ async def test_a_prefix_that_requests_share_counts_once(patient: LocalEngine) ->
     ):
         for prompt in siblings:
             group.start_soon(partial(client.prefill_only, input_ids=prompt))
-    # No request ran before the sixth came, although four prompts would have been enough. If
-    # requests share between forwards only, one of them runs first.
+    # None ran before the sixth had come, although four prompts have enough tokens if shared ones
+    # count every time. If requests can share only between forwards, one runs before the others.
     assert 4 * (BURST + 9) > ENOUGH
     together, one_ahead = [(6, BURST + 6 * 9)], [(1, BURST + 9), (5, 5 * 9)]
     assert forwards(patient)[before:] in (together, one_ahead)
 
 
 def forwards(engine: LocalEngine) -> list[tuple[int, int]]:
-    """Return the number of requests and of new tokens of each prefill so far."""
+    """Return the numbers of requests and of new tokens of each prefill so far, from the log."""
     lines = re.findall(
         r"Prefill batch.*#new-seq: (\d+), #new-token: (\d+),", engine.log.read_text()
     )

@@ -1,4 +1,4 @@
-"""Test shortest-job-first, and KV pools that are too small for all requests."""
+"""Shortest job first, and KV pools that are too small for all requests and streams."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine with shortest-job-first and priorities that runs one request at a time."""
+    """An engine with shortest job first and priorities, on which requests run one at a time."""
     alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
     async with start_special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
         yield engine
 
 
-async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
+async def order_of_ends(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
     """Return the order in which requests end that have waited together for another one."""
     done: list[str] = []
 
@@ -64,12 +64,12 @@ async def finished_in_order(engine: LocalEngine, bodies: dict[str, dict[str, Any
 async def test_the_shortest_job_runs_first(
     one_at_a_time: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
-    order = await finished_in_order(
+    order = await order_of_ends(
         one_at_a_time,
         {
             "long": {"text": words(20, 1), "tokens": 900},
             "middling": {"text": words(20, 2), "tokens": 450},
-            "short after all": {
+            "expected to be short": {
                 "text": words(20, 3),
                 "tokens": 500,
                 "expected_output_tokens": 3,
@@ -77,15 +77,15 @@ async def test_the_shortest_job_runs_first(
             "short": {"text": words(20, 4), "tokens": 1},
         },
     )
-    # Of the short jobs, the one that has waited longer may run first.
-    assert set(order[:2]) == {"short", "short after all"}
+    # Of the short ones, the one that has waited longer may be the first.
+    assert set(order[:2]) == {"short", "expected to be short"}
     assert order[2:] == ["middling", "long"]
 
 
 async def test_priorities_come_before_sizes(
     one_at_a_time: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
-    order = await finished_in_order(
+    order = await order_of_ends(
         one_at_a_time,
         {
             "short": {"text": words(20, 5), "tokens": 1, "priority": 1},
@@ -98,9 +98,9 @@ async def test_priorities_come_before_sizes(
 async def test_a_pool_for_half_of_the_streams_serves_them_all(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """32 streams of 600 tokens in a pool for 16 of them: all requests are answered."""
+    """32 streams of 600 tokens in a pool for 16 are all answered, in time."""
     answers: dict[int, str] = {}
-    # Few of the requests come at once, as from agents that end one by one.
+    # Only a few final requests are sent at once, like those of agents that end one by one.
     turnstile = anyio.Semaphore(4)
 
     async def pipeline(client: EngineClient, number: int) -> None:
@@ -130,12 +130,12 @@ async def test_a_pool_for_half_of_the_streams_serves_them_all(
         await wait_until_idle(client)
 
 
-# SGLang expects short answers, as after many of them, and no chunk is larger than the free room.
+# With this, SGLang expects short answers from the start.
 EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
 
 
-async def written(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
-    """Generate exactly ``tokens`` tokens, without SGLang's knowing the length beforehand."""
+async def decode(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
+    """Decode exactly ``tokens`` tokens, a number that SGLang does not expect."""
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     sampling: dict[str, Any] = {"temperature": 0, "stream_interval": 1, **lengths}
     usage: PromptUsage | None = None
@@ -155,14 +155,13 @@ def retractions(engine: LocalEngine) -> list[str]:
 async def test_streams_fill_next_to_answers_that_may_become_long(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """If all that answers may become were kept free, there would be no room. The stream gives way
-    when the answers do become long, and no answer is retracted.
-    """
+    """There is room for a stream only because SGLang expects short answers. When they become long,
+    the stream gives way, and no request is retracted."""
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "1024"]
     done: list[int] = []
 
     async def chat(number: int, begun: anyio.Event) -> None:
-        usage = await written(client, words(20, 500 + number), 850, begun)
+        usage = await decode(client, words(20, 500 + number), 850, begun)
         done.append(usage.completion_tokens)
 
     async with (
@@ -190,15 +189,16 @@ async def test_streams_fill_next_to_answers_that_may_become_long(
 async def test_an_increment_in_chunks_leaves_the_room_that_decodes_need(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
-    """Its KV is released once all of it is computed, which happens sooner if room is short."""
+    """A stream cannot give way before it is complete, so it is completed before room is short."""
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
-    # No tokens ride along with requests for log-probabilities; 13 chunks come between steps.
-    asked: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
-    asked["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
-    told: list[dict[str, Any]] = []
+    # Tokens do not ride along with a request for log-probabilities. So the stream is prefilled in
+    # 13 chunks, with pauses.
+    body: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
+    body["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
+    metas: list[dict[str, Any]] = []
 
     async def chat() -> None:
-        told.append((await http.post("/generate", json=asked)).json()["meta_info"])
+        metas.append((await http.post("/generate", json=body)).json()["meta_info"])
 
     async with (
         start_special_engine(engines, model, *args, pool=1000) as engine,
@@ -210,10 +210,10 @@ async def test_an_increment_in_chunks_leaves_the_room_that_decodes_need(
             while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
                 await anyio.sleep(0.01)
             stream = await client.open_stream(text=words(400, 521))
-            await wait_until_prefilled(client, stream.id, 390)
-            assert not told
-        assert told[0]["completion_tokens"] == 930
-        assert (await fetch_kv_state(client)).gave_way == 1
+            await prefilled(client, stream.id, 390)
+            assert not metas
+        assert metas[0]["completion_tokens"] == 930
+        assert (await kv(client)).gave_way == 1
         assert not retractions(engine)
         await client.delete_stream(stream.id)
         await wait_until_idle(client)

@@ -1,4 +1,4 @@
-"""Test ``flashmoa serve`` as a user runs it: a process, its signals, and nothing left behind."""
+"""``flashmoa serve`` as a user runs it: its output, its signals, and that no process is left."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_serve_prints_its_url_and_leaves_no_process_behind(
+def test_it_prints_its_url_and_leaves_no_process(
     model: Path, tmp_path: Path, ending: signal.Signals
 ) -> None:
     port = free_port()
@@ -60,7 +60,7 @@ def test_serve_prints_its_url_and_leaves_no_process_behind(
             time.sleep(0.2)
         info = httpx.get(f"http://127.0.0.1:{port}/flashmoa/info", timeout=30).json()
         assert info["plugin"]["name"] == "flashmoa-sglang"
-        # The scheduler answers this, a spawned process that loads the plugin itself.
+        # This number comes from the scheduler, a spawned process that loads the plugin itself.
         assert info["kv"][0]["total"] == 2000
         (leader,) = children(process.pid)
         assert len(group_members(leader)) >= 3
@@ -77,7 +77,7 @@ def test_serve_prints_its_url_and_leaves_no_process_behind(
             process.wait(60)
 
 
-def test_bad_arguments_are_reported_before_sglang_is_imported(model: Path) -> None:
+def test_wrong_arguments_are_reported_before_sglang_is_imported(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Test the intra-turn prefix cache: what requests share is computed once."""
+"""The intra-turn prefix cache: tokens that requests share are computed once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 SHARED = 2000
 OWN = 40
 REQUESTS = 16
-# Computed prompt tokens over unique ones.
+# The largest allowed ratio of computed prompt tokens to unique ones.
 DUPLICATES = 1.01
 WAYS = {
     "within one forward": ["--page-size", "1"],
@@ -58,7 +58,7 @@ def texts(words: Callable[[int, int], str]) -> list[str]:
 
 
 async def answers(client: EngineClient, texts: list[str]) -> tuple[list[str], int]:
-    """Return greedy answers to all prompts at once, and the number of prompt tokens computed."""
+    """Ask for all answers at once. Return them, and how many prompt tokens were computed."""
     done: dict[str, str] = {}
     computed = 0
 
@@ -73,31 +73,31 @@ async def answers(client: EngineClient, texts: list[str]) -> tuple[list[str], in
     return [done[text] for text in texts], computed
 
 
-async def occupied(client: EngineClient, text: str) -> None:
+async def occupy(client: EngineClient, text: str) -> None:
     """Keep the engine busy with one forward."""
     await client.prefill_only(text=text)
 
 
-async def one_by_one(client: EngineClient, texts: list[str]) -> list[str]:
-    found: list[str] = []
+async def answers_one_by_one(client: EngineClient, texts: list[str]) -> list[str]:
+    answers: list[str] = []
     for text in texts:
         await client.flush_cache()
         answer, usage = await generate(client, text, 4)
         assert usage.prompt_tokens == SHARED + OWN
-        found.append(answer)
-    return found
+        answers.append(answer)
+    return answers
 
 
-async def test_sixteen_requests_compute_their_shared_prefix_once(
+async def test_sixteen_requests_compute_shared_tokens_once(
     client: EngineClient, texts: list[str], words: Callable[[int, int], str]
 ) -> None:
-    expected = await one_by_one(client, texts)
+    expected = await answers_one_by_one(client, texts)
     unique = SHARED + REQUESTS * OWN
     await client.flush_cache()
     spread, computed_spread = await answers(client, texts)
     await client.flush_cache()
     async with anyio.create_task_group() as group:
-        group.start_soon(occupied, client, words(1500, 2))
+        group.start_soon(occupy, client, words(1500, 2))
         together, computed_together = await answers(client, texts)
     await client.flush_cache()
     await client.prefill_only(text=words(SHARED, 1)[:3000])
@@ -109,10 +109,10 @@ async def test_sixteen_requests_compute_their_shared_prefix_once(
     assert computed_cached <= DUPLICATES * (unique - before.cached_tokens)
 
 
-async def test_a_batch_computes_its_shared_prefix_once_and_counts_it(
+async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
     client: EngineClient, texts: list[str], words: Callable[[int, int], str]
 ) -> None:
-    """Its requests come while the engine is busy, so that all of them are queued together."""
+    """The requests arrive while the engine is busy, so that they are all in one batch."""
     await client.flush_cache()
     before = (await fetch_kv_state(client)).duplicates_avoided
     sampling = {**GREEDY, "max_new_tokens": 1}
@@ -120,19 +120,17 @@ async def test_a_batch_computes_its_shared_prefix_once_and_counts_it(
         httpx.AsyncClient(base_url=client.url, timeout=60) as http,
         anyio.create_task_group() as group,
     ):
-        group.start_soon(occupied, client, words(6000, 3))
+        group.start_soon(occupy, client, words(6000, 3))
         sent = await http.post("/generate", json={"text": texts, "sampling_params": sampling})
     metas = [answer["meta_info"] for answer in sent.raise_for_status().json()]
     computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)
     avoided = (await fetch_kv_state(client)).duplicates_avoided - before
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
-    # If they wait for each other's chunks, most of the prefix is cached before it is counted.
+    # If they wait for each other's chunks, most shared tokens are cached before they are counted.
     assert avoided >= SHARED
 
 
-async def test_streams_compute_their_shared_prefix_once(
-    client: EngineClient, texts: list[str]
-) -> None:
+async def test_streams_compute_shared_tokens_once(client: EngineClient, texts: list[str]) -> None:
     await client.flush_cache()
     streams = [await client.open_stream(text=text) for text in texts]
     for stream in streams:

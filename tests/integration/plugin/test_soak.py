@@ -1,6 +1,6 @@
-"""Open thousands of streams and end them in every way: memory and files do not grow.
+"""Thousands of streams that are opened and ended in every way: no memory or file leaks.
 
-``FLASHMOA_SOAK_STREAMS`` is their number (``make soak``: 10,000).
+``FLASHMOA_SOAK_STREAMS`` is their number (10,000 with ``make soak``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(60 + STREAMS // 10)]
 AT_ONCE = 48
 ROUNDS = 5
-# Memory that allocators may keep or release between two measurements.
+# By this much the memory of allocators may differ between two measurements.
 SLACK_MB = 12.0
 ENDINGS = ("use", "mispredict", "use twice", "delete", "expire", "vanish")
 BRIEF = ("expire", "vanish")
@@ -35,7 +35,7 @@ GREEDY_ONE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the engine's processes in MB, and the number of their open files."""
+    """The memory of an engine's processes, in MB, and the number of files that they have open."""
 
     http: float
     scheduler: float
@@ -75,7 +75,7 @@ class Soak:
 
     async def _one(self, number: int) -> None:
         ending = ENDINGS[number % len(ENDINGS)]
-        # Some prompts share a beginning, like those of agents.
+        # Some streams have the same beginning, like agents' prompts.
         text = self._words(self._dice.randint(10, 50), number % 200)
         ttl = 0.2 if ending in BRIEF else 60
         opened = await self._post("/prompt_streams", {"text": text, "ttl_seconds": ttl})
@@ -84,7 +84,7 @@ class Soak:
             piece = " " + self._words(4, number + seq)
             text += piece
             answer = await self._http.post(f"{path}/append", json={"seq": seq, "text": piece})
-            # A busy machine may be slower than a stream that is to expire.
+            # On a busy machine a stream may expire before its append.
             assert answer.status_code == 200 or ending in BRIEF, answer.text
         if ending == "delete":
             assert (await self._http.delete(path)).status_code == 200
@@ -109,7 +109,7 @@ class Soak:
         return answer.json()["meta_info"]["prompt_stream"]["status"]
 
     async def _vanish(self, text: str, stream_id: str) -> None:
-        """Ask for an answer, and disconnect without waiting for it."""
+        """Ask for an answer and disconnect."""
         connection = await RawConnection.open(str(self._http.base_url))
         body = {"text": text, "sampling_params": GREEDY_ONE, "prompt_stream_id": stream_id}
         await connection.send(make_request("/generate", body))
@@ -121,7 +121,7 @@ async def soaked(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(
         model,
         core=0,
-        # A small pool is soon full, and evicts from then on.
+        # A small pool is soon full and then evicts KV.
         arguments=["--max-total-tokens", "6000", "--log-level", "warning", "--enable-metrics"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
@@ -133,21 +133,22 @@ async def test_memory_and_files_do_not_grow_with_the_number_of_streams(
     async with httpx.AsyncClient(base_url=soaked.url, timeout=60) as own:
         base = Baseline(soaked, own)
         await base.take()
-        looks: list[Memory] = []
+        measurements: list[Memory] = []
         started = time.monotonic()
         async with httpx.AsyncClient(base_url=soaked.url, timeout=60) as http:
             soak = Soak(http, words)
             for _ in range(ROUNDS):
                 await soak.run(STREAMS // ROUNDS)
-                looks.append(Memory.of(soaked))
-        await base.wait_until_restored()
-        looks.append(Memory.of(soaked))
+                measurements.append(Memory.of(soaked))
+        await base.restored()
+        measurements.append(Memory.of(soaked))
         series = (await own.get("/metrics")).text.count("\nsglang:http_requests_total")
     seconds = time.monotonic() - started
     print(f"\n{STREAMS} streams in {seconds:.0f} s; {base.figures}; {series} series of requests")
-    for look in looks:
-        print(f"  http {look.http:.1f} MB, scheduler {look.scheduler:.1f} MB, {look.files} files")
-    warm, last = looks[0], looks[-1]
+    for memory in measurements:
+        sizes = f"http {memory.http:.1f} MB, scheduler {memory.scheduler:.1f} MB"
+        print(f"  {sizes}, {memory.files} files")
+    warm, last = measurements[0], measurements[-1]
     assert last.http - warm.http < SLACK_MB
     assert last.scheduler - warm.scheduler < SLACK_MB
     assert last.files <= warm.files

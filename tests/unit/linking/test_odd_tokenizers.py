@@ -14,7 +14,7 @@ from hypothesis import given, settings
 torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http.engine import Engine  # noqa: E402
-from flashmoa_sglang.http.rendering import Piece, Rendered  # noqa: E402
+from flashmoa_sglang.http.rendering import Piece, RenderedPrompt  # noqa: E402
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -51,7 +51,7 @@ def test_without_a_vocabulary_text_is_held_back_to_its_end(
     assert "tokenised when they end" in caplog.text
     assert tokenizer.boundaries == []
     assert (tokenizer.digest() is None) == (shown.get("get_vocab") in (None, fails))
-    buffer = TokenBuffer(tokenizer, special=False)
+    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
     for piece in ("One two ", "three. Four\n", "five"):
         buffer.append(piece)
         assert len(buffer.tokens) == 0
@@ -113,8 +113,8 @@ def test_an_answer_to_continue_is_tokenised_separately_from_the_prompt(
     # SGLang and the plugin join two encodings that are only a beginning-of-text token.
     if tokenizer.bos_token and answer.startswith(tokenizer.bos_token):
         return
-    rendered = Rendered([Piece(prompt, False), Piece(answer, True)])
-    buffer, first = rendered.buffer(canonical)
+    rendered = RenderedPrompt([Piece(prompt, False), Piece(answer, True)])
+    buffer, first = rendered.new_buffer(canonical)
     for piece in (first, more):
         buffer.append(piece)
     whole = joined_as_sglang_does(tokenizer, prompt, answer + more)

@@ -30,7 +30,7 @@ class Tree:
 
 
 class Grammars:
-    """Holds the requests whose grammars are compiled."""
+    """Holds the requests whose grammar has been compiled."""
 
     def __init__(self) -> None:
         self.ready: list[Any] = []
@@ -44,7 +44,7 @@ class Grammars:
 
 
 def request(tokens: int, output: int, written: int = 0, stream: str | None = None) -> Any:
-    """A waiting request; with a ``stream``, an increment of it."""
+    """Make a waiting request; with a ``stream``, an increment of that stream."""
     sampling = SimpleNamespace(max_new_tokens=output, ignore_eos=False)
     mark = RequestMark(stream) if stream is not None else None
     return SimpleNamespace(
@@ -71,7 +71,7 @@ class FakeScheduler:
         self.enable_hierarchical_cache = False
         self.enable_priority_preemption = False
         self.grammar_manager = Grammars()
-        # The releases keep it in different places.
+        # SGLang 0.5.12 has the first attribute, later releases the second.
         self.new_token_ratio = ratio
         self.new_token_ratio_tracker = SimpleNamespace(current=ratio)
         self.running = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Test that requests get room in the KV pool before streams do, and that streams learn of room."""
+"""Room in the KV pool: requests come before streams, which are notified when there is room."""
 
 from __future__ import annotations
 
@@ -13,22 +13,11 @@ from flashmoa_sglang.scheduler.state import SchedulerState
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, Tree, request
 
-
-@pytest.fixture(autouse=True)
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reason for each request that was dropped."""
-    reasons: list[str] = []
-
-    def drop(scheduler: Any, which: set[int], why: str) -> None:
-        reasons.extend([why] * len(which))
-        scheduler.waiting_queue = queue._without(scheduler.waiting_queue, which)
-
-    monkeypatch.setattr(queue, "_drop", drop)
-    return reasons
+pytestmark = pytest.mark.usefixtures("dropped")
 
 
 class Adder:
-    """Adds requests as SGLang's ``PrefillAdder`` does: each takes its tokens of the free ones."""
+    """Stands for SGLang's ``PrefillAdder``: each request takes its tokens from those free."""
 
     def __init__(self, tree: Tree, state: Any) -> None:
         self.tree_cache = tree
@@ -62,8 +51,8 @@ class Adder:
 
 @pytest.fixture
 def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
-    """An adder with 1,000 free tokens, and eight streams that hold 1,000 tokens each."""
-    monkeypatch.setattr(admission, "lacks_room", lambda said: said == "no token")
+    """An adder for a pool in which 1,000 tokens are free and eight streams hold 1,000 each."""
+    monkeypatch.setattr(admission, "lacks_room", lambda result: result == "no token")
     monkeypatch.setattr(RELEASE, "cached_tokens", lambda _: 0)
     tree = Tree(1000)
     pins = StreamPins(tree)
@@ -77,7 +66,7 @@ def test_requests_that_arrive_together_get_the_room_that_streams_hold(adder: Add
     for req in waiting_requests:
         assert admission.admit(Adder.add, adder, req) == "continue"
     assert adder.can_run_list == waiting_requests
-    # The sixth request left nothing free, and one more stream gave way for the request after it.
+    # The sixth request left nothing free, so one more stream gave way for the request after it.
     assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
 
 
@@ -100,7 +89,7 @@ def test_an_increment_without_room_is_dropped_and_makes_no_stream_give_way(
     state: Any = adder.tree_cache.flashmoa  # type: ignore[attr-defined]
     assert len(state.pins) == 8
     assert state.lack_concerns_streams
-    # There only seems to be room: its own cached tokens are evictable, and are counted as free.
+    # There only seems to be room, because the stream's own cached prefix counts as evictable.
     scheduler = FakeScheduler(50_000, 0.1, [])
     scheduler.waiting_queue = [increment]
     queue.prepare(scheduler, scheduler.running)
@@ -113,29 +102,29 @@ def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The streams of each message that there is room again."""
+def notified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The streams of each message that there is room."""
     streams: list[tuple[str, ...]] = []
-    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, news: streams.append(news.streams))
+    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, message: streams.append(message.streams))
     return streams
 
 
-def test_streams_without_room_are_notified_once_when_there_is_room(
-    dropped: list[str], told: list[tuple[str, ...]]
+def test_streams_without_room_are_notified_once_when_there_is_some(
+    dropped: list[str], notified: list[tuple[str, ...]]
 ) -> None:
     scheduler = FakeScheduler(500, 0.1, [], total=16_000)
     scheduler.waiting_queue = [request(400, 0, stream="a"), request(900, 0, stream="b")]
     queue.prepare(scheduler, scheduler.running)
-    # Increments leave a sixteenth of the pool free, which is more than what is free now.
+    # Increments leave a sixteenth of the pool free, which is more than what is free here.
     assert len(dropped) == 2
     for free in (600, 1399, 1400, 1400, 2299, 2300, 9000):
         scheduler.tree_cache.free = free
         admission.offer_room(scheduler, scheduler.running)
-    assert told == [("a",), ("b",)]
+    assert notified == [("a",), ("b",)]
 
 
 def test_a_large_increment_without_room_does_not_hold_up_a_smaller_one(
-    dropped: list[str], told: list[tuple[str, ...]]
+    dropped: list[str], notified: list[tuple[str, ...]]
 ) -> None:
     scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
     scheduler.waiting_queue = [request(5000, 0, stream="a"), request(50, 0, stream="b")]
@@ -143,23 +132,23 @@ def test_a_large_increment_without_room_does_not_hold_up_a_smaller_one(
     assert len(dropped) == 1
     scheduler.flashmoa.refused["b"] = 50
     admission.offer_room(scheduler, scheduler.running)
-    assert told == [("b",)]
+    assert notified == [("b",)]
 
 
 def test_room_that_a_queued_increment_takes_is_not_offered(
-    dropped: list[str], told: list[tuple[str, ...]]
+    dropped: list[str], notified: list[tuple[str, ...]]
 ) -> None:
-    """Otherwise the other stream would ask, be refused, be notified, and ask again."""
+    """Otherwise the other stream would send an increment, be refused, be notified, and so on."""
     scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
     scheduler.waiting_queue = [request(1500, 0, stream="a"), request(1000, 0, stream="b")]
     queue.prepare(scheduler, scheduler.running)
     assert len(dropped) == 1
     for _ in range(3):
         admission.offer_room(scheduler, scheduler.running)
-    assert told == []
+    assert notified == []
 
 
-def test_an_increment_of_an_ended_stream_is_dropped_for_good(dropped: list[str]) -> None:
+def test_room_for_a_stream_that_has_ended_is_not_offered(dropped: list[str]) -> None:
     scheduler = FakeScheduler(100, 0.1, [])
     scheduler.flashmoa.pins.release("a")
     scheduler.waiting_queue = [request(5000, 0, stream="a")]
@@ -177,10 +166,10 @@ def test_streams_give_way_before_requests_are_preempted() -> None:
     assert len(scheduler.flashmoa.pins) == 1
 
 
-def test_a_stream_that_has_ended_is_not_notified(told: list[tuple[str, ...]]) -> None:
+def test_a_stream_that_has_ended_is_not_notified(notified: list[tuple[str, ...]]) -> None:
     scheduler = FakeScheduler(9000, 0.1, [])
     state: Any = SimpleNamespace(refused={"a": 100}, pins=scheduler.flashmoa.pins)
     SchedulerState.end_stream(state, "a")
     scheduler.flashmoa.refused = state.refused
     admission.offer_room(scheduler, scheduler.running)
-    assert told == []
+    assert notified == []

@@ -1,4 +1,4 @@
-"""Test experts in host memory: how they are packed and copied, and that each layer gets its own."""
+"""Experts in host memory: their packing, the rotation of slots, and that layers get their own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoa_sglang.asyncep.experts import Experts, Packing, in_host_memory
+from flashmoa_sglang.asyncep.experts import Experts, Packing, store_on_host
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.slots import Rotation
+from flashmoa_sglang.asyncep.slots import SlotRotation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,32 +18,32 @@ EXPERTS = 4
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
     for number in range(draw(st.integers(1, 5))):
         shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
         order = draw(st.permutations(range(len(shape))))
         numbers = torch.arange(torch.Size(shape).numel()) % 100
-        found[f"t{number}"] = numbers.reshape(shape).to(dtype).permute(order)
-    return found
+        tensors[f"t{number}"] = numbers.reshape(shape).to(dtype).permute(order)
+    return tensors
 
 
-@given(tensors())
-def test_packed_tensors_keep_their_values(found: dict[str, torch.Tensor]) -> None:
-    packing = Packing.of(found)
+@given(named_tensors())
+def test_packed_tensors_keep_values_types_and_strides(tensors: dict[str, torch.Tensor]) -> None:
+    packing = Packing.of(tensors)
     memory = torch.zeros(packing.bytes + 64, dtype=torch.uint8)
-    packing.fill(memory, found)
+    packing.fill(memory, tensors)
     views = packing.views(memory.clone())
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         assert torch.equal(views[name], tensor)
         assert views[name].dtype == tensor.dtype
-        # Kernels are chosen for the original tensors, so that strides must stay the same.
+        # Kernels are chosen for the strides that the tensors had at first.
         assert views[name].stride() == tensor.stride()
 
 
 def test_scales_that_are_padded_for_a_kernel_stay_padded() -> None:
-    # DeepGEMM's packed UE8M0 scales: one column after the other, each padded to 16 bytes.
+    # DeepGEMM packs UE8M0 scales column by column, with each column padded to 16 bytes.
     scales = torch.arange(EXPERTS * 2 * 8, dtype=torch.int32)
     padded = scales.as_strided((EXPERTS, 6, 2), (16, 1, 8))
     packing = Packing.of({"scales": padded, "next": torch.ones(EXPERTS)})
@@ -63,35 +63,33 @@ def test_a_tensor_with_one_element_twice_is_refused() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
 def test_consecutive_forwards_never_miss_a_layer(layers: int, slots: int, forwards: int) -> None:
-    rotation = Rotation(layers, slots)
+    rotation = SlotRotation(layers, slots)
     fetched = 0
     for layer in list(range(layers)) * forwards:
-        assert rotation.slot(layer) is not None
-        fetched += rotation.done(layer) is not None
+        assert rotation.slot_of(layer) is not None
+        fetched += rotation.advance(layer) is not None
     assert rotation.misses == 0
     assert fetched == (0 if slots >= layers else forwards * layers)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_layers_that_run_in_any_order_get_their_own_experts(
-    layers: int, slots: int, data: st.DataObject
-) -> None:
-    rotation = Rotation(layers, slots)
+def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.DataObject) -> None:
+    rotation = SlotRotation(layers, slots)
     content = list(rotation.slots)
     for layer in data.draw(st.lists(st.integers(0, layers - 1), max_size=20)):
-        slot = rotation.slot(layer)
+        slot = rotation.slot_of(layer)
         if slot is None:
-            slot = rotation.miss(layer)
+            slot = rotation.evict_for(layer)
             content[slot] = layer
         assert content[slot] == layer
-        if coming := rotation.done(layer):
-            content[coming[0]] = coming[1]
+        if slot_and_layer := rotation.advance(layer):
+            content[slot_and_layer[0]] = slot_and_layer[1]
         assert content == rotation.slots
         assert len(set(content)) == len(content) == min(layers, slots)
 
 
 class Layer(torch.nn.Module):
-    """A layer with experts, with the attributes that an offloader uses."""
+    """The parts of a layer with experts that an offloader uses."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -107,13 +105,13 @@ class Layer(torch.nn.Module):
             tensor.fill_(10 * self.number + value)
 
     def compute(self, times: float) -> list[float]:
-        sums = [t.float().mean().item() for t in (self.w13_weight, self.w13_scale, self.bias)]
-        return [times * one for one in sums]
+        means = [t.float().mean().item() for t in (self.w13_weight, self.w13_scale, self.bias)]
+        return [times * mean for mean in means]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
 def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
-    offloader = ExpertOffloader(Layer, "compute", slots, in_host_memory)
+    offloader = ExpertOffloader(Layer, "compute", slots, store_on_host)
     blocks = (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(5))
     layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks)]
     for layer in layers:
@@ -122,17 +120,17 @@ def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
     for number in [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 3, 1, 4, 4, 2]:
         expected = [2 * (10 * number + value) for value in range(3)]
         assert layers[number].compute(2) == expected
-    one = sum(tensor.nbytes for tensor in offloader._experts[0].tensors().values())
+    layer_bytes = sum(tensor.nbytes for tensor in offloader._experts[0].tensors().values())
     memory = offloader.memory()
     assert memory.layers == 5 and memory.slots == min(slots, 4)
-    assert memory.resident == one
-    assert one * memory.slots <= memory.in_slots == memory.on_host // 4 * memory.slots
+    assert memory.resident == layer_bytes
+    assert layer_bytes * memory.slots <= memory.in_slots == memory.on_host // 4 * memory.slots
     assert (memory.misses > 0) == (memory.slots < 4)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_forward_is_timed_only_on_request(slots: int) -> None:
-    offloader = ExpertOffloader(Layer, "compute", slots, in_host_memory)
+def test_a_forward_is_timed_if_that_was_asked_for(slots: int) -> None:
+    offloader = ExpertOffloader(Layer, "compute", slots, store_on_host)
     layers: list[Any] = offloader.wrap_modules(Layer(number) for number in range(4))
     for layer in layers:
         layer.load()
@@ -142,7 +140,7 @@ def test_a_forward_is_timed_only_on_request(slots: int) -> None:
             offloader.time_next(tokens=17)
         for layer in layers:
             layer.compute(1)
-        times = offloader.times()
+        times = offloader.take_times()
         assert (times is not None) == asked
         if times is not None:
             assert times.tokens == 17
@@ -150,7 +148,7 @@ def test_a_forward_is_timed_only_on_request(slots: int) -> None:
 
 
 class OneScale(Layer):
-    """A layer whose quantisation has one scale for all experts, once the weights are loaded."""
+    """A layer with a quantisation that makes one scale for all experts after loading."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -164,11 +162,11 @@ class OneScale(Layer):
 def test_tensors_that_belong_to_no_single_expert_return_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    offloader = ExpertOffloader(OneScale, "compute", 2, in_host_memory)
+    offloader = ExpertOffloader(OneScale, "compute", 2, store_on_host)
     layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
     for layer, experts in zip(layers, offloader._experts, strict=True):
         layer.load()
-        # The device "meta" exists everywhere, although nothing can be computed on it.
+        # No machine lacks this device, although nothing can be computed there.
         experts.device = torch.device("meta")
     bound: dict[str, str] = {}
 
@@ -182,40 +180,40 @@ def test_tensors_that_belong_to_no_single_expert_return_to_the_device(
 
 
 class Heavy(Layer):
-    """A layer with additional weights, which are most of its bytes."""
+    """A layer whose weights are most of its bytes."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.w2_weight = torch.nn.Parameter(torch.zeros(EXPERTS, 32, 32), requires_grad=False)
 
 
-def in_fewer_bits(layer: Any) -> None:
+def quantise(layer: Any) -> None:
     layer.w2_weight = torch.nn.Parameter(layer.w2_weight.to(torch.int8), requires_grad=False)
 
 
-def repacked(layer: Any) -> None:
+def repack(layer: Any) -> None:
     four_bits = torch.zeros(EXPERTS, 16, 32, dtype=torch.uint8)
     layer.w2_packed = torch.nn.Parameter(four_bits, requires_grad=False)
     del layer.w2_weight
 
 
-def taken_away(layer: Any) -> None:
+def move_elsewhere(layer: Any) -> None:
     layer.quant_method = SimpleNamespace(w2_weight=layer.w2_weight.data)
     del layer.w2_weight
 
 
-def expanded(layer: Any) -> None:
+def add_expanded_scale(layer: Any) -> None:
     layer.w2_scale = torch.ones(1, 7).expand(EXPERTS, 7)
 
 
 @pytest.mark.parametrize(
     ("process", "refused"),
-    [(in_fewer_bits, False), (repacked, False), (taken_away, True), (expanded, True)],
+    [(quantise, False), (repack, False), (move_elsewhere, True), (add_expanded_scale, True)],
 )
 def test_a_quantisation_whose_weights_cannot_be_packed_is_refused(
     process: Callable[[Any], None], refused: bool
 ) -> None:
-    offloader = ExpertOffloader(Heavy, "compute", 2, in_host_memory)
+    offloader = ExpertOffloader(Heavy, "compute", 2, store_on_host)
     for layer in offloader.wrap_modules(Heavy(number) for number in range(3)):
         process(layer)
     if refused:
@@ -228,24 +226,24 @@ def test_a_quantisation_whose_weights_cannot_be_packed_is_refused(
 
 @pytest.fixture
 def offloader() -> Iterator[ExpertOffloader]:
-    made = ExpertOffloader(Layer, "compute", 2, in_host_memory)
-    yield made
-    made._making.end()
+    offloader = ExpertOffloader(Layer, "compute", 2, store_on_host)
+    yield offloader
+    offloader._guard.stop()
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_model_whose_experts_would_all_stay_is_refused(
     offloader: ExpertOffloader, count: int
 ) -> None:
-    kinds = [lambda: torch.nn.Linear(2, 2), lambda: torch.nn.Sequential(Layer(0))]
-    made = offloader.wrap_modules(make() for make in kinds[: count + 1])
-    assert len(made) == count + 1
+    factories = [lambda: torch.nn.Linear(2, 2), lambda: torch.nn.Sequential(Layer(0))]
+    modules = offloader.wrap_modules(make() for make in factories[: count + 1])
+    assert len(modules) == count + 1
     with pytest.raises(SystemExit, match=f"it has {count} layers of experts"):
         offloader.post_init()
 
 
 def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
-    offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory, whole=False)
+    offloader = ExpertOffloader(Layer, "compute", 2, store_on_host, whole=False)
     offloader.wrap_modules(iter([torch.nn.Linear(2, 2)]))
     offloader.post_init()
     assert offloader.memory().layers == 0
@@ -257,17 +255,17 @@ def test_experts_that_the_offloader_does_not_get_are_refused_at_once(
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
     with pytest.raises(SystemExit, match=r"hands experts of Sequential to no offloader"):
         torch.nn.Sequential().add_module("experts", Layer(2))
-    # The check has ended, so that a process that continues is not disturbed.
+    # The guard has stopped, so that a process which continues is not disturbed.
     torch.nn.Sequential().add_module("experts", Layer(2))
 
 
 def test_a_model_that_computes_with_the_tensors_itself_is_refused(
     offloader: ExpertOffloader,
 ) -> None:
-    themselves = type("InklingMoE", (torch.nn.Sequential,), {})
-    themselves.__module__ = "sglang.srt.models.inkling_common.moe"
+    moe_class = type("InklingMoE", (torch.nn.Sequential,), {})
+    moe_class.__module__ = "sglang.srt.models.inkling_common.moe"
     with pytest.raises(SystemExit, match="InklingMoE computes with the tensors of 0 itself"):
-        offloader.wrap_modules(themselves(Layer(number)) for number in range(2))
+        offloader.wrap_modules(moe_class(Layer(number)) for number in range(2))
 
 
 def test_layers_made_after_loading_are_not_checked(

@@ -1,4 +1,4 @@
-"""Test the order of copies and pinned memory, with a fake GPU that only records operations."""
+"""The order of copies on a GPU, and pinned memory, with a fake GPU that records what it does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.asyncep import experts as experts_module
-from flashmoa_sglang.asyncep.experts import Experts, HostExperts, in_host_memory, pinned
+from flashmoa_sglang.asyncep.experts import Experts, HostExperts, allocate_pinned, store_on_host
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.slots import StreamCopying
+from flashmoa_sglang.asyncep.slots import StreamCopier
 
 
 class Stream:
-    """A CUDA stream; ``done`` has all that must have happened before its next operation."""
+    """A fake stream; ``done`` is all work that precedes what is enqueued next."""
 
     def __init__(self, _device: Any = None) -> None:
         self.done: set[str] = set()
@@ -24,12 +24,12 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.done |= event.after
 
-    def do(self, what: str) -> None:
-        self.done = self.done | {what}
+    def do(self, work: str) -> None:
+        self.done = self.done | {work}
 
 
 class Event:
-    """A CUDA event; as in CUDA, waiting for one that was never recorded does nothing."""
+    """A fake event. As in CUDA, waiting for an event that was never recorded returns at once."""
 
     def __init__(self) -> None:
         self.after: set[str] = set()
@@ -55,13 +55,13 @@ class Gpu:
         yield
         self.current = before
 
-    def copying(self, what: str) -> Any:
-        """Make a source that notes, when it is copied, which operations were done before."""
-        return SimpleNamespace(fill=lambda memory: self._fill(what, memory))
+    def source(self, work: str) -> Any:
+        """Return a source of experts whose copy records the work before it."""
+        return SimpleNamespace(fill=lambda memory: self._fill(work, memory))
 
-    def _fill(self, what: str, memory: list[set[str]]) -> None:
+    def _fill(self, work: str, memory: list[set[str]]) -> None:
         memory.append(self.current.done)
-        self.current.do(what)
+        self.current.do(work)
 
 
 @pytest.fixture
@@ -69,52 +69,54 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def test_the_first_copy_waits_for_earlier_uses_of_the_slots_memory(gpu: Gpu) -> None:
+def test_a_first_copy_waits_for_work_that_used_the_slots_memory_before(gpu: Gpu) -> None:
     gpu.main.do("weights repacked")
     before: list[Any] = []
-    StreamCopying(torch.device("cuda"), 2).fetch(1, before, gpu.copying("layer 1"))  # pyright: ignore
+    StreamCopier(torch.device("cuda"), 2).fetch(1, before, gpu.source("layer 1"))  # pyright: ignore
     assert before == [{"weights repacked"}]
 
 
-def test_a_copy_waits_for_its_slot_only_and_the_layer_waits_for_the_copy(gpu: Gpu) -> None:
-    copies = StreamCopying(torch.device("cuda"), 2)
+def test_a_copy_waits_for_its_slot_alone_and_the_computation_for_the_copy(gpu: Gpu) -> None:
+    copier = StreamCopier(torch.device("cuda"), 2)
     before: Any = []
     gpu.main.do("layer 0 computed in slot 0")
-    copies.used(0)
+    copier.note_use(0)
     gpu.main.do("layer 1 computed in slot 1")
-    copies.fetch(0, before, gpu.copying("layer 2 copied"))
-    # It does not wait for the layer that computes with the other slot.
+    copier.fetch(0, before, gpu.source("layer 2 copied"))
+    # The copy does not wait for the computation with the other slot.
     assert before == [{"layer 0 computed in slot 0"}]
     assert "layer 2 copied" not in gpu.main.done
-    copies.wait(0)
+    copier.wait(0)
     assert "layer 2 copied" in gpu.main.done
 
 
-def cudart(code: int, told: list[tuple[int, int]]) -> Callable[[], Any]:
+def fake_cudart(code: int, registered: list[tuple[int, int]]) -> Callable[[], Any]:
     def register(address: int, size: int, flags: int) -> int:
         assert flags == 0
-        told.append((address, size))
+        registered.append((address, size))
         return code
 
-    made = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString=lambda _code: "no memory")
-    return lambda: made
+    cudart = SimpleNamespace(
+        cudaHostRegister=register, cudaGetErrorString=lambda _code: "no memory"
+    )
+    return lambda: cudart
 
 
-def test_exactly_the_requested_bytes_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(torch.cuda, "cudart", cudart(0, told))
-    memory = pinned(5 * 4096 + 3)
-    assert told == [(memory.data_ptr(), 5 * 4096 + 3)]
-    # The memory has separate pages, so that no other memory is pinned with it.
+def test_exactly_the_bytes_that_are_asked_for_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "cudart", fake_cudart(0, registered))
+    memory = allocate_pinned(5 * 4096 + 3)
+    assert registered == [(memory.data_ptr(), 5 * 4096 + 3)]
+    # It has whole pages, so that no other memory is pinned with it.
     assert memory.nbytes == 5 * 4096 + 3 and memory.data_ptr() % 4096 == 0
     memory.fill_(7)
     assert int(memory.sum(dtype=torch.int64)) == 7 * memory.nbytes
 
 
-def test_memory_that_cannot_be_pinned_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", cudart(2, []))
+def test_memory_that_cannot_be_pinned_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", fake_cudart(2, []))
     with pytest.raises(SystemExit, match=r"does not pin 4096 bytes .*no memory.*ulimit"):
-        pinned(4096)
+        allocate_pinned(4096)
 
 
 class Layer(torch.nn.Module):
@@ -134,7 +136,9 @@ def test_experts_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     copy = torch.Tensor.copy_
 
-    def counted(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def copy_and_count(
+        to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         copied.append(to.nbytes)
         return copy(to, source, non_blocking=non_blocking)
 
@@ -142,17 +146,17 @@ def test_experts_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = layer.weight.clone()
     source = HostExperts(Experts(layer))
     slot = torch.zeros(source.packing.bytes + 100, dtype=torch.uint8)
-    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_and_count)
     source.fill(slot)
     assert max(copied) == 64 and sum(copied) == source.packing.bytes
     assert torch.equal(source.packing.views(slot)["weight"], expected)
 
 
 @pytest.mark.parametrize(("count", "forbidden"), [(64, True), (72, True), (16, False)])
-def test_sglang_may_not_use_the_copy_engine_if_it_can_do_without(
+def test_the_copy_engine_is_left_to_experts_if_sglang_can_do_without(
     count: int, forbidden: bool
 ) -> None:
-    offloader = ExpertOffloader(Layer, "compute", 2, in_host_memory)
+    offloader = ExpertOffloader(Layer, "compute", 2, store_on_host)
     offloader.wrap_modules(torch.nn.Sequential(Layer(count)) for _ in range(3))
     assert not offloader.forbid_copy_engine_usage
     offloader.post_init()

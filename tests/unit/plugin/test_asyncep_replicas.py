@@ -1,4 +1,4 @@
-"""Test experts divided among replicas: who holds which, how replicas meet and whom they refuse."""
+"""Experts divided among replicas: their shares, how replicas find each other and refuse others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 import torch
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.replicas import Meeting, Replica, ReplicaError
-from flashmoa_sglang.asyncep.sharing import mapped, rows, sealed, share_with
+from flashmoa_sglang.asyncep.replicas import Replica, ReplicaError, ShareExchange
+from flashmoa_sglang.asyncep.sharing import create_segment, expert_rows, map_segment, share_experts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def group() -> str:
 
 
 class Layer(torch.nn.Module):
-    """A layer with experts, with the attributes that an offloader uses; it returns its weights."""
+    """The parts of a layer with experts that an offloader uses; it computes its own weights."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class Layer(torch.nn.Module):
         self.zeros = torch.randint(-9, 9, (EXPERTS, 7), generator=generator).to(torch.int8)
 
     def compute(self) -> list[torch.Tensor]:
-        return [one.clone() for one in (self.w13_weight, self.w13_scale, self.zeros)]
+        return [tensor.clone() for tensor in (self.w13_weight, self.w13_scale, self.zeros)]
 
 
 def start(stack: ExitStack, replica: Replica, seed: int = 0) -> tuple[ExpertOffloader, list[Layer]]:
-    """Start a replica of a model, once the others have started."""
-    meeting = stack.enter_context(closing(Meeting(replica)))
-    keep = partial(share_with, replica=replica, meeting=meeting, wait=WAIT)
-    offloader = ExpertOffloader(Layer, "compute", 2, keep)
+    """Start a replica of a model; return when the others have started."""
+    exchange = stack.enter_context(closing(ShareExchange(replica)))
+    store = partial(share_experts, replica=replica, exchange=exchange, wait=WAIT)
+    offloader = ExpertOffloader(Layer, "compute", 2, store)
     layers = offloader.wrap_modules(Layer(seed + number) for number in range(LAYERS))
     offloader.post_init()
     return offloader, layers
@@ -60,7 +60,7 @@ def start(stack: ExitStack, replica: Replica, seed: int = 0) -> tuple[ExpertOffl
 @given(st.integers(1, 40), st.data())
 def test_every_expert_has_one_holder(count: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, count))
-    shares = [list(range(count))[rows(count, rank, size)] for rank in range(size)]
+    shares = [list(range(count))[expert_rows(count, rank, size)] for rank in range(size)]
     assert [expert for share in shares for expert in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -73,13 +73,13 @@ def test_every_replica_computes_with_all_experts(group: str, size: int) -> None:
         started = list(pool.map(partial(start, stack), replicas))
         for offloader, layers in started:
             for number in [*range(LAYERS), *range(LAYERS), 2, 1]:
-                for found, right in zip(layers[number].compute(), expected[number], strict=True):
-                    assert torch.equal(found, right)
+                for actual, right in zip(layers[number].compute(), expected[number], strict=True):
+                    assert torch.equal(actual, right)
             memory = offloader.memory()
             assert memory.on_host == 0 and memory.slots == 2
-        held = [offloader.memory().share for offloader, _ in started]
-        for share, (offloader, _) in zip(held, started, strict=True):
-            assert offloader.memory().at_peers == sum(held) - share
+        shares = [offloader.memory().share for offloader, _ in started]
+        for share, (offloader, _) in zip(shares, started, strict=True):
+            assert offloader.memory().at_peers == sum(shares) - share
 
 
 def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:
@@ -91,13 +91,13 @@ def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:
             _, layers = first.result()
         for layer, right in zip(layers, expected, strict=True):
             assert torch.equal(layer.compute()[0], right[0])
-        # It starts again while the first one is running.
-        _, back = start(stays, Replica(group, 1, 2))
-        assert torch.equal(back[3].compute()[0], expected[3][0])
+        # The second replica starts again while the first one is running.
+        _, layers = start(stays, Replica(group, 1, 2))
+        assert torch.equal(layers[3].compute()[0], expected[3][0])
 
 
-def both(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
-    """Yield the errors with which two replicas fail."""
+def both_failures(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
+    """Yield the messages with which two replicas fail."""
     with ThreadPoolExecutor(2) as pool:
         for started in [pool.submit(first), pool.submit(second)]:
             with pytest.raises(ReplicaError) as failure:
@@ -109,16 +109,16 @@ def test_replicas_of_different_models_refuse_each_other(group: str) -> None:
     with ExitStack() as stack:
         first = partial(start, stack, Replica(group, 0, 2))
         second = partial(start, stack, Replica(group, 1, 2), seed=1)
-        for told in both(first, second):
-            assert "have not loaded the same experts" in told
+        for message in both_failures(first, second):
+            assert "have not loaded the same experts" in message
 
 
 def test_replicas_of_groups_of_different_sizes_refuse_each_other(group: str) -> None:
     with ExitStack() as stack:
         first = partial(start, stack, Replica(group, 0, 2))
         second = partial(start, stack, Replica(group, 1, 3))
-        for told in both(first, second):
-            assert "--flashmoa-asyncep-replica must give one number" in told
+        for message in both_failures(first, second):
+            assert "--flashmoa-asyncep-replica must give one number" in message
 
 
 def test_a_running_replica_refuses_others_and_keeps_running(group: str) -> None:
@@ -134,26 +134,26 @@ def test_a_running_replica_refuses_others_and_keeps_running(group: str) -> None:
 
 def test_a_rank_that_runs_already_is_refused(group: str) -> None:
     replica = Replica(group, 0, 2)
-    with closing(Meeting(replica)), pytest.raises(ReplicaError, match="runs already"):
-        Meeting(replica)
-    Meeting(replica).close()
+    with closing(ShareExchange(replica)), pytest.raises(ReplicaError, match="runs already"):
+        ShareExchange(replica)
+    ShareExchange(replica).close()
 
 
-def test_waiting_for_a_replica_times_out(group: str) -> None:
-    with closing(Meeting(Replica(group, 0, 2))) as meeting:
-        meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
+def test_waiting_for_a_replica_ends(group: str) -> None:
+    with closing(ShareExchange(Replica(group, 0, 2))) as exchange:
+        exchange.offer(create_segment([torch.zeros(4, dtype=torch.uint8)]), "digest")
         with pytest.raises(ReplicaError, match="waited too long for replica 1"):
-            meeting.take(1, time.monotonic())
+            exchange.obtain(1, time.monotonic())
 
 
 def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
-    with closing(Meeting(Replica(group, 0, 2))) as meeting, ExitStack() as stack:
-        meeting.give(sealed([torch.zeros(4, dtype=torch.uint8)]), "digest")
+    with closing(ShareExchange(Replica(group, 0, 2))) as exchange, ExitStack() as stack:
+        exchange.offer(create_segment([torch.zeros(4, dtype=torch.uint8)]), "digest")
         stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         stranger.bind(Replica(group, 1, 2).address)
         stranger.listen()
         asking = stack.enter_context(ThreadPoolExecutor(1)).submit(
-            meeting.take, 1, time.monotonic() + WAIT
+            exchange.obtain, 1, time.monotonic() + WAIT
         )
         with stranger.accept()[0] as asked:
             asked.recv(4096)
@@ -167,17 +167,19 @@ def test_fewer_experts_than_replicas_are_refused(group: str) -> None:
         start(stack, Replica(group, 0, EXPERTS + 1))
 
 
-def test_a_sealed_segment_cannot_be_changed() -> None:
-    segment = sealed([torch.arange(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.uint8)])
+def test_a_sealed_segment_stays_as_it_is() -> None:
+    segment = create_segment(
+        [torch.arange(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.uint8)]
+    )
     with pytest.raises(PermissionError):
         os.pwrite(segment, b"other", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(segment, 1)
     with pytest.raises(PermissionError):
         mmap.mmap(segment, 5, access=mmap.ACCESS_WRITE)
-    memory = mapped(segment, 5)
+    memory = map_segment(segment, 5)
     with pytest.raises(ValueError, match="5 bytes instead of 6"):
-        mapped(segment, 6)
+        map_segment(segment, 6)
     os.close(segment)
     assert memory.tolist() == [0, 1, 2, 9, 9]
 
@@ -186,5 +188,5 @@ def test_a_segment_that_is_not_sealed_is_refused() -> None:
     segment = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(segment, b"share")
     with pytest.raises(ValueError, match="not sealed"):
-        mapped(segment, 5)
+        map_segment(segment, 5)
     os.close(segment)

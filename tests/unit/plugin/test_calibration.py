@@ -1,4 +1,4 @@
-"""Test how an engine measures its costs on a noisy machine; without engines."""
+"""How costs follow from measured times, with noise; without engines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from flashmoa_sglang.messages import ForwardTime
 pytestmark = pytest.mark.anyio
 
 
-class Timed:
-    """An engine whose forwards take the given times."""
+class FakeEngine:
+    """An engine whose forwards take given times.
 
-    largest_forward = 2048
+    ``seconds``: by the tokens of a forward, and how many of that length there were before.
+    """
+
+    max_unchunked_prompt = 2048
     vocabulary = 100
     role = "null"
 
@@ -23,15 +26,14 @@ class Timed:
         self, seconds: Callable[[int, int], float], *, steps_together: bool = False
     ) -> None:
         self.steps_together = steps_together
-        # Maps a forward's tokens, and the number of forwards of that length before, to seconds.
         self._seconds = seconds
         self.asked: list[int] = []
 
     def others_active(self) -> bool:
         return False
 
-    async def most_tokens(self) -> int:
-        return self.largest_forward
+    async def max_forward_tokens(self) -> int:
+        return self.max_unchunked_prompt
 
     def use_costs(self, costs: Any, waits_for: int | None) -> None:
         self.costs, self.waits_for = costs, waits_for
@@ -45,8 +47,8 @@ class Timed:
         return ForwardTime("", self._seconds(tokens, self.asked.count(tokens) - 1), None)
 
 
-async def costs(seconds: Callable[[int, int], float]) -> tuple[Any, Timed]:
-    engine = Timed(seconds)
+async def costs(seconds: Callable[[int, int], float]) -> tuple[Any, FakeEngine]:
+    engine = FakeEngine(seconds)
     measured, layers = await measure(engine)  # type: ignore[arg-type]
     assert not layers
     return measured, engine
@@ -67,16 +69,16 @@ async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
 
 
 async def test_noisy_rounds_are_measured_again() -> None:
-    # The very first forwards take a second.
+    # The first forward of each length takes a second.
     found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
     assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
-async def test_calibration_sets_the_tokens_that_prefills_wait_for(
+async def test_an_engine_says_for_how_many_tokens_prefills_wait(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-    engine = Timed(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
+    engine = FakeEngine(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
     await calibrate(engine)  # type: ignore[arg-type]
     assert engine.waits_for == expected

@@ -1,4 +1,4 @@
-"""Test the paged allocator against the meaning of pages."""
+"""The CPU's paged allocator: requests get whole pages, and no slot is given twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("page", [2, 16])
-def test_requests_get_whole_pages_and_no_slot_twice(allocator_class: type, page: int) -> None:
+def test_rows_consist_of_whole_pages_and_no_slot_is_given_twice(
+    allocator_class: type, page: int
+) -> None:
     import random
 
     dice = random.Random(page)

@@ -1,4 +1,4 @@
-"""Test the intra-turn planner against a naive implementation with sets of prefixes."""
+"""The intra-turn cache does the same as a naive oracle with sets of prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prefix = tuple[int, ...]
 @dataclass(frozen=True)
 class Request:
     tokens: Prefix
-    # How many tokens the batch's budget lets it compute, beyond what it shares.
+    # How many tokens it may compute in the batch, in addition to those that it shares.
     budget: int
 
 
@@ -24,7 +24,7 @@ def pages(tokens: Prefix, page: int) -> set[Prefix]:
 
 
 def shared_pages(tokens: Prefix, known: set[Prefix], page: int) -> int:
-    """Count the known tokens of a prompt by looking up each of its prefixes."""
+    """Look each prefix up, which is the naive way."""
     length = 0
     while length + page <= len(tokens) and tokens[: length + page] in known:
         length += page
@@ -50,7 +50,7 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
         assert shared.now == shared_pages(request.tokens, now, page)
         assert shared.now + shared.later == shared_pages(request.tokens, now | later, page)
         if shared.now:
-            # Its owner comes earlier in the batch, and has computed or shared all of it.
+            # The owner comes before it and has computed, or shared, all of these tokens.
             assert shared.owner is not None and shared.owner < number
             assert paths[shared.owner][: shared.now] == request.tokens[: shared.now]
         end = min(len(request.tokens), shared.now + request.budget)
@@ -65,9 +65,9 @@ def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: i
 
 
 @given(requests=st.lists(TOKENS, min_size=1, max_size=10), page=st.sampled_from([1, 2, 4]))
-def test_waiting_requests_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
-    """If forwards cannot share, a request that waits finds the page in the cache one step later."""
-    # The prompts are stretched, so that every shared prefix is worth waiting for.
+def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
+    """Without sharing within a forward, a request that waits finds tokens cached a step later."""
+    # Each token is repeated, so that waiting is worth it for all shared tokens.
     waiting = [tuple(t for t in tokens for _ in range(WORTH_WAITING)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))
     cached: set[Prefix] = set()
@@ -99,7 +99,7 @@ def test_requests_with_different_anchors_share_nothing() -> None:
     assert turn.match(("node", "other salt"), tokens) == Shared()
 
 
-def test_a_request_waits_for_a_chunked_one_if_that_saves_enough() -> None:
+def test_a_request_waits_for_a_chunked_one_if_that_is_worth_it() -> None:
     turn: Turn[str] = Turn(1)
     tokens = np.arange(1000, dtype=np.int64)
     turn.add("long", None, tokens, 300)

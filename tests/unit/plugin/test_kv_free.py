@@ -1,4 +1,4 @@
-"""Test which settings running without a KV cache needs and refuses."""
+"""``--flashmoa-kv-cache off``: the arguments, schedulers, pools and requests that it refuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flashmoa_sglang import kv_free
 
-FINE: dict[str, Any] = {
+VALID: dict[str, Any] = {
     "disable_radix_cache": True,
     "chunked_prefill_size": -1,
     "skip_server_warmup": True,
@@ -26,11 +26,11 @@ def without_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_never_reads_kv_again_starts() -> None:
-    kv_free.refuse_unsupported(SimpleNamespace(**FINE))
+    kv_free.refuse_unsupported(SimpleNamespace(**VALID))
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"disable_radix_cache": False}, "needs --disable-radix-cache."),
         ({"chunked_prefill_size": 2048}, "needs --chunked-prefill-size -1."),
@@ -41,22 +41,24 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
         ({"speculative_algorithm": "EAGLE"}, "does not go with --speculative-algorithm."),
     ],
 )
-def test_a_server_that_reads_kv_again_does_not_start(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(SystemExit, match=told):
-        kv_free.refuse_unsupported(SimpleNamespace(**FINE | given))
+def test_a_server_that_reads_kv_again_does_not_start(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        kv_free.refuse_unsupported(SimpleNamespace(**VALID | arguments))
 
 
 class Pool:
-    """The part of SGLang's pool that is needed to create its buffers."""
+    """The part of SGLang's pool that creates its buffers."""
 
     layer_num = 3
     flashmoa_one_layer = False
 
     def __init__(self, *, scales: bool) -> None:
         self.is_quantized_kv_cache = scales
-        kv_free.create_buffers(Pool.make, self)
+        kv_free.create_buffers(Pool.create, self)
 
-    def make(self) -> None:
+    def create(self) -> None:
         self.k_buffer = [object() for _ in range(self.layer_num)]
         self.v_buffer = [object() for _ in range(self.layer_num)]
 
@@ -70,13 +72,13 @@ def scheduler(*, chunk: int | None, scales: bool) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "scales", "told"),
+    ("chunk", "scales", "message"),
     [(4096, False, "needs --chunked-prefill-size -1"), (None, True, "has scales")],
 )
 def test_a_scheduler_that_would_read_kv_again_does_not_start(
-    chunk: int | None, scales: bool, told: str, monkeypatch: pytest.MonkeyPatch
+    chunk: int | None, scales: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match=told):
+    with pytest.raises(SystemExit, match=message):
         kv_free.verify(scheduler(chunk=chunk, scales=scales))
     monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")
     kv_free.verify(scheduler(chunk=chunk, scales=scales))

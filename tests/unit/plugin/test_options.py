@@ -16,12 +16,12 @@ from flashmoa_sglang.options import Options, add_arguments
 def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     for option in fields(Options):
         name = option.name.upper()
-        # The variables are set first, so that those which a test's parser sets are undone.
+        # After this, monkeypatch also undoes values that a test's parser sets.
         monkeypatch.setenv(f"FLASHMOA_{name}", "")
         monkeypatch.delenv(f"FLASHMOA_{name}")
-    made = argparse.ArgumentParser()
-    add_arguments(None, made)
-    return made
+    parser = argparse.ArgumentParser()
+    add_arguments(None, parser)
+    return parser
 
 
 def test_arguments_have_their_documented_defaults(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-saturation-wait", "61"),
     ],
 )
-def test_bad_values_are_refused_by_name(
+def test_an_invalid_value_is_refused_and_its_argument_named(
     parser: argparse.ArgumentParser,
     capsys: pytest.CaptureFixture[str],
     flag: str,
@@ -118,11 +118,11 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
     ],
 )
-def test_arguments_that_asyncep_does_not_support_are_refused(
+def test_arguments_that_do_not_go_with_asyncep_are_refused(
     options: Options, arguments: dict[str, Any], expected: str | None
 ) -> None:
-    usual: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
-    usual |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
-    usual |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
-    found = problem(SimpleNamespace(**usual | arguments), options)
-    assert (expected in found) if expected and found else found == expected
+    defaults: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
+    defaults |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    defaults |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
+    message = problem(SimpleNamespace(**defaults | arguments), options)
+    assert (expected in message) if expected and message else message == expected

@@ -1,4 +1,4 @@
-"""Test when clients are asked to append next."""
+"""``Pace``: when clients are asked to append next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a hook which cannot be applied stops the process and names the reason."""
+"""A hook that cannot be applied stops the process with a message that says why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from flashmoa_sglang.releases import installed
 
 PRELUDE = """
-import flashmoa_sglang.serve  # Prepares the import of SGLang.
+import flashmoa_sglang.serve  # This prepares the import of SGLang.
 import flashmoa_sglang.plugin as plugin
 from flashmoa_sglang.plugin import Hook
 """

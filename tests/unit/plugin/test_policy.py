@@ -7,18 +7,18 @@ from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.scheduler.policy import (
     HELD_STEPS,
     Job,
-    Waiting,
+    WaitingRequest,
+    choose_held_back,
     chunk_tokens,
-    held_back,
+    find_superseded,
     pause_steps,
     ride_tokens,
     shortest_first,
-    superseded,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
-# A decode step of 10 ms; 0.1 ms for each token more.
+# A decode step takes 10 ms, and each further token 0.1 ms.
 COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
 ANY_COSTS = st.lists(
     st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0)),
@@ -28,7 +28,7 @@ ANY_COSTS = st.lists(
 ).map(lambda points: Costs(tuple(points), decode_step=min(seconds for _, seconds in points)))
 QUEUES = st.lists(
     st.builds(
-        Waiting,
+        WaitingRequest,
         stream=st.sampled_from([None, "a", "b"]),
         increment=st.booleans(),
         late=st.one_of(st.none(), st.integers(0, 5000)),
@@ -58,34 +58,34 @@ def test_costs_need_two_sizes() -> None:
 
 @given(queue=QUEUES)
 def test_only_increments_are_dropped_and_never_the_longest_of_a_stream(
-    queue: list[Waiting],
+    queue: list[WaitingRequest],
 ) -> None:
-    dropped = superseded(queue)
+    dropped = find_superseded(queue)
     assert all(queue[position].increment for position in dropped)
-    for stream in {waiting.stream for waiting in queue} - {None}:
-        kept = [w for p, w in enumerate(queue) if w.stream == stream and p not in dropped]
+    for stream in {request.stream for request in queue} - {None}:
+        kept = [r for p, r in enumerate(queue) if r.stream == stream and p not in dropped]
         assert kept
-        growing = [waiting.length for waiting in kept if waiting.increment]
-        assert len(set(growing)) <= 1
-        assert not growing or len(growing) == len(kept)
+        increments = [request.length for request in kept if request.increment]
+        assert len(set(increments)) <= 1
+        assert not increments or len(increments) == len(kept)
 
 
 @given(queue=QUEUES)
-def test_some_request_always_runs_and_none_is_held_back_for_long(queue: list[Waiting]) -> None:
-    held = held_back(queue)
+def test_some_request_goes_and_none_is_held_back_for_long(queue: list[WaitingRequest]) -> None:
+    held = choose_held_back(queue)
     assert len(held) < max(1, len(queue))
     assert all(queue[position].held < HELD_STEPS for position in held)
-    if all(waiting.increment for waiting in queue):
+    if all(request.increment for request in queue):
         assert not held
-    goes = [w for p, w in enumerate(queue) if p not in held and w.held < HELD_STEPS]
-    if any(not waiting.increment for waiting in queue):
-        assert not any(waiting.increment for waiting in goes)
+    runs = [r for p, r in enumerate(queue) if p not in held and r.held < HELD_STEPS]
+    if any(not request.increment for request in queue):
+        assert not any(request.increment for request in runs)
 
 
-def test_a_request_with_a_ready_stream_does_not_wait_for_others() -> None:
-    ready, behind = Waiting(stream="a", late=10), Waiting(stream="b", late=3000)
-    assert held_back([behind, ready]) == {0}
-    assert held_back([behind, Waiting()]) == set()
+def test_a_request_whose_stream_is_ready_does_not_wait_for_one_whose_is_not() -> None:
+    ready, late = WaitingRequest(stream="a", late=10), WaitingRequest(stream="b", late=3000)
+    assert choose_held_back([late, ready]) == {0}
+    assert choose_held_back([late, WaitingRequest()]) == set()
 
 
 JOBS = st.lists(
@@ -138,12 +138,12 @@ def test_tokens_that_ride_along_stay_within_their_share(
         assert longer - costs.decode(decoding) <= share * longer + 1e-9
 
 
-def test_ride_along_tokens_and_pauses_follow_the_share() -> None:
-    # 40 % of 16.7 ms are 67 tokens next to a step of 10 ms.
+def test_a_share_of_one_step_and_of_many() -> None:
+    # With a step of 10 ms, 67 tokens are 40 % of 16.7 ms.
     assert ride_tokens(COSTS, 1, 0.4, 1) == pytest.approx(66, abs=1)
     # Fewer than 32 tokens are not worth a ride.
     assert ride_tokens(COSTS, 1, 0.2, 1) == 0
-    # A forward of 1 s is 20 % of 5 s; the rest is 400 steps of 10 ms.
+    # A forward of 1 s is 20 % of 5 s, in which there are also 400 steps of 10 ms.
     assert pause_steps(COSTS, 9900, 1, 0.2) == pytest.approx(400, abs=1)
     assert pause_steps(COSTS, 100, 1, 0.2) == 256
     assert pause_steps(COSTS, 100, 1, 1.0) == 0

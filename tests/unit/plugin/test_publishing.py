@@ -1,4 +1,4 @@
-"""Test when KV is published: before its forward, or with its result."""
+"""When KV is published and pinned: before its forward, or with its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmoa_sglang.scheduler.request import RequestState
 from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill, _Follower
 from flashmoa_sglang.scheduler.state import ForwardTimer, SchedulerState
 
-# This comes before anything imports SGLang.
+# This must come before anything imports SGLang.
 torchvision_ops.allow_mismatched_build()
 
 
@@ -66,7 +66,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_is_computed(
     role: str, overlap: bool, early: bool, published: list[Any]
 ) -> None:
-    """Such an engine sends cached KV on, while the forward before may still be writing it."""
+    """It sends cached KV, which the forward before may still be writing."""
     engine = scheduler(role, overlap)
     engine.flashmoa = state = SchedulerState(engine)
     req = increment()
@@ -74,7 +74,7 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     assert published == ([req] if early else [])
     assert ("s" in state.pins) is early
     assert state.shares(engine) is early
-    # Its result has arrived.
+    # Now the request has been computed.
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
@@ -86,9 +86,9 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
 def test_a_timed_forward_is_reported_with_speculative_decoding(
     published: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang then counts no request as prefill-only."""
-    told: list[Any] = []
-    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, news: told.append(news))
+    """With speculative decoding SGLang counts no request as prefill-only."""
+    messages: list[Any] = []
+    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, message: messages.append(message))
     engine = scheduler("null", True)
     state: Any = SimpleNamespace(
         timer=ForwardTimer(engine), role="null", tokenizer_channel="direct", pins_results=False
@@ -96,15 +96,15 @@ def test_a_timed_forward_is_reported_with_speculative_decoding(
     req = increment()
     req.sampling_params.custom_params = RequestMark(timed=True).to_custom_params()
     state.timer.start([req], 4)
-    sent: list[Any] = []
+    channels: list[Any] = []
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
     batches.stream_output(
-        lambda one, *_: sent.append(one.send_to_detokenizer), streamer, [req], False
+        lambda streamer, *_: channels.append(streamer.send_to_detokenizer), streamer, [req], False
     )
-    assert [news.rid for news in told] == ["r"]
-    assert sent == ["direct"]
+    assert [message.rid for message in messages] == ["r"]
+    assert channels == ["direct"]
 
 
 def test_prefixes_evicted_while_a_request_waited_are_not_counted_as_saved() -> None:

@@ -14,18 +14,7 @@ from flashmoa_sglang.scheduler.state import SchedulerState
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, request
 
-
-@pytest.fixture(autouse=True)
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reason for each request that was dropped."""
-    reasons: list[str] = []
-
-    def drop(scheduler: Any, which: set[int], why: str) -> None:
-        reasons.extend([why] * len(which))
-        scheduler.waiting_queue = queue._without(scheduler.waiting_queue, which)
-
-    monkeypatch.setattr(queue, "_drop", drop)
-    return reasons
+pytestmark = pytest.mark.usefixtures("dropped")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +24,7 @@ def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chats(count: int, ratio: float) -> FakeScheduler:
-    """Make a pool of 60,000 tokens with chats that have no limit and have written little."""
+    """Make a pool of 60,000 tokens and chats with almost no limit and short answers so far."""
     return FakeScheduler(
         60_000 - count * 600, ratio, [request(500, 100_000, 100) for _ in range(count)]
     )
@@ -58,7 +47,7 @@ def test_chats_expected_to_become_long_leave_streams_no_room(dropped: list[str])
 def test_requests_are_queued_before_increments(dropped: list[str]) -> None:
     scheduler = FakeScheduler(50_000, 0.1, [])
     increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
-    # A request is not held back forever.
+    # It has been held back so often that it is not held back again.
     increment.flashmoa.held = 99
     scheduler.waiting_queue = [increment, first, second]
     queue.prepare(scheduler, scheduler.running)
@@ -80,7 +69,7 @@ def test_a_request_that_is_held_back_keeps_its_place(monkeypatch: pytest.MonkeyP
 
     newcomer = request(3, 3)
     monkeypatch.setattr("flashmoa_sglang.scheduler.batches.prepare", prepare)
-    monkeypatch.setattr(RELEASE, "new_batch", lambda _: None)
+    monkeypatch.setattr(RELEASE, "split_batches", lambda *_: (None, scheduler.running))
     next_prefill_batch(build, scheduler)
     assert scheduler.waiting_queue == [requests[1], requests[3], requests[4], newcomer]
 
@@ -96,8 +85,8 @@ def test_room_for_the_rest_of_a_chunked_prompt_is_kept(dropped: list[str]) -> No
     assert dropped
 
 
-def test_compiled_grammars_are_collected_while_streams_wait_for_memory() -> None:
-    """The stream waits as long as other requests decode."""
+def test_a_compiled_grammar_is_noticed_while_streams_wait_for_room() -> None:
+    """Memory is short, so that the stream waits while others decode."""
     scheduler = FakeScheduler(500, 0.1, [request(500, 1000, 10)], total=1600)
     increment, structured = request(10, 0, stream="a"), request(20, 5)
     scheduler.waiting_queue = [increment]
@@ -106,7 +95,7 @@ def test_compiled_grammars_are_collected_while_streams_wait_for_memory() -> None
     assert scheduler.waiting_queue == [increment, structured]
 
 
-def test_compiled_grammars_are_collected_while_prefills_wait_for_saturation() -> None:
+def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> None:
     scheduler = FakeScheduler(50_000, 0.1, [request(500, 1000, 10)])
     first, structured = request(10, 5), request(20, 5)
     scheduler.waiting_queue, scheduler.grammar_manager.ready = [first], [structured]
@@ -120,37 +109,35 @@ def _never(*_: object, **__: object) -> None:
     raise AssertionError("a batch is built")
 
 
-def test_a_request_dropped_from_the_queue_releases_its_prefetch(
+def test_the_prefetch_of_a_request_that_is_dropped_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given_back: list[str] = []
-    monkeypatch.setattr(RELEASE, "release_prefetch", lambda _, req: given_back.append(req.rid))
+    released: list[str] = []
+    monkeypatch.setattr(RELEASE, "release_prefetch", lambda _, req: released.append(req.rid))
     scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="null"))
-    queue.let_go(scheduler, SimpleNamespace(rid="gone"))
-    assert given_back == ["gone"]
+    queue.let_go(scheduler, SimpleNamespace(rid="dropped"))
+    assert released == ["dropped"]
 
 
 @pytest.mark.parametrize("release", [Release0512(), Release0518()])
 @pytest.mark.parametrize("storage", [True, False])
-def test_a_prefetch_is_released_by_request_id_before_0_5_23(
-    release: Release, storage: bool
-) -> None:
-    told: list[str] = []
-    tree = SimpleNamespace(release_aborted_request=told.append)
+def test_a_prefetch_from_storage_is_released_by_id(release: Release, storage: bool) -> None:
+    released: list[str] = []
+    tree = SimpleNamespace(release_aborted_request=released.append)
     scheduler = SimpleNamespace(enable_hicache_storage=storage, tree_cache=tree)
-    release.release_prefetch(scheduler, SimpleNamespace(rid="gone"))
-    assert told == (["gone"] if storage else [])
+    release.release_prefetch(scheduler, SimpleNamespace(rid="dropped"))
+    assert released == (["dropped"] if storage else [])
 
 
-def test_0_5_23_releases_a_prefetch_by_its_own_method() -> None:
-    told: list[Any] = []
-    req = SimpleNamespace(rid="gone")
-    Release0523().release_prefetch(SimpleNamespace(_release_aborted_request=told.append), req)
-    assert told == [req]
+def test_0_5_23_releases_a_prefetch_itself() -> None:
+    released: list[Any] = []
+    req = SimpleNamespace(rid="dropped")
+    Release0523().release_prefetch(SimpleNamespace(_release_aborted_request=released.append), req)
+    assert released == [req]
 
 
 @pytest.mark.parametrize("release", [Release0512(), Release0518(), Release0523()])
-def test_sglang_decides_which_share_of_the_output_is_kept_free(release: Release) -> None:
+def test_room_is_kept_for_the_share_of_output_that_sglang_expects(release: Release) -> None:
     scheduler = FakeScheduler(0, 0.3, [])
     assert release.reserved_output(scheduler, request(1, 1)) == 0.3
     fixed = request(1, 1)

@@ -57,7 +57,7 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
     ("release", "arguments", "off"),
     [
         (Release0518(), graphs("disabled", "disabled"), True),
-        # The settings after --disable-cuda-graph --cuda-graph-backend-prefill breakable.
+        # The result of --disable-cuda-graph --cuda-graph-backend-prefill breakable.
         (Release0518(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
         (Release0518(), graphs("full", "disabled"), False),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
@@ -65,7 +65,7 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
         (Release0512(), graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
     ],
 )
-def test_graphs_are_off_only_if_no_phase_has_any(
+def test_graphs_are_off_if_no_phase_has_any(
     release: Release, arguments: dict[str, Any], off: bool
 ) -> None:
     assert release.graphs_are_off(SimpleNamespace(**arguments)) == off
@@ -135,6 +135,6 @@ def test_0_5_12_forgets_a_request_that_left_the_queue() -> None:
         manager.rid_to_state[message.rid].finished = True
 
     manager = manager_with("a", "b")
-    for _ in range(2):  # The second abort finds nothing, and does not fail.
+    for _ in range(2):  # The second abort finds no request, and does not fail.
         v0_5_12.abort_and_forget(finish, manager, SimpleNamespace(rid="a"))
     assert list(manager.rid_to_state) == ["b"]

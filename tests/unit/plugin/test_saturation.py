@@ -1,4 +1,4 @@
-"""Test how many tokens hide a transfer of experts, and how long prefills wait for that many."""
+"""How many tokens hide transfers, and how long prefills wait for that number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from flashmoa_sglang.http.calibration import _waits_for
-from flashmoa_sglang.saturation import MARGIN, LayerTimes, Saturation, saturation
+from flashmoa_sglang.saturation import MARGIN, LayerTimes, Saturation, find_saturation
 from flashmoa_sglang.scheduler.policy import SaturationGate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,19 +25,19 @@ TIMES = st.lists(
 )
 
 
-def test_saturation_is_where_a_layer_computes_as_long_as_a_transfer_takes() -> None:
-    # 1 ms and 1 us for each token; the slower of two rounds is noise.
+def test_a_layer_of_that_many_tokens_computes_as_long_as_a_transfer_takes() -> None:
+    # A layer takes 1 ms, and 1 us for each token; the slower of two rounds is noise.
     layers = [LayerTimes(n, 1e-3 + 1e-6 * n, 10e-3) for n in (1, 1000, 4000)]
     layers += [LayerTimes(4000, 1.0, 12e-3)]
-    found = saturation(layers, LARGEST)
+    found = find_saturation(layers, LARGEST)
     assert found is not None and found.tokens is not None
     assert found.tokens == pytest.approx((MARGIN * 10e-3 - 1e-3) / 1e-6, abs=2)
     assert found.transfer == 10e-3 and found.largest_forward == LARGEST
 
 
 @given(TIMES)
-def test_transfers_are_hidden_from_saturation_on_and_not_before(layers: list[LayerTimes]) -> None:
-    found = saturation(layers, LARGEST)
+def test_larger_forwards_hide_transfers_and_smaller_ones_do_not(layers: list[LayerTimes]) -> None:
+    found = find_saturation(layers, LARGEST)
     assert found is not None
     needed = MARGIN * min(times.transfer for times in layers)
     for tokens, window in found.windows:
@@ -51,12 +51,12 @@ def test_transfers_are_hidden_from_saturation_on_and_not_before(layers: list[Lay
     "layers",
     [[], [LayerTimes(5, 0.1, 0.1)] * 3, [LayerTimes(5, 0.1, 0.0), LayerTimes(9, 0.1, 0.0)]],
 )
-def test_too_few_measurements_give_no_saturation(layers: list[LayerTimes]) -> None:
-    assert saturation(layers, LARGEST) is None
+def test_without_two_sizes_or_transfers_there_is_no_saturation(layers: list[LayerTimes]) -> None:
+    assert find_saturation(layers, LARGEST) is None
 
 
-def test_layers_with_constant_times_have_no_saturation() -> None:
-    found = saturation([LayerTimes(1, 1e-3, 5e-3), LayerTimes(4096, 1e-3, 5e-3)], LARGEST)
+def test_layers_whose_time_does_not_grow_hide_no_transfers() -> None:
+    found = find_saturation([LayerTimes(1, 1e-3, 5e-3), LayerTimes(4096, 1e-3, 5e-3)], LARGEST)
     assert found is not None and found.tokens is None
 
 
@@ -71,7 +71,7 @@ def test_layers_with_constant_times_have_no_saturation() -> None:
         ("9000", "0.2", 4000, None),
     ],
 )
-def test_prefills_wait_for_the_set_or_the_measured_tokens(
+def test_prefills_wait_for_the_given_or_measured_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     pinned: str,
@@ -91,13 +91,13 @@ def test_engines_with_all_experts_on_the_device_do_not_wait() -> None:
     assert _waits_for(None, LARGEST, together=False) is None
 
 
-@pytest.mark.parametrize(("pinned", "told"), [("500", True), ("0", False)])
+@pytest.mark.parametrize(("pinned", "warned"), [("500", True), ("0", False)])
 def test_ranks_that_step_together_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pinned: str, told: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pinned: str, warned: bool
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", pinned)
     assert _waits_for(None, LARGEST, together=True) is None
-    assert ("not held back" in caplog.text) == told
+    assert ("not held back" in caplog.text) == warned
 
 
 ARRIVALS = st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=60)
@@ -111,8 +111,8 @@ def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     queue: dict[str, int] = {}
     waited: dict[str, float] = {}
-    for number, coming in enumerate(arrivals):
-        queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(coming)}
+    for number, arriving in enumerate(arrivals):
+        queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(arriving)}
         tokens = sum(queue.values())
         if gate.holds(list(queue), tokens, ROOM, step):
             assert 0 < tokens < ENOUGH and len(queue) < ROOM
@@ -125,7 +125,7 @@ def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
 
 
 def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> int:
-    """Return the number of steps in which a request is held back."""
+    """Return in how many steps a request is held back."""
     steps = 0
     while gate.holds([rid, *queue], 10, ROOM, STEP):
         steps += 1
@@ -135,7 +135,7 @@ def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> in
 def test_a_lone_request_runs_after_the_longest_wait_and_the_next_one_waits_too() -> None:
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     assert steps_alone(gate, "a") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
-    # It found no room, and has already waited, so that it does not wait for other requests.
+    # If it then finds no room, it does not wait again, even for another request.
     assert steps_alone(gate, "a", ["b"]) == 0
     assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
     assert not gate.holds([], 0, ROOM, STEP)

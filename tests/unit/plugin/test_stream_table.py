@@ -1,4 +1,4 @@
-"""Test a table of streams whose engine is slow, or raises errors that it should not raise."""
+"""The stream table with an engine that is slow, or that raises what it should not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 class SlowEngine:
-    """An engine that misbehaves on cue: a prefill lasts until the test lets it end."""
+    """A fake engine whose prefills last until ``go_on`` is set."""
 
     max_prompt_tokens = 1000
     costs = UNMEASURED
@@ -47,7 +47,7 @@ class SlowEngine:
 
     @property
     def page_size(self) -> int:
-        """Raise the mistake that the test has set; only the prefilling task reads the page size."""
+        """Raise the mistake; only the prefilling task reads this."""
         if self.mistake is not None:
             raise self.mistake
         return 1
@@ -58,19 +58,20 @@ class SlowEngine:
 
     def release(self, stream: str) -> None: ...
 
-    def when_room(self, _told: object) -> None: ...
+    def when_room(self, _callback: object) -> None: ...
 
 
-def opened(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
+def open_stream(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
     stream = PromptStream(ttl_seconds=ttl, buffer=None)
     table.add(stream, [5] * tokens)
     table.open(stream)
     return stream
 
 
-async def gone(table: StreamTable, stream: PromptStream) -> str | None:
+async def wait_for_end(stream: PromptStream) -> str | None:
+    """Return how a stream ended, once it has."""
     with anyio.fail_after(5):
-        while stream.closed is None:  # noqa: ASYNC110 - nobody is told
+        while stream.closed is None:  # noqa: ASYNC110 - there is no event for it
             await anyio.sleep(0.01)
     return stream.closed
 
@@ -82,33 +83,33 @@ async def engine() -> SlowEngine:
 
 async def test_a_stream_expires_while_another_one_is_prefilled(engine: SlowEngine) -> None:
     table = StreamTable(engine)  # type: ignore[arg-type]
-    busy = opened(table)
+    busy = open_stream(table)
     await engine.started.wait()
-    silent = opened(table, ttl=0.05, tokens=1)
-    assert await gone(table, silent) == "expired"
+    silent = open_stream(table, ttl=0.05, tokens=1)
+    assert await wait_for_end(silent) == "expired"
     assert busy.closed is None and not engine.go_on.is_set()
     table.close(busy, "deleted")
 
 
 async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
     table = StreamTable(engine)  # type: ignore[arg-type]
-    busy = opened(table)
+    busy = open_stream(table)
     await engine.started.wait()
     engine.draining = True
-    assert await gone(table, busy) == "drained"
+    assert await wait_for_end(busy) == "drained"
     assert len(engine.aborted) == 1
     with pytest.raises(EngineDraining):
-        opened(table)
+        open_stream(table)
 
 
-async def test_an_unexpected_error_is_logged_once_and_later_streams_are_prefilled(
+async def test_a_bug_is_logged_once_and_later_streams_work(
     engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
     table = StreamTable(engine)  # type: ignore[arg-type]
     engine.mistake = ZeroDivisionError("a mistake of ours")
     with caplog.at_level(logging.ERROR):
-        first = opened(table)
+        first = open_stream(table)
         with anyio.fail_after(5):
             while first.failure is None:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
@@ -116,10 +117,10 @@ async def test_an_unexpected_error_is_logged_once_and_later_streams_are_prefille
     assert "a mistake of ours" in first.failure
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     engine.mistake = None
-    # The failed stream gets no more text, but stays valid; the next one is prefilled.
+    # The stream that failed is not prefilled any more, but valid. The next one is prefilled.
     assert not first.may_grow() and first.closed is None
     engine.go_on.set()
-    second = opened(table)
+    second = open_stream(table)
     with anyio.fail_after(5):
         while second.prefilled < 100:  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -132,7 +133,7 @@ async def test_the_tables_tasks_end_with_the_last_stream(engine: SlowEngine) -> 
     table = StreamTable(engine)  # type: ignore[arg-type]
     before = asyncio.all_tasks()
     for _ in range(3):
-        stream = opened(table)
+        stream = open_stream(table)
         assert asyncio.all_tasks() - before
         table.close(stream, "deleted")
         with anyio.fail_after(5):
@@ -141,7 +142,7 @@ async def test_the_tables_tasks_end_with_the_last_stream(engine: SlowEngine) -> 
 
 
 class Manager(SimpleNamespace):
-    """The part of a ``TokenizerManager`` that choosing a rank and counting room needs."""
+    """The parts of a ``TokenizerManager`` that choosing a rank and counting room need."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(
@@ -175,12 +176,12 @@ def test_an_adapter_is_named_with_the_model_or_by_lora_path(
 async def test_the_arguments_are_those_that_sglang_resolved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RELEASE, "resolved", Release0523().resolved)
-    chosen = [("memory", {"chunked_prefill_size": 64}), ("backend", {"page_size": 16})]
+    monkeypatch.setattr(RELEASE, "resolve_arguments", Release0523().resolve_arguments)
+    overrides = [("memory", {"chunked_prefill_size": 64}), ("backend", {"page_size": 16})]
     given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384, "page_size": None}
-    arguments = SimpleNamespace(**given, _resolved_overrides=chosen)
+    arguments = SimpleNamespace(**given, _resolved_overrides=overrides)
     engine = Engine(Manager(server_args=arguments))
-    assert engine.largest_forward == 64
+    assert engine.max_unchunked_prompt == 64
     assert engine.page_size == 16
 
 

@@ -1,4 +1,4 @@
-"""Test that a text in pieces gets the same tokens as the text in one piece."""
+"""A text that is appended in pieces has the canonical tokens: those of the whole text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from tests.conftest import GUIDE  # noqa: E402
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# The pattern of the Qwen and Llama 3 families.
+# The splitting pattern of the Qwen and Llama 3 families.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +39,7 @@ PATTERN = (
 
 
 def byte_level_with_pattern() -> Any:
-    """Make BPE as Llama 3 has it: a splitting pattern, NFC, a beginning-of-text token."""
+    """Make a BPE like Llama 3's: with a splitting pattern, NFC and a beginning-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -61,7 +61,7 @@ def byte_level_with_pattern() -> Any:
 
 
 def sentencepiece_like() -> Any:
-    """Make BPE as Llama 2 and Gemma have it: no splitting, and white space is a letter."""
+    """Make a BPE like Llama 2's and Gemma's: it splits nowhere, and white space is a letter."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -72,7 +72,7 @@ def sentencepiece_like() -> Any:
         show_progress=False,
         max_token_length=12,
     )
-    # Training on one word a line keeps the vocabulary's tokens within words, like sentencepiece.
+    # Trained on single words, its vocabulary has no entries across words, like sentencepiece's.
     tokenizer.train_from_iterator(GUIDE.read_text().split(), trainer)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -90,13 +90,13 @@ def greedy_added_token() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizers(model: Path) -> dict[str, CanonicalTokenizer]:
-    made: dict[str, Callable[[], Any]] = {
+    factories: dict[str, Callable[[], Any]] = {
         "trained": lambda: AutoTokenizer.from_pretrained(model),
         "pattern": byte_level_with_pattern,
         "sentencepiece": sentencepiece_like,
         "greedy": greedy_added_token,
     }
-    return {name: CanonicalTokenizer(make()) for name, make in made.items()}
+    return {name: CanonicalTokenizer(make()) for name, make in factories.items()}
 
 
 NAMES = ["trained", "pattern", "sentencepiece", "greedy"]
@@ -123,21 +123,21 @@ def cut_up(text: str, data: st.DataObject) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=300, deadline=None)
-@given(text=texts, special=st.booleans(), data=st.data())
+@given(text=texts, add_special_tokens=st.booleans(), data=st.data())
 def test_pieces_have_the_tokens_of_the_whole(
     tokenizers: dict[str, CanonicalTokenizer],
     name: str,
     text: str,
-    special: bool,
+    add_special_tokens: bool,
     data: st.DataObject,
 ) -> None:
     tokenizer = tokenizers[name]
-    buffer = TokenBuffer(tokenizer, special)
-    whole = tokenizer.encode(text, special)
+    buffer = TokenBuffer(tokenizer, add_special_tokens)
+    whole = tokenizer.encode(text, add_special_tokens)
     for piece in cut_up(text, data):
         buffer.append(piece)
         certain = list(buffer.tokens)
-        # Emitted tokens never change: they are a prefix of the final tokens.
+        # Tokens that have been emitted do not change: they are a prefix of all tokens.
         assert certain == whole[: len(certain)]
     assert buffer.all_tokens() == whole
 
@@ -149,11 +149,13 @@ def test_a_wrong_prediction_still_gives_the_real_tokens(
     tokenizers: dict[str, CanonicalTokenizer], name: str, streamed: str, real: str, shared: str
 ) -> None:
     tokenizer = tokenizers[name]
-    buffer = TokenBuffer(tokenizer, special=False)
+    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
     buffer.append(shared)
     buffer.append(streamed)
-    assert buffer.encode(shared + real, special=False) == tokenizer.encode(shared + real)
-    assert buffer.encode(shared + real, special=True) == tokenizer.encode(shared + real, True)
+    assert buffer.encode(shared + real, add_special_tokens=False) == tokenizer.encode(shared + real)
+    assert buffer.encode(shared + real, add_special_tokens=True) == tokenizer.encode(
+        shared + real, True
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,7 +164,7 @@ def test_a_wrong_prediction_still_gives_the_real_tokens(
 def test_a_refused_piece_leaves_no_trace(
     tokenizers: dict[str, CanonicalTokenizer], name: str, first: str, second: str, third: str
 ) -> None:
-    buffer = TokenBuffer(tokenizers[name], special=True)
+    buffer = TokenBuffer(tokenizers[name], add_special_tokens=True)
     buffer.append(first)
     before = buffer.checkpoint()
     buffer.append(second)
@@ -175,7 +177,7 @@ def test_ordinary_text_is_certain_almost_to_its_end(
     tokenizers: dict[str, CanonicalTokenizer], guide: str
 ) -> None:
     for name in ("trained", "pattern", "sentencepiece"):
-        buffer = TokenBuffer(tokenizers[name], special=False)
+        buffer = TokenBuffer(tokenizers[name], add_special_tokens=False)
         buffer.append(guide)
         assert len(buffer.all_tokens()) - len(buffer.tokens) < 12, name
 
@@ -184,7 +186,7 @@ def test_cuts_a_tokenizer_would_tokenise_across_are_not_used(
     tokenizers: dict[str, CanonicalTokenizer],
 ) -> None:
     assert "word" in tokenizers["pattern"].boundaries
-    # "mask" swallows the space after it, so that a space after a letter is not a sure boundary.
+    # "mask" swallows the space after it, so a space after a letter is not always a boundary.
     assert "word" not in tokenizers["greedy"].boundaries
 
 
@@ -197,21 +199,21 @@ def test_a_vocabulary_that_spans_words_is_never_cut_between_words() -> None:
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:
     """Appends and the final request tokenise the new text, and not the whole."""
     tokenizer = tokenizers["trained"]
-    seen: list[int] = []
+    encoded_lengths: list[int] = []
     encode = tokenizer._encode
 
-    def counting(text: str, **kwargs: Any) -> list[int]:
-        seen.append(len(text))
+    def count_and_encode(text: str, **kwargs: Any) -> list[int]:
+        encoded_lengths.append(len(text))
         return encode(text, **kwargs)
 
-    tokenizer._encode = counting
+    tokenizer._encode = count_and_encode
     try:
-        buffer = TokenBuffer(tokenizer, special=False)
+        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
         for start in range(0, len(guide), 7):
             buffer.append(guide[start : start + 7])
-        assert sum(seen) < 3 * len(guide)
-        seen.clear()
-        buffer.encode(guide + " The end.", special=False)
-        assert sum(seen) < 60
+        assert sum(encoded_lengths) < 3 * len(guide)
+        encoded_lengths.clear()
+        buffer.encode(guide + " The end.", add_special_tokens=False)
+        assert sum(encoded_lengths) < 60
     finally:
         tokenizer._encode = encode

@@ -1,4 +1,4 @@
-"""Test when increments are due."""
+"""``due``: when which increments are computed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_stream_progresses_within_its_bounds(
         if id(stream) in chosen:
             target = chosen[id(stream)]
             assert stream.prefilled < target <= min(whole, stream.prefilled + most)
-            # Only the last increment may end inside a page.
+            # Only the end of a stream may lie inside a page.
             assert target == whole or target % page == 0
     lefts = [stream.certain - stream.prefilled for stream, _ in todo.increments]
     assert lefts == sorted(lefts)

@@ -183,9 +183,9 @@ def verify_what_is_known() -> None:
 
     Raises: SystemExit if SGLang lacks something that they need.
     """
-    verify(names.EVERYBODY)
+    verify(internals.EVERYBODY)
     if cpu.lacks_accelerator():
-        verify(names.CPU)
+        verify(internals.CPU)
     _verify_options()
 
 
@@ -202,9 +202,9 @@ def verify_arguments(arguments: Any) -> None:
 def _verify_options() -> None:
     plugin_options = options.Options.from_environment()
     if plugin_options.asyncep != "off":
-        verify(names.ASYNCEP)
+        verify(internals.ASYNCEP)
     if plugin_options.kv_cache == "off":
-        verify(names.KV_OFF)
+        verify(internals.KV_OFF)
 
 
 @cache

@@ -67,7 +67,7 @@ async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
     results: list[Any] = []
     async with EngineClient(engine.url, timeout=60) as client:
         # The last bits depend on batches and on where the KV is in its pool.
-        await measured(engine)
+        await wait_until_measured(engine)
         await client.flush_cache()
         for prompt in prompts:
             body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}

@@ -93,9 +93,9 @@ COMMON = settings(
 
 
 @pytest.fixture
-async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[Opened]:
+async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRecorder]:
     """The streams of one test; at its end each is deleted, and the engine is as it was before."""
-    streams = Opened()
+    streams = StreamRecorder()
     yield streams
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
         for stream_id in streams.ids:
@@ -103,8 +103,8 @@ async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[Opened]:
     await base.wait_until_restored()
 
 
-def connect(engine: LocalEngine, opened: Opened) -> httpx.Client:
-    hooks = {"response": [opened.note]}
+def connect(engine: LocalEngine, opened: StreamRecorder) -> httpx.Client:
+    hooks = {"response": [opened.record]}
     return httpx.Client(base_url=engine.url, timeout=30, headers=JSON, event_hooks=hooks)
 
 

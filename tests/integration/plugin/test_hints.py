@@ -183,4 +183,4 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
     # A stream of the joined text has other tokens, unless there is a boundary between the two.
     if opened_by == "messages" or start == "The plan so far is":
         assert linked["usage"]["prompt_stream"]["status"] == "hit"
-    await settled(client)
+    await wait_until_idle(client)

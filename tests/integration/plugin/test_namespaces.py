@@ -69,7 +69,7 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         ):
             await client.flush_cache()
             stream = await open_stream(http, text, **{name: of_stream})
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await ask(http, text + " of", prompt_stream_id=stream, **{name: of_request})
             assert check_status(answer) == status
             assert answer["output_ids"] == alone["output_ids"]
@@ -145,7 +145,7 @@ async def test_a_stream_of_an_adapter_serves_its_requests(
         for fields in ({"lora_path": "a"}, {"model": "base:a"}):
             await client.flush_cache()
             stream = await open_stream(http, text, **fields)
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
             assert check_status(answer) == "hit"
             assert answer["output_ids"] == alone["output_ids"]
@@ -165,7 +165,7 @@ async def test_a_stream_without_the_adapter_is_not_used_and_the_answer_says_so(
             alone = await ask(http, text + " of", lora_path=of_request)
             await client.flush_cache()
             stream = await open_stream(http, text, lora_path=of_stream)
-            await prefilled(client, stream, 299)
+            await wait_until_prefilled(client, stream, 299)
             answer = await ask(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
             assert check_status(answer) == "other_namespace"
             assert answer["output_ids"] == alone["output_ids"]
@@ -181,12 +181,12 @@ async def test_a_request_of_a_different_namespace_leaves_the_stream_for_the_next
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
         stream = await open_stream(http, text, lora_path="a")
-        await prefilled(client, stream, 299)
+        await wait_until_prefilled(client, stream, 299)
         body = {"text": text + " of", "lora_path": "missing-adapter", "prompt_stream_id": stream}
         assert (await http.post("/generate", json=body)).status_code == 400
         answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
         assert check_status(answer) == "hit"
-        await settled(client)
+        await wait_until_idle(client)
 
 
 async def test_an_adapter_that_is_not_loaded_fails_only_its_stream(

@@ -161,7 +161,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         anyio.create_task_group() as group,
     ):
         group.start_soon(partial(http.post, "/generate", json=long))
-        while not (await kv(client)).protected:  # noqa: ASYNC110 - there is no event for it
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - there is no event for it
             await anyio.sleep(0.01)
         stream = await client.open_stream(text=words(800, 91))
         before = await wait_until_prefilled(client, stream.id, 790)

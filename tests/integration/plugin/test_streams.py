@@ -44,7 +44,9 @@ async def test_fifty_random_pairs_give_the_unlinked_answers(
             await downstream_client.append(opened.id, seq, text=upstream[start:end])
             start = end
         if dice.random() < 0.5:
-            await prefilled(downstream_client, opened.id, max(0, opened.received_tokens - 8))
+            await wait_until_prefilled(
+                downstream_client, opened.id, max(0, opened.received_tokens - 8)
+            )
         answer, linked = await generate(downstream_client, prompt, 12, opened.id)
         assert answer == expected, pair
         assert linked.prompt_tokens == plain.prompt_tokens

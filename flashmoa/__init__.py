@@ -1,8 +1,8 @@
 """FlashMoA: multi-agent LLM workflows, fast on self-hosted models.
 
 While one agent writes, its tokens stream into the prompts of the agents that will read
-them, and their engines prefill those prompts meanwhile. ``flashmoa.autogen`` links AutoGen
-teams; what is here is neutral of any agent framework.
+them, and the engines of those agents prefill the prompts. ``flashmoa.autogen`` links AutoGen
+teams; this package itself does not depend on any agent framework.
 """
 
 from flashmoa.engine import EngineClient

@@ -1,4 +1,6 @@
-"""Tasks that outlive the call that starts them, and several that end together."""
+"""Run tasks that outlive the call that starts them (:class:`TaskHost`), work that is requested
+often but runs once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ Work = Callable[[], Awaitable[None]]
 
 
 class TaskHost:
-    """A task group that outlives the calls that start tasks in it.
+    """Runs tasks that outlive the calls that start them, until :meth:`close`.
 
-    Agent frameworks give a client no scope of its own, so the group lives in a task of its own,
-    from the first start until nothing runs in it or :meth:`close`.
+    Agent frameworks give a client no task group that lives as long as the client, so the host keeps
+    one in a separate task, which ends whenever nothing is left to run.
+
+    Args:
+        failure_message: the log message when work fails.
     """
 
-    def __init__(self) -> None:
-        self._hosts: set[asyncio.Task[None]] = set()
+    def __init__(self, failure_message: str) -> None:
+        self._failure_message = failure_message
+        self._group_tasks: set[asyncio.Task[None]] = set()
         self._group: TaskGroup | None = None
-        self._last: set[asyncio.Task[None]] = set()
+        self._cleanups: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -35,120 +41,138 @@ class TaskHost:
         return self._closed
 
     def start(self, work: Work) -> None:
-        """Run ``work()`` in the group; what it raises is logged and goes no further.
+        """Run ``work()`` in the background. Exceptions are logged, not raised.
 
-        Once closed, nothing is started any more.
+        After :meth:`close` this does nothing.
         """
         if self._closed:
             return
         if self._group is not None:
             try:
-                self._group.start_soon(_contained, work)
+                self._group.start_soon(self._log_failures, work)
                 return
-            except RuntimeError:  # Its last task ended just now.
+            except RuntimeError:  # The group's last task has just ended.
                 self._group = None
-        # Started twice before it runs, there are two; each ends by itself, or is closed.
-        host = asyncio.create_task(self._run(work), name="flashmoa-links")
-        self._hosts.add(host)
-        host.add_done_callback(self._hosts.discard)
+        # If this is called twice before the new task has run, there are two groups; both are in
+        # `_group_tasks`, so both are closed.
+        task = asyncio.create_task(self._run_group(work), name="flashmoa-background")
+        self._group_tasks.add(task)
+        task.add_done_callback(self._group_tasks.discard)
 
-    def finish(self, work: Work) -> None:
-        """Run ``work()`` as :meth:`start`; a host that is being closed waits for it."""
+    def start_cleanup(self, work: Work) -> None:
+        """Run ``work()``, which releases something, in the background.
+
+        This is :meth:`start`, except that while the host is closing the work still runs, though
+        already cancelled (see :func:`run_cancelled`), and :meth:`close` waits for it. After
+        :meth:`close` has returned, this does nothing.
+        """
         if not self._closed:
             self.start(work)
-        elif self._hosts:  # Else it has been closed, and nothing would run it any more.
-            last = asyncio.create_task(_contained(lambda: in_haste(work)))
-            self._last.add(last)
-            last.add_done_callback(self._last.discard)
+        elif self._group_tasks:
+            cleanup = asyncio.create_task(self._log_failures(lambda: run_cancelled(work)))
+            self._cleanups.add(cleanup)
+            cleanup.add_done_callback(self._cleanups.discard)
 
-    async def _run(self, first: Work) -> None:
+    async def close(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        self._closed = True
+        self._group = None
+        group_tasks = list(self._group_tasks)
+        for task in group_tasks:
+            task.cancel()
+        if group_tasks:
+            await asyncio.wait(group_tasks)
+        while self._cleanups:
+            await asyncio.wait(set(self._cleanups))
+
+    async def _run_group(self, first: Work) -> None:
         async with anyio.create_task_group() as group:
             self._group = group
-            group.start_soon(_contained, first)
+            group.start_soon(self._log_failures, first)
         if self._group is group:
             self._group = None
 
-    async def close(self) -> None:
-        """Cancel what runs and wait for it."""
-        self._closed = True
-        self._group = None
-        hosts = list(self._hosts)
-        for host in hosts:
-            host.cancel()
-        if hosts:
-            await asyncio.wait(hosts)
-        while self._last:
-            await asyncio.wait(set(self._last))
+    async def _log_failures(self, work: Work) -> None:
+        try:
+            await work()
+        except asyncio.CancelledError:
+            # If this task is not being cancelled, something that the work awaited was: that must
+            # not cancel the other tasks of the group.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+        except Exception:
+            logger.exception(self._failure_message)
 
 
-class Repeated:
-    """Work that runs in one task at a time, and once more for all calls that come meanwhile."""
+class SingleFlight:
+    """Runs ``work`` in the background, at most once at a time.
+
+    Requests that arrive while it runs are combined into one more run.
+    """
 
     def __init__(self, host: TaskHost, work: Work) -> None:
         self._host = host
         self._work = work
-        self._wanted = False
+        self._is_requested = False
         self.is_running = False
 
-    def want(self) -> None:
-        """Run it; if it runs already, run it once more after that."""
-        self._wanted = True
+    def request(self) -> None:
+        """Run the work; if it is running, run it once more afterwards."""
+        self._is_requested = True
         if not self.is_running:
             self.is_running = True
             self._host.start(self._run)
 
-    def ensure(self) -> None:
-        """Run it unless it runs already."""
+    def start_if_idle(self) -> None:
+        """Run the work unless it is running."""
         if not self.is_running:
-            self.want()
+            self.request()
 
-    def withdraw(self) -> None:
-        """Take back what :meth:`want` asked for beyond the current run."""
-        self._wanted = False
+    def drop_pending(self) -> None:
+        """Cancel requests for a further run; the current run continues."""
+        self._is_requested = False
 
     async def _run(self) -> None:
         try:
-            while self._wanted:
-                self._wanted = False
+            while self._is_requested:
+                self._is_requested = False
                 await self._work()
         finally:
             self.is_running = False
 
 
-async def _contained(work: Work) -> None:
-    try:
-        await work()
-    except asyncio.CancelledError:
-        # What the work waited for was cancelled, not the work itself: that goes no further.
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-    except Exception:
-        logger.exception("A link failed; its agents run unlinked")
+async def run_cancelled(work: Work) -> None:
+    """Run ``work`` as if its task were already cancelled.
 
-
-async def in_haste(work: Work) -> None:
-    """Do what a cancelled task has time for: release what it holds, if that is quick."""
+    Every ``await`` in it is cancelled at once, except in code that shields itself, as the release
+    of a prompt stream does for a moment (see :mod:`flashmoa.linking.prompt_feed`).
+    """
     with anyio.CancelScope() as scope:
         scope.cancel()
         await work()
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Return the results of calls, in order; if one fails, cancel the others and raise it."""
+    """Run the calls concurrently and return their results in order.
+
+    If one fails, the others are cancelled.
+
+    Raises: the first exception of a call itself, not an ``ExceptionGroup``.
+    """
     results: dict[int, T] = {}
-    problems: list[Exception] = []
+    failures: list[Exception] = []
 
     async def run(index: int, call: Callable[[], Awaitable[T]]) -> None:
         try:
             results[index] = await call()
         except Exception as error:
-            problems.append(error)
+            failures.append(error)
             group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
         for index, call in enumerate(calls):
             group.start_soon(run, index, call)
-    if problems:
-        raise problems[0]
+    if failures:
+        raise failures[0]
     return [results[index] for index in range(len(calls))]

@@ -1,4 +1,7 @@
-"""Stop the work for an HTTP client that has disconnected; apart, since Starlette is an extra."""
+"""Stop the work for an HTTP client that has disconnected.
+
+A separate module, since Starlette is an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,25 @@ from starlette.requests import Request
 
 @asynccontextmanager
 async def while_connected(request: Request) -> AsyncGenerator[None]:
-    """Cancel what is done within the context once the client disconnects.
+    """Cancel the block of this context once the client disconnects.
 
-    The code after the context runs all the same; its answer reaches no client. The request's body
-    must have been read before.
+    The code after the block runs nevertheless; its answer reaches no client. The request's body
+    must have been read before the block is entered.
     """
 
-    async def watch() -> None:
+    async def cancel_on_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         scope.cancel()
 
-    problem: Exception | None = None
+    failure: Exception | None = None
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
-            group.start_soon(watch)
+            group.start_soon(cancel_on_disconnect)
             try:
                 yield
             except Exception as error:
-                problem = error  # Raised below by itself, not as a group.
+                failure = error  # Raised below as it is; the task group would wrap it in a group.
             group.cancel_scope.cancel()
-    if problem is not None:
-        raise problem
+    if failure is not None:
+        raise failure

@@ -1,12 +1,13 @@
 """Watch OpenAI completions: their text as it arrives, and usage fields that frameworks drop.
 
-An agent framework's client stays as it is, so that it behaves as users know it. A call that
-carries a :class:`WatchedBody` as ``extra_body`` is watched here, which changes nothing about its
-retries, exceptions and timeouts. Needs ``openai``, which the extras for such frameworks install.
+An agent framework's client keeps its own behaviour. A call is watched if it carries a
+:class:`WatchedBody` as ``extra_body``; its retries, exceptions and timeouts stay the same. Needs
+``openai``, which the extras for such frameworks install.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Self, cast
@@ -21,43 +22,55 @@ from openai import (
 )
 
 from flashmoa.engine import PromptUsage
-from flashmoa.openai_tap import first_text, heard, tap
+from flashmoa.openai_tap import first_text, tap, text_goes_to
+
+logger = logging.getLogger(__name__)
 
 
 class WatchedBody(dict[str, Any]):
-    """An ``extra_body`` that has its call watched.
+    """An ``extra_body`` whose call is watched.
 
     Args:
-        body: what the request is to carry.
-        on_text: gets the answer's text as it arrives, without any reasoning.
-        taps: whether it also gets the text of an answer that is asked for as a whole.
+        body: fields to add to the request's body.
+        on_text: the function to call with each piece of the answer's text, without any reasoning.
+            If it raises, that is logged and it gets no more text; the call is not affected.
+        taps: whether it also gets the text of an answer that is not requested as a stream.
 
     Attributes:
-        usage: what the engine says of the call's tokens, once it does.
+        usage: the token usage that the engine reported; ``None`` until it has.
     """
 
     def __init__(
         self, body: Mapping[str, Any], on_text: Callable[[str], None], *, taps: bool = False
     ) -> None:
         super().__init__(body)
-        self.on_text = on_text
+        self._on_text: Callable[[str], None] | None = on_text
         self.taps = taps
         self.usage: PromptUsage | None = None
+
+    def on_text(self, text: str) -> None:
+        """Pass a piece of the answer's text on."""
+        if self._on_text is not None:
+            try:
+                self._on_text(text)
+            except Exception:
+                self._on_text = None
+                logger.exception("An observer of a call failed; it gets no more of the call's text")
 
 
 def watch_completions(client: AsyncOpenAI) -> None:
     """Make a client's chat completions report to the :class:`WatchedBody` of their call."""
     completions = client.chat.completions
-    tap(client._client)  # What all requests go through, each attempt of its own.
+    tap(client._client)  # Below OpenAI's retry loop: every attempt passes through it.
 
     async def create(**request: Any) -> Any:
         try:
-            return await watched(request)
+            return await create_watched(request)
         except APIError as error:
-            _explain(error, str(client.base_url).rstrip("/").removesuffix("/v1"))
+            _add_advice(error, str(client.base_url).rstrip("/").removesuffix("/v1"))
             raise
 
-    async def watched(request: dict[str, Any]) -> Any:
+    async def create_watched(request: dict[str, Any]) -> Any:
         # Looked up at each call, so that a patch of the class still takes effect.
         send = cast("Callable[..., Awaitable[Any]]", type(completions).create)
         body = request.get("extra_body")
@@ -65,16 +78,16 @@ def watch_completions(client: AsyncOpenAI) -> None:
             return await send(completions, **request)
         if request.get("stream"):
             return _WatchedStream(await send(completions, **request), body)
-        with heard(body.on_text) if body.taps else nullcontext():
+        with text_goes_to(body.on_text) if body.taps else nullcontext():
             result = await send(completions, **request)
-        body.usage = _usage(result)
+        body.usage = _read_usage(result)
         return result
 
     completions.create = create  # type: ignore[method-assign]
 
 
-def _explain(error: APIError, url: str) -> None:
-    """Add a note to an error that names the engine and says what to do."""
+def _add_advice(error: APIError, url: str) -> None:
+    """Add a note to an error: which engine it is about and what to do."""
     if isinstance(error, APITimeoutError):
         return
     if isinstance(error, APIConnectionError):
@@ -92,47 +105,47 @@ def _explain(error: APIError, url: str) -> None:
 
 
 class _WatchedStream:
-    """A watched stream, used as OpenAI's own: an iterator, and a context that closes it."""
+    """A watched stream with the interface of OpenAI's: an iterator and a context manager."""
 
     def __init__(self, chunks: Any, body: WatchedBody) -> None:
         self._chunks = chunks
-        self._watched = _watched(chunks, body)
+        self._watched_chunks = _watch(chunks, body)
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._watched
+        return self._watched_chunks
 
     def __anext__(self) -> Awaitable[Any]:
-        # As it is: a coroutine around it that is cancelled before it begins would close nothing.
-        return self._watched.__anext__()
+        # Not `async def`: a coroutine that is cancelled before it starts would close nothing.
+        return self._watched_chunks.__anext__()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._watched.aclose()
-        await self._chunks.close()  # A generator that never began closes nothing.
+        await self._watched_chunks.aclose()
+        await self._chunks.close()  # A generator that never started closes nothing.
 
 
-async def _watched(chunks: AsyncIterator[Any], body: WatchedBody) -> AsyncGenerator[Any]:
+async def _watch(chunks: AsyncIterator[Any], body: WatchedBody) -> AsyncGenerator[Any]:
     try:
         async for chunk in chunks:
             if chunk.usage is not None:
-                body.usage = _usage(chunk)
+                body.usage = _read_usage(chunk)
             if text := first_text(chunk):
                 body.on_text(text)
             yield chunk
     finally:
-        # AutoGen, for one, leaves the response open when it is cancelled.
+        # Whoever iterates may not close the response: AutoGen does not when it is cancelled.
         close = getattr(chunks, "close", None) or getattr(chunks, "aclose", None)
         if close is not None:
             await close()
 
 
-def _usage(result: Any) -> PromptUsage | None:
+def _read_usage(result: Any) -> PromptUsage | None:
     usage = getattr(result, "usage", None)
     if usage is None:
         return None
     try:
         return PromptUsage.from_openai(cast("dict[str, Any]", usage.model_dump()))
-    except (ValueError, AttributeError):  # Another server may report usage otherwise.
+    except (ValueError, AttributeError):  # Another server may report usage in another format.
         return None

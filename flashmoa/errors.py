@@ -1,12 +1,12 @@
-"""Every exception that FlashMoA raises on purpose, as one tree.
+"""Define the exceptions of FlashMoA, which form one tree.
 
 ::
 
     FlashMoAError
-     +-- EngineError                  an engine failed, or its answer did
+     +-- EngineError                  a request to an engine failed
      |    +-- EngineUnreachable       no connection, or it broke; is the engine running?
      |    +-- EngineTimeout           no answer in time
-     |    +-- BadAnswer               an answer that is not what the API promises
+     |    +-- BadAnswer               an answer that does not follow the API
      |    +-- PluginMissing           the engine runs without flashmoa-sglang (404 on its routes)
      |    +-- RequestRefused          the engine refused it; ``code`` and ``status`` say why
      |         +-- MalformedRequest   malformed
@@ -23,8 +23,8 @@
      +-- BadLine, CandidateRefused, NotResumable      scoring
      +-- NoEngine, QueueFull, EngineLost, AgentFailed the router
 
-Those of engines are here, with the names of the plugin's own errors
-(``flashmoa_sglang.http.errors``); each of the others stands in the package that raises it.
+The exceptions for engines are defined here, with the names of the plugin's errors
+(``flashmoa_sglang.http.errors``); each other one is defined in the package that raises it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FlashMoAError(Exception):
 
 
 class EngineError(FlashMoAError):
-    """Raised when an engine fails; the base of all that concerns an engine."""
+    """Raised when a request to an engine fails; the base of all exceptions about engines."""
 
 
 class EngineUnreachable(EngineError):
@@ -47,18 +47,18 @@ class EngineTimeout(EngineError, TimeoutError):
 
 
 class BadAnswer(EngineError):
-    """Raised when an answer is not what the API promises."""
+    """Raised when an answer does not follow the API."""
 
 
 class PluginMissing(EngineError):
-    """Raised when the engine answers, but does not serve FlashMoA's routes."""
+    """Raised when the engine answers, but does not have FlashMoA's routes."""
 
 
 class RequestRefused(EngineError):
     """Raised when the engine refuses a request.
 
     Attributes:
-        status: HTTP status.
+        status: the HTTP status.
         code: the API's stable name for the reason (``docs/engine-api.md``, "Errors").
     """
 
@@ -69,7 +69,7 @@ class RequestRefused(EngineError):
 
 
 class MalformedRequest(RequestRefused):
-    """Raised when the body is not what the route takes (400)."""
+    """Raised when the body is not valid for the route (400)."""
 
 
 class StreamUnknown(RequestRefused):

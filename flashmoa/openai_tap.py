@@ -1,8 +1,9 @@
-"""Hear an answer that is asked for as a whole while it is written.
+"""Get the text of a non-streaming chat completion while it is being generated.
 
-A tap sits below OpenAI's client, at the ``send`` of its HTTP client: it asks for the answer as a
-stream and returns the response that there would have been without it. Failures happen within
-OpenAI's own loop of retries, so retries, exceptions and timeouts are those of an untapped call.
+A tap replaces ``send`` on the HTTP client below an OpenAI client. It sends the request as a
+streaming one, passes each piece of text on, and returns the response that the non-streaming request
+would have had. It sits inside OpenAI's retry loop, so retries, exceptions and timeouts behave as
+without it.
 """
 
 from __future__ import annotations
@@ -21,116 +22,126 @@ import anyio
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from flashmoa.engine.generation import event_data
+from flashmoa.engine.generation import read_event_data
 
 logger = logging.getLogger(__name__)
 
-Hear = Callable[[str], None]
+OnText = Callable[[str], None]
 
-# OpenAI's client 3 has httpx2 below it, earlier ones httpx: alike, but not of one type.
+# OpenAI's client 3 is built on httpx2, earlier ones on httpx. Both have the same interface, but
+# share no types.
 _Request: TypeAlias = Any
 _Response: TypeAlias = Any
 _Send = Callable[..., Awaitable[_Response]]
 
 _tapped: WeakSet[Any] = WeakSet()
-_hearing: ContextVar[Retelling | None] = ContextVar("flashmoa_hearing", default=None)
-# Headers that describe the bytes of a stream, not those of the whole answer made from it.
-_OF_BODY = ("content-type", "content-length", "content-encoding", "transfer-encoding")
+_current_filter: ContextVar[RetryFilter | None] = ContextVar("flashmoa_retry_filter", default=None)
+# Headers that describe the bytes of the stream and are wrong for the response made from it.
+_BODY_HEADERS = ("content-type", "content-length", "content-encoding", "transfer-encoding")
 
 
-class Retelling:
-    """Passes a text on once, however often it is begun again.
+class RetryFilter:
+    """Passes an answer's text on exactly once, although OpenAI's client may retry the request.
 
-    Where a later attempt differs from what was passed on already, nothing more is passed on.
+    If the text of a later attempt differs from what was passed on, no more text is passed on.
     """
 
-    def __init__(self, hear: Hear) -> None:
-        self._hear = hear
-        self._told = ""
+    def __init__(self, on_text: OnText) -> None:
+        self._on_text = on_text
+        self._passed_on = ""
 
-    def attempt(self) -> Hear:
-        """Begin another attempt; returns what to give its text to, from the text's beginning."""
-        written = ""
+    def start_attempt(self) -> OnText:
+        """Return the function to call with each piece of the next attempt's text."""
+        attempt = ""
 
-        def hear(piece: str) -> None:
-            nonlocal written
-            written += piece
-            if len(written) > len(self._told) and written.startswith(self._told):
-                new, self._told = written[len(self._told) :], written
-                self._hear(new)
+        def add(piece: str) -> None:
+            nonlocal attempt
+            attempt += piece
+            if len(attempt) > len(self._passed_on) and attempt.startswith(self._passed_on):
+                new, self._passed_on = attempt[len(self._passed_on) :], attempt
+                self._on_text(new)
 
-        return hear
+        return add
 
 
 @contextmanager
-def heard(hear: Hear) -> Generator[None]:
-    """Pass the text of what is asked meanwhile, through a tapped client, to ``hear``."""
-    before = _hearing.get()
-    _hearing.set(Retelling(hear))
+def text_goes_to(on_text: OnText) -> Generator[None]:
+    """Call ``on_text`` with the text of completions that tapped clients request in this context.
+
+    Args:
+        on_text: the function to call with each piece of text. It must not raise: OpenAI's client
+            would send the request again.
+    """
+    before = _current_filter.get()
+    _current_filter.set(RetryFilter(on_text))
     try:
         yield
     finally:
-        # Not by token: a coroutine that is thrown away is closed in another context.
-        _hearing.set(before)
+        # Not _current_filter.reset(token): a coroutine that is garbage-collected is closed in
+        # another context, where reset() raises ValueError.
+        _current_filter.set(before)
 
 
-class _Unheard(Exception):
+class _UnusableStream(Exception):
     """Raised when an answer does not arrive as chunks that make a completion."""
 
 
 @contextmanager
-def _unheard() -> Generator[None]:
+def _as_unusable() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise _Unheard from error
+        raise _UnusableStream from error
 
 
 def tap(http: Any) -> None:
-    """Tap the chat completions of an HTTP client of httpx or httpx2; harmless to repeat.
+    """Tap the chat completions of an HTTP client, which is one of httpx or httpx2.
 
-    Everything else that the client sends passes as it is.
+    Its other requests are sent unchanged. Tapping a client twice is harmless.
     """
     if http in _tapped:
         return
     _tapped.add(http)
-    own: _Send | None = cast("dict[str, Any]", vars(http)).get("send")
-    kind = cast("Any", type(http))
+    earlier_send: _Send | None = cast("dict[str, Any]", vars(http)).get("send")
+    client_class = cast("Any", type(http))
 
     async def send(request: _Request, **options: Any) -> _Response:
         # Looked up at each call, so that a patch of the class still takes effect.
-        plainly: _Send = own or partial(kind.send, http)
-        retelling = _hearing.get()
-        streamed = None if retelling is None or options.get("stream") else _streamed(request)
-        if retelling is None or streamed is None:
-            return await plainly(request, **options)
+        send_untapped: _Send = earlier_send or partial(client_class.send, http)
+        retry_filter = _current_filter.get()
+        if retry_filter is None or options.get("stream"):
+            return await send_untapped(request, **options)
+        streaming = _as_stream(request)
+        if streaming is None:
+            return await send_untapped(request, **options)
+        # httpx or httpx2, whichever this client is made of: its exceptions must be raised.
         errors: Any = sys.modules[type(request).__module__.partition(".")[0]]
+        tapped = _TappedRequest(request, errors, retry_filter.start_attempt())
         try:
-            asking = _Asking(request, errors, retelling.attempt())
-            return await asking.whole(plainly, streamed, options)
-        except _Unheard:
+            return await tapped.send(send_untapped, streaming, options)
+        except _UnusableStream:
             logger.exception("A streamed answer could not be put together; it is asked for again")
-            return await plainly(request, **options)
+            return await send_untapped(request, **options)
 
     http.send = send
 
 
-def _streamed(request: _Request) -> _Request | None:
+def _as_stream(request: _Request) -> _Request | None:
     """Return a request for a chat completion as one for a stream; ``None`` for other requests."""
     if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
         return None
     try:
-        asked: dict[str, Any] = json.loads(request.content)
+        body: dict[str, Any] = json.loads(request.content)
     except ValueError:
         return None
-    if asked.get("stream"):
+    if body.get("stream"):
         return None
-    options: dict[str, Any] = {**(asked.get("stream_options") or {}), "include_usage": True}
+    options: dict[str, Any] = {**(body.get("stream_options") or {}), "include_usage": True}
     headers = request.headers.copy()
     headers.pop("content-length", None)
-    # As OpenAI's client writes it.
+    # The same JSON format as OpenAI's client.
     content = json.dumps(
-        {**asked, "stream": True, "stream_options": options},
+        {**body, "stream": True, "stream_options": options},
         ensure_ascii=False,
         separators=(",", ":"),
     )
@@ -143,124 +154,139 @@ def _streamed(request: _Request) -> _Request | None:
     )
 
 
-class _Asking:
-    """One attempt at one request.
+class _TappedRequest:
+    """One attempt at a request, sent as a streaming one.
 
     Args:
+        request: the request that OpenAI's client made.
         errors: the module whose exceptions its HTTP client raises.
-        hear: gets the text.
+        on_text: the function to call with each piece of the answer's text.
     """
 
-    def __init__(self, request: _Request, errors: Any, hear: Hear) -> None:
+    def __init__(self, request: _Request, errors: Any, on_text: OnText) -> None:
         self._request = request
         self._errors = errors
-        self._answer = _Answer(hear)
-        # When the engine had all of the request; where the HTTP client does not say, as it began.
-        self._sent = anyio.current_time()
+        self._on_text = on_text
+        self._completion = _Completion()
+        # When the engine had received the whole request; if the HTTP client does not report that,
+        # when this attempt began.
+        self._sent_at = anyio.current_time()
 
-    async def whole(self, send: _Send, streamed: _Request, options: Mapping[str, Any]) -> _Response:
-        """Return the response that there would have been without a stream.
+    async def send(self, send: _Send, streaming: _Request, options: Mapping[str, Any]) -> _Response:
+        """Return the response that the request would have had without a stream.
 
-        Raises: the HTTP client's exceptions; _Unheard.
+        Raises: the HTTP client's exceptions; _UnusableStream if the chunks make no completion.
         """
         extensions: Mapping[str, Mapping[str, float | None]] = self._request.extensions
-        timeout = extensions.get("timeout", {}).get("read")
-        streamed.extensions = {"trace": self._trace, **streamed.extensions}
-        response = await send(streamed, **{**options, "stream": True})
+        read_timeout = extensions.get("timeout", {}).get("read")
+        streaming.extensions = {"trace": self._trace, **streaming.extensions}
+        response = await send(streaming, **{**options, "stream": True})
         try:
-            kind = response.headers.get("content-type", "")
-            if response.is_error or not kind.startswith("text/event-stream"):
+            content_type = response.headers.get("content-type", "")
+            if response.is_error or not content_type.startswith("text/event-stream"):
                 await response.aread()
                 response.request = self._request
                 return response
-            # Unstreamed, nothing comes before the answer is complete: that is the read's timeout.
-            deadline = float("inf") if timeout is None else self._sent + timeout
+            # Without a stream, no byte arrives before the answer is complete, so the read timeout
+            # limits how long the whole answer takes. Here each chunk would start it again.
+            deadline = float("inf") if read_timeout is None else self._sent_at + read_timeout
             with anyio.CancelScope(deadline=deadline):
-                return await self._read(response)
+                return await self._read_stream(response)
             raise self._errors.ReadTimeout("", request=self._request)
         finally:
             await response.aclose()
 
     async def _trace(self, event: str, _: Mapping[str, Any]) -> None:
         if event.endswith("send_request_body.complete"):
-            self._sent = anyio.current_time()
+            self._sent_at = anyio.current_time()
 
-    async def _read(self, response: _Response) -> _Response:
-        """Read a stream to its end. Raises: RemoteProtocolError where it breaks off; _Unheard."""
-        async with aclosing(event_data(response)) as several:
-            async for data in several:
-                if data == "[DONE]" and self._answer.is_begun:
-                    return await self._made(response, response.status_code, self._answer.whole())
-                event = self._parsed(data)
+    async def _read_stream(self, response: _Response) -> _Response:
+        """Read a stream to its end.
+
+        Raises: RemoteProtocolError if the stream breaks off; _UnusableStream.
+        """
+        async with aclosing(read_event_data(response)) as events:
+            async for data in events:
+                if data == "[DONE]":
+                    if not self._completion.has_choices:
+                        raise self._protocol_error("the stream ended before its first choice")
+                    body = self._completion.body()
+                    return await self._whole_response(response, response.status_code, body)
+                event = self._parse(data)
                 if event.get("error"):
-                    return await self._made(response, *_refusal(event))
-                self._answer.take(event)
-        raise self._broken("the answer ended before it was complete")
+                    return await self._whole_response(response, *_read_error(event))
+                if text := self._completion.add(event):
+                    self._on_text(text)
+        raise self._protocol_error("the answer ended before it was complete")
 
-    def _parsed(self, data: str) -> dict[str, Any]:
+    def _parse(self, data: str) -> dict[str, Any]:
         try:
             event: Any = json.loads(data)
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise self._broken(f"not a chunk of a chat completion: {data[:200]!r}")
+            raise self._protocol_error(f"not a chunk of a chat completion: {data[:200]!r}")
         return cast("dict[str, Any]", event)
 
-    def _broken(self, what: str) -> Exception:
-        return self._errors.RemoteProtocolError(what, request=self._request)
+    def _protocol_error(self, message: str) -> Exception:
+        return self._errors.RemoteProtocolError(message, request=self._request)
 
-    async def _made(self, response: _Response, status: int, body: Mapping[str, Any]) -> _Response:
-        await response.aclose()  # It knows only then how long it took.
-        kept = [(n, v) for n, v in response.headers.multi_items() if n.lower() not in _OF_BODY]
-        made = type(response)(
+    async def _whole_response(
+        self, stream: _Response, status: int, body: Mapping[str, Any]
+    ) -> _Response:
+        await stream.aclose()  # `elapsed` is known only after this.
+        headers = [
+            (n, v) for n, v in stream.headers.multi_items() if n.lower() not in _BODY_HEADERS
+        ]
+        response = type(stream)(
             status,
-            headers=[*kept, ("content-type", "application/json")],
+            headers=[*headers, ("content-type", "application/json")],
             content=json.dumps(body).encode(),
             request=self._request,
-            history=response.history,
+            history=stream.history,
         )
-        made.elapsed = response.elapsed
-        return made
+        response.elapsed = stream.elapsed
+        return response
 
 
-class _Answer:
-    """The answer that chunks add up to. Every method raises _Unheard."""
+class _Completion:
+    """The chat completion that chunks add up to. Every method raises _UnusableStream."""
 
-    def __init__(self, hear: Hear) -> None:
-        self._hear = hear
+    def __init__(self) -> None:
         self._state = ChatCompletionStreamState[Any]()
-        self.is_begun = False
+        self.has_choices = False
 
-    def take(self, event: dict[str, Any]) -> None:
-        with _unheard():
+    def add(self, event: dict[str, Any]) -> str:
+        """Add a chunk. Return what it adds to the text of the first choice."""
+        with _as_unusable():
             chunk = ChatCompletionChunk.construct(**event)
             self._state.handle_chunk(chunk)
-            self.is_begun = self.is_begun or bool(chunk.choices)
-            if text := first_text(chunk):
-                self._hear(text)
+            self.has_choices = self.has_choices or bool(chunk.choices)
+            return first_text(chunk)
 
-    def whole(self) -> dict[str, Any]:
-        with _unheard():
-            # Not its "final completion", which is an error where the answer was cut at max_tokens.
-            whole = self._state.current_completion_snapshot.to_dict(warnings=False)
-            for choice in cast("list[dict[str, Any]]", whole["choices"]):
-                # Of a server that repeats it in each chunk, there would be several in a row.
+    def body(self) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        with _as_unusable():
+            # The snapshot, since get_final_completion() raises for an answer cut at max_tokens.
+            body = self._state.current_completion_snapshot.to_dict(warnings=False)
+            for choice in cast("list[dict[str, Any]]", body["choices"]):
+                # Some servers repeat the role in each chunk, and the snapshot joins them.
                 choice["message"]["role"] = "assistant"
-            return whole
+            return body
 
 
 def first_text(chunk: ChatCompletionChunk) -> str:
     """Return what a chunk adds to the text of the first choice."""
-    return "".join(one.delta.content or "" for one in chunk.choices if one.index == 0)
+    return "".join(choice.delta.content or "" for choice in chunk.choices if choice.index == 0)
 
 
-def _refusal(event: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body that an error in a stream would have had as an answer."""
+def _read_error(event: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body that the error in a stream would have had as a response."""
     error: Any = event["error"]
-    said = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
+    fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
     try:
-        status = int(said.get("code") or 500)
+        status = int(fields.get("code") or 500)
     except (ValueError, TypeError):
         status = 500
-    # SGLang puts its error into another object only where it is an event.
-    return (status if 400 <= status < 600 else 500), said if "object" in said else event
+    # SGLang wraps its error object in another object only if it is an event of a stream.
+    return (status if 400 <= status < 600 else 500), fields if "object" in fields else event

@@ -1,7 +1,7 @@
 """Link calls without an agent framework: put texts that are still being written into prompts.
 
-Write ``f"Review this: {draft}"`` where the draft's text will be; the engine of the reader
-prefills everything up to there at once, and the rest as it is written.
+Write ``f"Review this: {draft}"`` where the draft's text will be. The reader's engine prefills
+everything before that place at once, and the draft as it is written.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Self, cast
 import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
-from flashmoa.engine.client import checked_ttl
+from flashmoa.engine.client import check_ttl
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, mentioned, replaced
+from flashmoa.linking.streamed_text import Text, find_texts, replace_marks
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 
@@ -30,9 +30,10 @@ class Answer(Text):
     """The answer to a request of :meth:`Workflow.ask`.
 
     Attributes:
-        usage: once it is complete.
-        finish_reason: as OpenAI has it, once it is complete.
-        logprobs: natural, of its tokens so far, where ``logprobs=True`` was asked for.
+        usage: the token usage, once the answer is complete.
+        finish_reason: OpenAI's ``finish_reason``, once the answer is complete.
+        logprobs: the natural log-probabilities of its tokens so far, if requested with
+            ``logprobs=True``.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,33 +41,34 @@ class Answer(Text):
         self.usage: PromptUsage | None = None
         self.finish_reason: str | None = None
         self.logprobs: list[float] = []
-        self._asking = anyio.CancelScope()
+        self._request_scope = anyio.CancelScope()
 
     def cancel(self) -> None:
-        """Have its engine stop writing it; links that wait for it act by their policy.
+        """Stop its engine from writing it; each link that waits for it acts by its policy.
 
-        Awaiting it raises :class:`UpstreamCancelled`.
+        Awaiting the answer then raises :class:`UpstreamCancelled`.
         """
         self.fail(UpstreamCancelled(f"{self.name} was cancelled"))
-        self._asking.cancel()
+        self._request_scope.cancel()
 
 
 class Workflow:
-    """Calls of one or several engines that read what other calls write.
+    """Sends calls to one or several engines, and links each call to the texts in its prompt.
 
     Args:
-        engine: where requests go by default.
-        on_failure: by default, what happens to a request when a text in it fails.
-        ahead: what is prefilled before a request can be sent: its ``text`` as it is written, only
-            what is ``known`` beforehand, or ``nothing``; the latter two to compare with.
-        stream_ttl_seconds: after what time engines release what is prefilled for future requests
-            if this process vanishes; by default as their clients say.
+        engine: the engine that requests are sent to by default.
+        on_failure: what happens by default to a request when a text in it fails.
+        ahead: how much of a prompt is prefilled before its request can be sent: ``text``: texts as
+            they are written, ``known``: only what is known beforehand, ``nothing``. The latter two
+            are for comparisons.
+        stream_ttl_seconds: how long engines keep KV that was prefilled for future requests if this
+            process vanishes; by default as their clients say.
         listener: receives the workflow's events.
 
-    A context manager: leaving it ends its links, releases the streams of requests that were
-    never sent (an engine that does not answer within 0.3 s lets them expire), and waits for the
-    requests it sends itself, or cancels them if it is left by an exception. Its clients stay
-    open.
+    Use it as a context manager. Leaving it waits for the requests that it sends itself, or cancels
+    them if it is left by an exception. Then it ends its links and releases the streams of requests
+    that were never sent; if an engine does not answer within 0.3 s, it lets them expire. The
+    clients of the engines stay open.
     """
 
     def __init__(
@@ -80,17 +82,17 @@ class Workflow:
     ) -> None:
         self._engine = engine
         self._ahead: Ahead = ahead
-        self._ttl = None if stream_ttl_seconds is None else checked_ttl(stream_ttl_seconds)
+        self._ttl = None if stream_ttl_seconds is None else check_ttl(stream_ttl_seconds)
         self._policy = FailurePolicy.of(on_failure)
         self._listener = contained(listener)
         self._texts: dict[str, Text] = {}
         self._expected: list[Pending] = []
-        self._asking = anyio.create_task_group()
-        self._linking = anyio.create_task_group()
+        self._requests = anyio.create_task_group()
+        self._links = anyio.create_task_group()
 
     async def __aenter__(self) -> Self:
-        await self._linking.__aenter__()
-        await self._asking.__aenter__()
+        await self._links.__aenter__()
+        await self._requests.__aenter__()
         return self
 
     async def __aexit__(
@@ -100,31 +102,31 @@ class Workflow:
         trace: TracebackType | None,
     ) -> bool | None:
         try:
-            return await self._asking.__aexit__(kind, error, trace)
+            return await self._requests.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
-            # Requests keep their errors for those who await them, so this is only what was raised
-            # inside the block: it is raised as it was.
+            # A request's error is raised where its answer is awaited. So the group usually holds
+            # only the exception that was raised inside the block, which is raised as it is.
             if group.exceptions != (error,):
                 raise
             return False
         finally:
-            # All streams are released at once, each within the time that a cancelled task has.
+            # All streams are released at once; see flashmoa.linking.prompt_feed.
             for pending in self._expected:
-                self._linking.start_soon(pending.delete_claimed_stream)
-            self._linking.cancel_scope.cancel()
-            await self._linking.__aexit__(None, None, None)
+                self._links.start_soon(pending.delete_claimed_stream)
+            self._links.cancel_scope.cancel()
+            await self._links.__aexit__(None, None, None)
 
     def text(self, name: str = "text") -> Text:
-        """Make a text that you write, from any source."""
-        text = Text(self._unused(name))
+        """Make a text for you to write, from any source."""
+        text = Text(self._unused_name(name))
         self._texts[text.mark] = text
         return text
 
     def version(self, answer: Answer) -> Text:
-        """Make a text for an answer as its readers are to get it: cut, or behind a heading.
+        """Make a text for you to write: an answer as its readers get it, cut or after a heading.
 
-        You write it. It has the answer's name, so that events say who is read; a prompt can have
-        only one text of a name.
+        It has the answer's name, so that events name the answer's writer. A prompt can have only
+        one text with a given name.
         """
         text = Text(answer.name)
         self._texts[text.mark] = text
@@ -139,18 +141,26 @@ class Workflow:
         on_failure: OnFailure | None = None,
         **parameters: Any,
     ) -> Answer:
-        """Send a chat completion as soon as every text in its messages is there.
+        """Send a chat completion as soon as every text in its messages is complete.
 
         Args:
-            on_failure: what happens to it when a text in its messages fails.
-            parameters: of OpenAI's chat completions, and SGLang's own.
+            messages: the messages, with ``f"{text}"`` where a text will be.
+            engine: the engine to send it to; by default the workflow's.
+            name: the answer's name, for events; it gets a number if another text has the name.
+            on_failure: what happens to the request when a text in it fails; by default as the
+                workflow says.
+            parameters: parameters of OpenAI's chat completions, and SGLang's own.
 
         Errors are raised where the answer is awaited.
+
+        Raises: ValueError if two texts in the messages have the same name.
         """
-        answer = Answer(self._unused(name))
+        answer = Answer(self._unused_name(name))
         self._texts[answer.mark] = answer
-        pending = self._pending(messages, answer.name, on_failure)
-        self._asking.start_soon(self._answer, answer, pending, engine or self._engine, parameters)
+        pending = self._make_pending(messages, answer.name, on_failure)
+        self._requests.start_soon(
+            self._run_request, answer, pending, engine or self._engine, parameters
+        )
         return answer
 
     async def expect(  # noqa: PLR0913 - all but the messages have a default
@@ -164,31 +174,36 @@ class Workflow:
         on_failure: OnFailure | None = None,
         namespace: Mapping[str, str] | None = None,
     ) -> Pending:
-        """Announce a request of any client, and have its prompt prefilled meanwhile.
+        """Announce a request that any client will send, and prefill its prompt until then.
 
         Args:
+            messages, engine, on_failure: as for :meth:`ask`.
+            tools, template_args: the request's ``tools`` and ``chat_template_kwargs``.
+            name: the name of the agent that sends it, for events.
             namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
                 that the request will have, if any.
+
+        Raises: ValueError if two texts in the messages have the same name.
         """
-        pending = self._pending(messages, name, on_failure)
+        pending = self._make_pending(messages, name, on_failure)
         self._link(pending, engine or self._engine, tools, template_args, namespace)
         self._expected.append(pending)
         return pending
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a function beside the requests; leaving the workflow waits for it, or cancels it."""
-        self._asking.start_soon(function)
+        """Run a function concurrently; leaving the workflow waits for it, or cancels it."""
+        self._requests.start_soon(function)
 
-    def _pending(self, messages: Messages, name: str, on_failure: OnFailure | None) -> Pending:
+    def _make_pending(self, messages: Messages, name: str, on_failure: OnFailure | None) -> Pending:
         policy = self._policy if on_failure is None else FailurePolicy.of(on_failure)
-        texts = mentioned(messages, self._texts)
+        texts = find_texts(messages, self._texts)
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
             raise ValueError(f"{name} reads two versions of one answer: {', '.join(names)}")
         return PendingRequest(
             cast("list[dict[str, Any]]", messages),
             texts,
-            _with_texts,
+            _fill,
             policy,
             name,
             self._listener,
@@ -204,13 +219,13 @@ class Workflow:
         template_args: Mapping[str, Any] | None,
         namespace: Mapping[str, str] | None,
     ) -> None:
-        async def render(shown: Messages) -> str:
-            return await engine.render(shown, tools=tools, template_args=template_args)
+        async def render(messages: Messages) -> str:
+            return await engine.render(messages, tools=tools, template_args=template_args)
 
         if self._ahead != "nothing":
-            self._linking.start_soon(pending.link(engine, render, namespace))
+            self._links.start_soon(pending.prepare_link(engine, render, namespace))
 
-    async def _answer(
+    async def _run_request(
         self,
         answer: Answer,
         pending: Pending,
@@ -223,11 +238,11 @@ class Workflow:
             engine=engine.url,
             model=parameters.get("model", ""),
         )
-        with answer._asking:
+        with answer._request_scope:
             try:
                 if pending.is_waiting:
                     template_args = parameters.get("chat_template_kwargs")
-                    # As the request has it, or else as its client.
+                    # None stands for the namespace of the engine's client.
                     namespace = kv_namespace(parameters) or None
                     self._link(pending, engine, parameters.get("tools"), template_args, namespace)
                 await self._send(answer, pending, engine, parameters, report)
@@ -237,7 +252,7 @@ class Workflow:
                     answer.fail(error)
                 else:
                     answer.fail(UpstreamCancelled(f"{answer.name} was cancelled"))
-                self._linking.start_soon(pending.abandon)
+                self._links.start_soon(pending.release_and_wait)
                 if not isinstance(error, Exception):
                     raise
 
@@ -249,26 +264,26 @@ class Workflow:
         parameters: dict[str, Any],
         report: CallReporter,
     ) -> None:
-        sent = await pending.messages()
+        filled = await pending.messages()
         body = {**parameters, **pending.claim()}
         report.started(body.get("prompt_stream_id"), late=pending.is_late)
-        async with engine.chat(sent, **body) as deltas:
+        async with engine.chat(filled, **body) as deltas:
             async for delta in deltas:
                 answer.usage = delta.usage or answer.usage
                 answer.finish_reason = delta.finish_reason or answer.finish_reason
                 answer.logprobs += delta.logprobs
                 if delta.text:
-                    report.text()
+                    report.text_arrived()
                     answer.write(delta.text)
         answer.close()
         report.finished(answer.written, answer.usage, answer.finish_reason)
 
-    def _unused(self, name: str) -> str:
-        """Return the name, with a number where a text has it already."""
+    def _unused_name(self, name: str) -> str:
+        """Return the name, with a number if another text has it already."""
         taken = {text.name for text in self._texts.values()}
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        return next(one for one in itertools.chain([name], numbered) if one not in taken)
+        return next(choice for choice in itertools.chain([name], numbered) if choice not in taken)
 
 
-def _with_texts(messages: list[dict[str, Any]], texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [replaced(message, texts) for message in messages]
+def _fill(messages: list[dict[str, Any]], replacements: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [replace_marks(message, replacements) for message in messages]

@@ -1,4 +1,4 @@
-"""Microsoft Agent Framework: a drop-in chat client, and one line that links a workflow."""
+"""Use FlashMoA with Microsoft Agent Framework: a drop-in chat client, and ``link(workflow)``."""
 
 try:
     import agent_framework.openai as _  # noqa: F401

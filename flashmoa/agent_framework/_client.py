@@ -1,4 +1,4 @@
-"""The Agent Framework chat client."""
+"""The Agent Framework chat client (``FlashMoAChatClient``)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ from flashmoa.completions import watch_completions
 from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
 from flashmoa.linking.observed_call import CallRequest, CallResult, LinkedTeam, ObservedCall
 
-# What the framework's usage does not have; see ``PromptUsage``.
-_DETAILS = ("streamed_tokens", "late_tokens")
+# Token counts that the framework's usage lacks; see ``PromptUsage``.
+_PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
 
 _is_dry_run: ContextVar[bool] = ContextVar("flashmoa_dry_run", default=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat completion; ``body``: as the client would send it."""
+    """Holds a chat completion request of a client, with the body that the client would send."""
 
     client: FlashMoAChatClient
     body: Mapping[str, Any]
 
     async def render(self) -> str:
-        """Return the text of its prompt, by its engine's chat template. Raises: EngineError."""
+        """Return the text of its prompt, as its engine's chat template renders it.
+
+        Raises: EngineError if the engine cannot be reached or refuses.
+        """
         extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
         return await self.client.engine.render(
             self.body["messages"],
@@ -55,8 +58,8 @@ class ChatRequest:
         return kv_namespace({"model": self.body.get("model"), **extra_body})
 
 
-class Captured(Exception):
-    """Carries a request out of a dry run."""
+class RequestCaptured(Exception):
+    """Ends a dry run at its first request, and carries that request out of it."""
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__("a dry run ends here")
@@ -64,8 +67,8 @@ class Captured(Exception):
 
 
 @contextmanager
-def capturing() -> Generator[None]:
-    """Have every client that is asked meanwhile raise :class:`Captured` instead."""
+def capture_requests() -> Generator[None]:
+    """Make every client raise :class:`RequestCaptured` instead of sending a request."""
     token = _is_dry_run.set(True)
     try:
         yield
@@ -74,30 +77,30 @@ def capturing() -> Generator[None]:
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
-    """A drop-in for ``OpenAIChatCompletionClient`` on a self-hosted SGLang engine.
+    """Replaces ``OpenAIChatCompletionClient`` for a self-hosted SGLang engine.
 
-    By itself it is the stock client with defaults for self-hosting, and no API key needed. In a
-    workflow that is linked (``flashmoa.agent_framework.link(workflow)``) it streams what its
-    agents write into the prompts of the agents that will read it.
+    By itself it is the stock client with defaults for self-hosting; it needs no API key. In a
+    linked workflow (``flashmoa.agent_framework.link(workflow)``), what its agents write is
+    streamed into the prompts of the agents that will read it.
 
     Args:
-        model: as served.
+        model: the served model's name.
         base_url: the engine's URL, with or without ``/v1``; by default OPENAI_BASE_URL of the
-            environment, else where SGLang listens by default.
-        api_key: what the server was started with, if anything.
-        default_headers: sent with every request.
-        stream_ttl_seconds: after what time the engine releases what links have prefilled if this
-            process vanishes.
-        **kwargs: as the stock client's.
+            environment, else the address on which SGLang listens by default.
+        api_key: the key that the server was started with, if any.
+        default_headers: headers to send with every request.
+        stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
+            this process vanishes.
+        **kwargs: see the stock client.
 
     Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
-    and ``prompt/late_tokens`` where the engine says so.
+    and ``prompt/late_tokens`` if the engine reports them.
     """
 
     DEFAULT_EXCLUDE: ClassVar[set[str]] = {
         *OpenAIChatCompletionClient.DEFAULT_EXCLUDE,
         "engine",
-        "linked",
+        "linked_workflows",
     }
 
     def __init__(
@@ -125,13 +128,14 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             headers=default_headers,
             stream_ttl_seconds=stream_ttl_seconds,
         )
-        # A linked workflow keeps its link; a client must not keep the workflow.
-        self.linked: WeakSet[LinkedTeam] = WeakSet()
+        # Weak: a client may live longer than the workflows that use it and must not keep them in
+        # memory. A workflow holds its WorkflowLink itself.
+        self.linked_workflows: WeakSet[LinkedTeam] = WeakSet()
 
     async def close(self) -> None:
         """Close every link of this client's workflows, then its connections."""
         try:
-            await all_of([workflow.close for workflow in list(self.linked)])
+            await all_of([workflow.close for workflow in list(self.linked_workflows)])
             await self.engine.close()
         finally:
             await self.client.close()
@@ -148,10 +152,10 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         await self.close()
 
     def get_response(self, messages: Sequence[Message], **kwargs: Any) -> Any:  # type: ignore[override]
-        """Ask as the stock client does; a dry run ends here."""
+        """Send a request as the stock client does; a dry run ends here."""
         if _is_dry_run.get():
             options: Mapping[str, Any] = kwargs.get("options") or {}
-            raise Captured(ChatRequest(self, self._prepare_options(messages, options)))
+            raise RequestCaptured(ChatRequest(self, self._prepare_options(messages, options)))
         return super().get_response(messages, **kwargs)
 
     def _inner_get_response(
@@ -167,16 +171,16 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         def send(with_options: Mapping[str, Any]) -> Any:
             return inner(messages=messages, options=with_options, stream=stream, **kwargs)
 
-        if not self.linked:
+        if not self.linked_workflows:
             return send(options)
         if stream:
-            updates = self._watched_updates(send, options)
+            updates = self._observe_updates(send, options)
             return self._build_response_stream(
                 updates, response_format=options.get("response_format")
             )
-        return self._watched_response(send, options)
+        return self._observe_response(send, options)
 
-    async def _watched_response(
+    async def _observe_response(
         self,
         send: Callable[[Mapping[str, Any]], Awaitable[ChatResponse]],
         options: Mapping[str, Any],
@@ -185,12 +189,12 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         if call is None:
             return await send(options)
         with call:
-            response = await send(_observed(options, call))
-            contents = [one for message in response.messages for one in message.contents]
-            _finish(call, contents, response.finish_reason)
+            response = await send(_add_call_body(options, call))
+            contents = [part for message in response.messages for part in message.contents]
+            _finish_call(call, contents, response.finish_reason)
             return response
 
-    async def _watched_updates(
+    async def _observe_updates(
         self,
         send: Callable[[Mapping[str, Any]], ResponseStream[ChatResponseUpdate, ChatResponse]],
         options: Mapping[str, Any],
@@ -203,40 +207,40 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         contents: list[Content] = []
         reason: str | None = None
         with call:
-            async for update in send(_observed(options, call)):
+            async for update in send(_add_call_body(options, call)):
                 contents += update.contents
                 reason = update.finish_reason or reason
                 yield update
-            _finish(call, contents, reason)
+            _finish_call(call, contents, reason)
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall | None:
-        """Begin a request that goes out; ``None`` where it is of no linked workflow."""
+        """Begin a request that is about to be sent; ``None`` if no linked workflow observes it."""
         held = "it calls tools" if options.get("tools") else None
         request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
         observers = [
             observer
-            for workflow in list(self.linked)
+            for workflow in list(self.linked_workflows)
             if (observer := workflow.observe(request)) is not None
         ]
         return ObservedCall(observers, held) if observers else None
 
     def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:
         details = super()._parse_usage_from_openai(usage)
-        told = usage.prompt_tokens_details
-        more: Mapping[str, Any] = (told.model_extra if told is not None else None) or {}
-        for name in _DETAILS:
-            if isinstance(more.get(name), int):
-                cast("dict[str, Any]", details)[f"prompt/{name}"] = more[name]
+        reported = usage.prompt_tokens_details
+        counts: Mapping[str, Any] = (reported.model_extra if reported is not None else None) or {}
+        for name in _PROMPT_DETAILS:
+            if isinstance(counts.get(name), int):
+                cast("dict[str, Any]", details)[f"prompt/{name}"] = counts[name]
         return details
 
 
-def _observed(options: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:
-    """Return a request's options, with what observes it in their body."""
+def _add_call_body(options: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:
+    """Return a request's options, with an ``extra_body`` through which it is observed."""
     return {**options, "extra_body": call.body(options.get("extra_body") or {})}
 
 
-def _finish(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
-    """Tell a request's observers what the framework made of its answer."""
-    text = "".join(one.text or "" for one in contents if one.type == "text")
-    calls_tools = any(one.type == "function_call" for one in contents)
+def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
+    """Report the answer, as the framework parsed it, to a request's observers."""
+    text = "".join(part.text or "" for part in contents if part.type == "text")
+    calls_tools = any(part.type == "function_call" for part in contents)
     call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))

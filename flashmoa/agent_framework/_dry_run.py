@@ -1,8 +1,8 @@
-"""Dry runs: what an executor will ask its model, told by its own code.
+"""Dry runs: learn an executor's next request by running its own code on a copy.
 
 A dry run gives a copy of the executor the messages it will receive, with placeholders for the texts
-that are still being written, and ends where it asks a model. Nothing of the workflow is changed,
-nothing is sent, and neither middleware nor telemetry sees it.
+that are still being written, and ends at its first request to a model. The workflow is not changed,
+no request is sent, and neither middleware nor telemetry sees it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from agent_framework import (
 )
 
 from flashmoa.agent_framework._client import (
-    Captured,
     ChatRequest,
     FlashMoAChatClient,
-    capturing,
+    RequestCaptured,
+    capture_requests,
 )
 from flashmoa.linking.placeholders import NotForecastable
 
-# A stock agent's run past the layers that trace it.
+# A stock agent's ``run`` without the layers that trace it.
 _run_untraced: Any = cast("Any", RawAgent).run
 _STOCK_RUNS: Any = (cast("Any", Agent).run, _run_untraced)
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
-    """What a dry run found; ``heard``: the conversation that the agent was given before."""
+class DryRunResult:
+    """Holds the request that a dry run ended at, and the conversation the agent was given."""
 
     request: ChatRequest
-    heard: list[Message]
+    conversation: list[Message]
 
 
 def client_of(executor: Executor) -> FlashMoAChatClient | None:
@@ -57,94 +57,107 @@ def client_of(executor: Executor) -> FlashMoAChatClient | None:
     return client if isinstance(client, FlashMoAChatClient) else None
 
 
-def heard_by(executor: Executor) -> list[Message]:
-    """Return the conversation that an agent is given, while it is being run."""
+def get_conversation(executor: Executor) -> list[Message]:
+    """Return the conversation that a running agent was given; empty for any other executor."""
     return list(executor._cache) if isinstance(executor, AgentExecutor) else []
 
 
-def response(executor: Executor, heard: Sequence[Message], text: str) -> AgentExecutorResponse:
-    """Return what an agent sends on when it has answered with ``text``.
+def make_response(
+    executor: Executor, conversation: Sequence[Message], text: str
+) -> AgentExecutorResponse:
+    """Return the message that an agent sends to others when it has answered with ``text``.
 
     Args:
-        heard: the conversation before.
+        conversation: the conversation before the answer.
 
-    Raises: NotForecastable where that may be something else than its model's text.
+    Raises: NotForecastable if the message may differ from the model's text.
     """
-    if problem := rewrites(executor):
-        raise NotForecastable(problem)
+    if reason := why_rewritten(executor):
+        raise NotForecastable(reason)
     name = cast("AgentExecutor", executor).agent.name
     answer = Message("assistant", [text], author_name=name)
     return AgentExecutorResponse(
-        executor.id, AgentResponse(messages=[answer]), full_conversation=[*heard, answer]
+        executor.id, AgentResponse(messages=[answer]), full_conversation=[*conversation, answer]
     )
 
 
-def rewrites(executor: Executor) -> str | None:
-    """Return why what others get of an executor is not its model's text, if so."""
+def why_rewritten(executor: Executor) -> str | None:
+    """Return why the message that others get may differ from its model's text, if it may."""
     if type(executor) is not AgentExecutor:
-        return f"{executor.id} is no AgentExecutor but a {type(executor).__name__}"
-    return _odd(executor.agent)
+        return f"{executor.id} is not an AgentExecutor but a {type(executor).__name__}"
+    return _why_unpredictable(executor.agent)
+
+
+def sends_model_text(executor: Executor) -> bool:
+    """Return whether the message that others get of an executor is its model's text."""
+    return why_rewritten(executor) is None
 
 
 async def dry_run(
     workflow: Workflow, executor: Executor, message: Any, sources: Sequence[str], included: bool
-) -> DryRun:
-    """Run an executor on ``message``, up to the call of its model.
+) -> DryRunResult:
+    """Run a copy of an executor on ``message``, up to its first request to a model.
 
     Args:
-        sources: the executors that the message is from.
-        included: whether the user vouches for code of their own.
+        sources: ids of the executors that sent the message.
+        included: whether the user listed the executor in ``include``, i.e. allows its user-defined
+            code to be run.
 
     Raises:
-        NotForecastable: a dry run could have effects, or would not reach the model.
+        NotForecastable: if the executor is not included and a dry run could run user-defined code
+            or call a server; if its client is not a FlashMoA client; if the run fails, or ends
+            without a request.
     """
     if not included:
         if type(executor) is not AgentExecutor:
             raise NotForecastable(
-                f"it is code of your own; include=[{executor.id!r}] has it run on a copy, up to "
-                "the call of its model, to tell its prompt"
+                f"it is code of your own; to predict its prompt, include=[{executor.id!r}] runs it "
+                "on a copy, up to the call of its model"
             )
-        if problem := _odd(executor.agent):
-            raise NotForecastable(problem)
+        if reason := _why_unpredictable(executor.agent):
+            raise NotForecastable(reason)
         if client_of(executor) is None:
             raise NotForecastable("it has no FlashMoAChatClient")
-    shadow = _shadow(executor, included)
-    handle = _handler(shadow, message)
+    shadow = _make_shadow(executor, included)
+    handle = _find_handler(shadow, message)
     try:
-        with capturing():
-            await handle(message, _context(workflow, shadow, sources))
-    except Captured as captured:
-        return DryRun(captured.request, heard_by(shadow))
+        with capture_requests():
+            await handle(message, _make_context(workflow, shadow, sources))
+    except RequestCaptured as captured:
+        return DryRunResult(captured.request, get_conversation(shadow))
     except Exception as error:
         raise NotForecastable(f"it fails on a copy: {error!r}") from error
-    raise NotForecastable("it goes on without asking its model")
+    raise NotForecastable("it continues without calling its model")
 
 
-def _odd(agent: Any) -> str | None:
-    """Return why an agent's prompt or message may be something else than its instructions, history
-    and its model's text, if so; asking what else it holds could cost or change something."""
+def _why_unpredictable(agent: Any) -> str | None:
+    """Return why an agent's prompt may have parts that are unknown beforehand, if it may.
+
+    Known are its instructions and its history. To query anything else that it holds may cost or
+    change something, and may make the agent send others a text that is not its model's.
+    """
     if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS:
-        return f"it is no stock Agent but a {type(agent).__name__}"
+        return f"it is not a stock Agent but a {type(agent).__name__}"
     if agent.middleware:
         return "it has middleware"
-    if any(type(one) is not InMemoryHistoryProvider for one in agent.context_providers):
+    if any(type(provider) is not InMemoryHistoryProvider for provider in agent.context_providers):
         return "it has context providers"
     if agent.mcp_tools:
         return "its MCP servers would have to be asked for their tools"
     return None
 
 
-def _shadow(executor: Executor, included: bool) -> Executor:
-    """Copy an executor, so that running the copy changes nothing else.
+def _make_shadow(executor: Executor, included: bool) -> Executor:
+    """Return a copy of an executor that can be run without changing the executor.
 
-    Containers are copied; what they hold is shared.
+    It has its own containers; their items stay shared.
     """
     shadow = copy.copy(executor)
     for name, value in list(vars(shadow).items()):
         if isinstance(value, list | dict | set):
             setattr(shadow, name, copy.copy(cast("Any", value)))
     if isinstance(shadow, AgentExecutor):
-        shadow._cache = [_copied(message) for message in shadow._cache]
+        shadow._cache = [_copy_message(message) for message in shadow._cache]
         shadow._session = copy.copy(shadow._session)
         shadow._session.state = {
             key: dict(cast("dict[Any, Any]", value)) if isinstance(value, dict) else value
@@ -159,27 +172,28 @@ def _shadow(executor: Executor, included: bool) -> Executor:
     return shadow
 
 
-def _copied(message: Message) -> Message:
-    one = copy.copy(message)
-    one.contents = list(message.contents)
-    one.additional_properties = dict(message.additional_properties)
-    return one
+def _copy_message(message: Message) -> Message:
+    clone = copy.copy(message)
+    clone.contents = list(message.contents)
+    clone.additional_properties = dict(message.additional_properties)
+    return clone
 
 
-def _handler(shadow: Executor, message: Any) -> Callable[[Any, Any], Any]:
+def _find_handler(shadow: Executor, message: Any) -> Callable[[Any, Any], Any]:
     try:
-        found = shadow._find_handler(message)
+        handler = shadow._find_handler(message)
     except RuntimeError as error:
         raise NotForecastable(str(error)) from error
-    return MethodType(found.__func__, shadow) if inspect.ismethod(found) else found
+    # A handler in the copied containers is bound to the original.
+    return MethodType(handler.__func__, shadow) if inspect.ismethod(handler) else handler
 
 
-def _context(workflow: Workflow, shadow: Executor, sources: Sequence[str]) -> Any:
-    """Return the context for a handler: a copy of the run's state, and no receivers."""
+def _make_context(workflow: Workflow, shadow: Executor, sources: Sequence[str]) -> Any:
+    """Return a context for a handler, with a copy of the run's state and no receivers."""
     state = copy.copy(workflow._runner.state)
     for name, value in list(vars(state).items()):
         if isinstance(value, dict):
             setattr(state, name, dict(cast("dict[Any, Any]", value)))
-    unheard = InProcRunnerContext()
-    unheard.set_runtime_tools(workflow._runner.context.get_runtime_tools())
-    return WorkflowContext(shadow, list(sources), state, unheard)
+    runner_context = InProcRunnerContext()
+    runner_context.set_runtime_tools(workflow._runner.context.get_runtime_tools())
+    return WorkflowContext(shadow, list(sources), state, runner_context)

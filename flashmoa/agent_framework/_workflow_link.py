@@ -1,4 +1,4 @@
-"""Linking a workflow."""
+"""Link a workflow's agents (``link``)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flashmoa.observe.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-# The link of a workflow lives and dies with it.
-_LINK = "_flashmoa_link"
+# The attribute of a workflow that holds its link, so that both live equally long.
+_LINK_ATTRIBUTE = "_flashmoa_link"
 
 
 def link(
@@ -33,25 +33,27 @@ def link(
 ) -> WorkflowLink:
     """Link a workflow's agents: each one's tokens stream into the prompts of those after it.
 
-    One call after building the workflow is all; runs, prompts and answers stay the same. Linking
-    a workflow again replaces the first link.
+    Call it once after building the workflow; runs, prompts and answers stay the same. Linking a
+    workflow again replaces the first link.
 
     Args:
-        workflow: of ``SequentialBuilder``, ``ConcurrentBuilder``, or of ``WorkflowBuilder`` where
-            edges have no conditions. Its agents' clients must be ``FlashMoAChatClient``; agents
-            with other clients, of your own classes, or with middleware, context providers or MCP
-            servers run unlinked.
-        include: ids of executors that are code of your own and are to be linked, too: a
-            ``ConcurrentBuilder``'s aggregator (of a callback its name), or an agent of those
-            above. To tell what one will ask, it is run on a copy, up to the call of its model.
-        trace: a file that all events are written to, for ``flashmoa trace``.
+        workflow: a workflow made by ``SequentialBuilder``, ``ConcurrentBuilder``, or
+            ``WorkflowBuilder`` without conditions on edges. Its agents' clients must be
+            ``FlashMoAChatClient``. Agents with other clients, agents of user-defined classes, and
+            agents with middleware, context providers or MCP servers run unlinked.
+        include: ids of executors to link although they run your own code: a
+            ``ConcurrentBuilder``'s aggregator (a callback's id is its name), or an agent that would
+            run unlinked otherwise. To predict its next request, such an executor is run on a copy,
+            up to the call of its model.
+        trace: a file to write all events to, for ``flashmoa trace``.
         listener: receives all events.
 
     Raises:
-        TypeError: not a workflow.
-        OSError: the trace cannot be written.
-        ValueError: no agent of the workflow uses a FlashMoA client; ``include`` names an unknown
-            executor.
+        TypeError: if ``workflow`` is not a workflow.
+        OSError: if the trace cannot be written.
+        ValueError: if no agent of the workflow uses a FlashMoA client; if ``include`` names an
+            unknown executor; if ``trace`` names an HTML page, or an existing file that is not a
+            trace.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"only a Workflow can be linked, not a {type(workflow).__name__}; build it")
@@ -63,59 +65,63 @@ def link(
 
 
 class WorkflowLink(LinkedTeam):
-    """The links of one workflow; made by :func:`link`.
+    """Links one workflow, until it or the workflow's clients are closed.
 
-    It ends with its clients, or by itself.
+    Use :func:`link` to make one.
     """
 
     def __init__(self, workflow: Workflow, include: Collection[str], listener: Listener) -> None:
-        found = [client_of(executor) for executor in workflow.executors.values()]
-        if not any(found):
+        clients = [client_of(executor) for executor in workflow.executors.values()]
+        if not any(clients):
             raise ValueError(
                 "no agent of this workflow uses FlashMoAChatClient; there is nothing to link"
             )
         self._workflow = workflow
         self._clients: set[FlashMoAChatClient] = set()
-        self._planner = WorkflowLinkPlanner(workflow, include, listener, self._watch)
-        before: WorkflowLink | None = getattr(workflow, _LINK, None)
-        if before is not None:
-            before._retire()
-        setattr(workflow, _LINK, self)
-        for client in found:
+        self._planner = WorkflowLinkPlanner(workflow, include, listener, self._add_client)
+        previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
+        if previous is not None:
+            previous._retire()
+        setattr(workflow, _LINK_ATTRIBUTE, self)
+        for client in clients:
             if client is not None:
-                self._watch(client)
+                self._add_client(client)
 
     async def close(self) -> None:
-        """End every link and wait until their engines have the KV back; the workflow runs on."""
+        """End every link and wait until the engines have their KV back.
+
+        The workflow can still run.
+        """
         self._retire()
         await self._planner.host.close()
 
     def observe(self, request: CallRequest) -> LinkedCall | None:
         """Return the observer of a request, if it is made for one of this workflow's executors."""
-        executor = _asking()
+        executor = _find_calling_executor()
         if executor is None or self._workflow.executors.get(executor.id) is not executor:
             return None
         try:
             return self._planner.observe(executor, request)
         except Exception:
-            # Whatever is wrong with a link, the agent's request goes out.
+            # Whatever is wrong with a link, the agent's request must be sent.
             logger.exception("%s runs unlinked", executor.id)
             return None
 
-    def _watch(self, client: FlashMoAChatClient) -> None:
-        client.linked.add(self)
+    def _add_client(self, client: FlashMoAChatClient) -> None:
+        client.linked_workflows.add(self)
         self._clients.add(client)
 
     def _retire(self) -> None:
         for client in self._clients:
-            client.linked.discard(self)
+            client.linked_workflows.discard(self)
         self._planner.end_all("closed")
 
 
-def _asking() -> Executor | None:
-    """Return the executor on whose behalf this code runs, as the stack tells.
+def _find_calling_executor() -> Executor | None:
+    """Return the executor on whose behalf this code runs, if the stack shows one.
 
-    ``None`` where another agent asks, which the executor's agent uses as a tool for instance.
+    ``None`` if the request is that of another agent, which the executor's agent uses, for instance
+    as a tool.
 
     Agent Framework has no context that names the executor or agent that is running: its
     ContextVars hold the origin of events, opaque identities of runs, and telemetry. A ContextVar
@@ -127,7 +133,7 @@ def _asking() -> Executor | None:
         holder = frame.f_locals.get("self")
         if isinstance(holder, Executor):
             own = isinstance(holder, AgentExecutor) and holder.agent
-            return None if own and any(one is not own for one in agents) else holder
+            return None if own and any(agent is not own for agent in agents) else holder
         if isinstance(holder, BaseAgent):
             agents.append(holder)
         frame = frame.f_back

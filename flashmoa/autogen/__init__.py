@@ -1,10 +1,10 @@
-"""AutoGen: a drop-in model client, and one line that links a team."""
+"""Use FlashMoA with AutoGen: a drop-in model client, and ``link(team)``."""
 
 from importlib import import_module
 
 try:
-    for _needed in ("autogen_agentchat.teams", "autogen_ext.models.openai"):
-        import_module(_needed)
+    for _module in ("autogen_agentchat.teams", "autogen_ext.models.openai"):
+        import_module(_module)
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"flashmoa.autogen needs AutoGen ({error}): pip install 'flashmoa[autogen]'",

@@ -1,4 +1,10 @@
-"""Who hears of one client's calls: linked teams, or else its listener."""
+"""Find who is notified of a client's calls: its linked teams, or its own listener if no team is.
+
+A *listener* is a function, usually the user's, that receives events. A *reporter*
+(:class:`CallReporter`) turns what happens to one call into events for one listener. An *observer*
+(:class:`CallObserver`) is given the text and the end of one call as they arrive: a linked team's
+streams the text into links and has a reporter; :class:`ReportedCall` only has a reporter.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +27,12 @@ class CallObservers:
     """Finds the observers of each call of one client.
 
     Args:
-        engine: its engine's URL.
-        model: as its requests name it.
-        listener: receives events of calls that no linked team reports, and of teams that are
+        engine: the URL of the client's engine.
+        model: the model name in its requests.
+        listener: receives the events of calls that no linked team observes, and of teams that are
             linked by ``auto_link``.
-        auto_link: links the team on whose behalf the client is being called, if given.
+        auto_link: a function that links the team on whose behalf the client is being called; its
+            argument is the listener. ``None``: teams are not linked automatically.
     """
 
     def __init__(
@@ -39,7 +46,8 @@ class CallObservers:
         self._model = model
         self._listener = listener
         self._auto_link = auto_link
-        # A linked team keeps its link; a client must not keep the team.
+        # Weak: a client may live longer than the teams that use it and must not keep them in
+        # memory. A team holds its LinkedTeam itself.
         self._teams: WeakSet[LinkedTeam] = WeakSet()
 
     def add(self, team: LinkedTeam) -> None:
@@ -51,28 +59,29 @@ class CallObservers:
     def begin(
         self, held: str | None, stream_id: str | None = None, *, late: bool = False
     ) -> list[CallObserver]:
-        """Return the observers of a call that goes out; one of them reports it.
+        """Return the observers of a call whose request is about to be sent.
 
         Args:
             held: see :class:`CallRequest`.
-            stream_id, late: of a call with a prompt stream of its own; see ``CallStarted``.
+            stream_id, late: what to report in ``CallStarted`` if no linked team observes the call.
         """
-        observers = self._of_teams(CallRequest(self._engine, self._model, held))
-        if not observers and self._listener is not ignore:
-            report = self.reporter(caller_name())
-            report.started(stream_id, late=late)
-            observers.append(ReportedCall(report))
-        return observers
+        observers = self._observe_or_link(CallRequest(self._engine, self._model, held))
+        if observers or self._listener is ignore:
+            return observers
+        reporter = self.make_reporter(caller_name())
+        reporter.started(stream_id, late=late)
+        return [ReportedCall(reporter)]
 
-    def reporter(self, agent: str) -> CallReporter:
-        """Return what reports one call to the listener."""
+    def make_reporter(self, agent: str) -> CallReporter:
+        """Return a reporter of one call to the client's listener."""
         return CallReporter(self._listener, agent=agent, engine=self._engine, model=self._model)
 
     async def close(self) -> None:
         """End the links of every team."""
         await all_of([team.close for team in list(self._teams)])
 
-    def _of_teams(self, request: CallRequest) -> list[CallObserver]:
+    def _observe_or_link(self, request: CallRequest) -> list[CallObserver]:
+        """Return the linked teams' observers of a request; link the caller's team if none is."""
         agent = calling_agent()
         if agent is None:
             return []
@@ -81,18 +90,18 @@ class CallObservers:
             try:
                 self._auto_link(self._listener)
             except Exception:
-                # Whatever is wrong with a link, the agent's call goes out.
+                # Whatever is wrong with a link, the agent's call must be made.
                 logger.exception("The team of %s runs unlinked", agent.type)
             observers = self._observe(request)
         return observers
 
     def _observe(self, request: CallRequest) -> list[CallObserver]:
-        begun = (team.observe(request) for team in list(self._teams))
-        return [observer for observer in begun if observer is not None]
+        observers = [team.observe(request) for team in list(self._teams)]
+        return [observer for observer in observers if observer is not None]
 
 
 def calling_agent() -> AgentId | None:
-    """Return the id of the agent that is calling, if it is one."""
+    """Return the AutoGen id of the agent on whose behalf this code runs, if there is one."""
     try:
         return MessageHandlerContext.agent_id()
     except RuntimeError:
@@ -100,6 +109,10 @@ def calling_agent() -> AgentId | None:
 
 
 def caller_name() -> str:
-    """Return the caller's name for events: an agent of a team without the team's id."""
+    """Return the caller's name for events.
+
+    That is the agent's name, with the ``_<team id>`` suffix that AutoGen adds removed, or
+    ``"client"`` if no agent calls.
+    """
     agent = calling_agent()
     return agent.type.removesuffix(f"_{agent.key}") if agent is not None else "client"

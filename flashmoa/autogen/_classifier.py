@@ -1,4 +1,4 @@
-"""Classifying in a team: an agent, and a tool for agents."""
+"""Classify texts: as an agent of a team (``ClassifierAgent``), or with a tool for agents."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _INSTRUCTION = "Which of these fits best? Answer with its letter."
 class ClassifierAgent(BaseChatAgent):
     """Says which of its labels fits the conversation best, from one prefill; decodes nothing.
 
-    Its message is the label; ``metadata`` has ``probabilities``, of every label as JSON, and
-    ``mass``, how likely the model was to answer with a letter at all. In a linked team its
-    prompt is prefilled while those before it write.
+    Its message is the label; ``metadata`` has ``probabilities`` (of every label, as JSON) and
+    ``mass`` (how likely the model was to answer with a letter at all). In a linked team its
+    prompt is prefilled while the agents before it write.
 
     Args:
-        labels: 26 at most; the model is asked for one by its letter.
-        system_message: stands before the conversation.
-        instruction: is asked at its end, below the lettered labels.
+        labels: 1 to 26 labels; each gets a letter, and the model is asked for a letter.
+        system_message: the system message before the conversation.
+        instruction: the question at the end of the conversation, below the lettered labels.
 
-    Raises: ValueError for labels that cannot be lettered.
+    Raises: ValueError if there are no labels, or more than 26.
     """
 
     component_type = "agent"
@@ -57,7 +57,7 @@ class ClassifierAgent(BaseChatAgent):
         self._letters = option_letters(len(self._labels))
         self._question = choice_question(self._labels, instruction)
         self._system = system_message
-        self._talk: list[LLMMessage] = []
+        self._conversation: list[LLMMessage] = []
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
@@ -66,20 +66,28 @@ class ClassifierAgent(BaseChatAgent):
     async def on_messages(
         self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
     ) -> Response:
-        """Answer with a label. Raises: EngineError, CandidateRefused, what cancelling raises."""
-        self._talk += [
-            UserMessage(content=one.to_model_text(), source=one.source) for one in messages
+        """Answer with a label.
+
+        Raises: EngineError if the engine fails; CandidateRefused if it cannot score the letters;
+            CancelledError if the call is cancelled.
+        """
+        self._conversation += [
+            UserMessage(content=message.to_model_text(), source=message.source)
+            for message in messages
         ]
         system = [SystemMessage(content=self._system)] if self._system else []
         question = UserMessage(content=self._question, source="user")
         scores = await self._model_client.score(
-            [*system, *self._talk, question],
+            [*system, *self._conversation, question],
             self._letters,
             cancellation_token=cancellation_token,
         )
         label = self._labels[self._letters.index(scores.best)]
-        self._talk.append(AssistantMessage(content=label, source=self.name))
-        each = zip(self._labels, scores.probabilities, strict=True)
+        self._conversation.append(AssistantMessage(content=label, source=self.name))
+        probabilities = {
+            label: round(probability, 6)
+            for label, probability in zip(self._labels, scores.probabilities, strict=True)
+        }
         return Response(
             chat_message=TextMessage(
                 content=label,
@@ -88,14 +96,14 @@ class ClassifierAgent(BaseChatAgent):
                     prompt_tokens=scores.usage.prompt_tokens, completion_tokens=0
                 ),
                 metadata={
-                    "probabilities": json.dumps({one: round(share, 6) for one, share in each}),
+                    "probabilities": json.dumps(probabilities),
                     "mass": f"{scores.mass:.6f}",
                 },
             )
         )
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None:
-        self._talk.clear()
+        self._conversation.clear()
 
 
 def classify_tool(
@@ -108,14 +116,14 @@ def classify_tool(
 ) -> FunctionTool:
     """Return a tool with which an agent asks how well each label fits a text; decodes nothing.
 
-    Raises: ValueError for labels that cannot be lettered.
+    Raises: ValueError if there are no labels, or more than 26.
     """
-    answers, question = option_letters(len(labels)), choice_question(labels, instruction)
+    letters, question = option_letters(len(labels)), choice_question(labels, instruction)
 
     async def classify(text: str, cancellation_token: CancellationToken) -> dict[str, float]:
-        asked = UserMessage(content=f"{text}\n\n{question}", source="user")
-        scores = await model_client.score([asked], answers, cancellation_token=cancellation_token)
+        message = UserMessage(content=f"{text}\n\n{question}", source="user")
+        scores = await model_client.score([message], letters, cancellation_token=cancellation_token)
         return dict(zip(labels, scores.probabilities, strict=True))
 
-    described = description or f"How likely each of these fits a text: {', '.join(labels)}."
-    return FunctionTool(classify, description=described, name=name)
+    description = description or f"How likely each of these fits a text: {', '.join(labels)}."
+    return FunctionTool(classify, description=description, name=name)

@@ -1,4 +1,4 @@
-"""The AutoGen model client."""
+"""The AutoGen model client (``FlashMoAChatCompletionClient``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydantic import SecretStr
 from flashmoa._concurrency import all_of
 from flashmoa.autogen._call_observers import CallObservers, caller_name, calling_agent
 from flashmoa.autogen._model_call import (
-    SCORED,
+    SCORED_REASON,
     JsonOutput,
-    each_logged_as,
-    finished,
-    held_back,
-    logged_as,
-    observed_args,
-    score,
+    finish_call,
+    log_as,
+    log_items_as,
+    make_extra_args,
+    score_call,
+    why_held_back,
 )
 from flashmoa.autogen._promises import Pending, PromisedCall, Promises
 from flashmoa.autogen._self_hosted import (
@@ -39,33 +39,32 @@ from flashmoa.scoring import Candidate, Scorer, Scores
 
 
 class FlashMoAChatCompletionClient(SelfHostedClient):
-    """A drop-in for ``OpenAIChatCompletionClient`` on a self-hosted SGLang engine.
+    """Replaces ``OpenAIChatCompletionClient`` for a self-hosted SGLang engine.
 
-    By itself it is the stock client with defaults for self-hosting: no API key needed,
-    ``model_info`` and token counts asked of the engine, usage in streams too.
-    Linked (``flashmoa.autogen.link(team)``), it streams what its agents write into the
+    By itself it is the stock client with defaults for self-hosting: it needs no API key, takes
+    ``model_info`` and token counts from the engine, and reports usage in streams, too. In a
+    linked team (``flashmoa.autogen.link(team)``), what its agents write is streamed into the
     prompts of the agents that will read it.
 
     Args:
-        model: as served. base_url: the engine's URL, with or without ``/v1``; by default
-            OPENAI_BASE_URL of the environment, else where SGLang listens by default.
-        merge_user_messages: send user messages that follow each other as one, for chat templates
-            that refuse them (Mistral, Gemma); in AutoGen's teams most messages are of users.
-        auto_link: link the teams of its agents by themselves, at their first call.
+        model: the served model's name.
+        base_url: the engine's URL, with or without ``/v1``; by default OPENAI_BASE_URL of the
+            environment, else the address on which SGLang listens by default.
+        merge_user_messages: send consecutive user messages as one, for chat templates that refuse
+            them (Mistral, Gemma); in AutoGen's teams most messages have the role ``user``.
+        auto_link: link the teams of its agents automatically, at their first call.
         on_failure: what happens to links to its prompts when a text in them fails.
-        stream_ttl_seconds: after what time the engine releases what links have prefilled if this
-            process vanishes.
-        listener: receives events of its calls, and of links to their prompts; but not of calls of
-            teams that ``link`` was called with, which have a listener of their own. It stays with
-            this object: neither ``dump_component`` nor a pickle has it.
-        **kwargs: as the stock client's.
+        stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
+            this process vanishes.
+        listener: receives events of its calls, and of links to their prompts, but not in teams that
+            were given to ``link``. Neither ``dump_component`` nor a pickle keeps it.
+        **kwargs: see the stock client.
     """
 
     component_config_schema = FlashMoAClientConfigurationConfigModel
     component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
 
-    # Links the team on whose behalf a client is being called; set where teams are linked, which
-    # needs this class.
+    # Links the team on whose behalf a client is called; set by ``_team_link``, which imports this.
     link_caller: ClassVar[Callable[[Listener], None] | None] = None
 
     def __init__(
@@ -99,8 +98,8 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
 
     def __getstate__(self) -> dict[str, Any]:
         # Links belong to the process that made them.
-        own = {"observers": None, "_promises": None, "_listener": ignore}
-        return {**super().__getstate__(), **own}
+        dropped = {"observers": None, "_promises": None, "_listener": ignore}
+        return {**super().__getstate__(), **dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -153,12 +152,13 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        """Ask as :meth:`create`, but return at once: the content is a mark for the text to come.
+        """Start a call as :meth:`create` does, but return at once, with a mark as its content.
 
-        This is for agents written by hand. Pass the content on as it is, in messages, results
-        and f-strings. The ``create`` or ``promise`` of any such client that finds it in its
-        messages has its prompt prefilled while the text is written, and sends the text. Do
-        not parse, cut or display it: ``await result(content)`` is the text.
+        This is for agents written by hand. The mark stands for the text that is being written: pass
+        it on unchanged, in messages, results and f-strings. When a FlashMoA client's ``create`` or
+        ``promise`` finds it in its messages, its prompt is prefilled while the text is written, and
+        sent with the text. Do not parse, cut or display the mark; ``await result(content)`` returns
+        the text. Raises: RuntimeError if the client is closed.
         """
 
         async def write(text: Text) -> CreateResult:
@@ -178,9 +178,9 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         return self._promises.make(agent.type if agent is not None else "promise", write)
 
     async def result(self, content: str) -> str:
-        """Return a string with the promised texts in it, once they are complete.
+        """Return ``content`` with texts in place of its marks, once the texts are complete.
 
-        Raises: what a text failed with.
+        Raises: the error of the call that was to write a text, if that call failed.
         """
         return await self._promises.result(content)
 
@@ -194,15 +194,17 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
     ) -> Scores:
         """Return how likely each candidate is as the answer's beginning; nothing is decoded.
 
-        As :meth:`flashmoa.scoring.Scorer.score`, with the messages and the template arguments
-        (``chat_template_kwargs`` of ``extra_body``) of :meth:`create`. In a linked team the
-        call's prompt is prefilled while agents before it write.
+        See :meth:`flashmoa.scoring.Scorer.score`; the messages and the template arguments
+        (``chat_template_kwargs`` of ``extra_body``) are those of :meth:`create`. In a linked team
+        the call's prompt is prefilled while agents before it write.
         """
         params = self._process_create_args(messages, (), "auto", None, {})
         prompt = [dict(message) for message in params.messages]
         scorer = Scorer(self.engine, template_args=self._template_args)
-        call = self._begin(SCORED)
-        return await score(call, scorer, prompt, candidates, length_normalised, cancellation_token)
+        call = self._begin(SCORED_REASON)
+        return await score_call(
+            call, scorer, prompt, candidates, length_normalised, cancellation_token
+        )
 
     async def _ask_model(
         self,
@@ -215,16 +217,16 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         extra_create_args: Mapping[str, Any],
         **rest: Any,
     ) -> CreateResult:
-        held = held_back(tools, json_output, self.model_info)
-        with self._begin(held, pending, text) as call, logged_as(call):
+        held = why_held_back(tools, json_output, self.model_info)
+        with self._begin(held, pending, text) as call, log_as(call):
             result = await super().create(
                 messages,
                 tools=tools,
                 json_output=json_output,
-                extra_create_args=observed_args(self._create_args, extra_create_args, call),
+                extra_create_args=make_extra_args(self._create_args, extra_create_args, call),
                 **rest,
             )
-            return finished(call, result, json_output)
+            return finish_call(call, result, json_output)
 
     async def _resolve(
         self,
@@ -234,26 +236,26 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
     ) -> tuple[Sequence[LLMMessage], Pending | None]:
         """Wait for promised texts in a call's messages; see :meth:`Promises.resolve`."""
 
-        async def rendered(shown: Sequence[LLMMessage]) -> str:
-            return await render(self, shown, tools)
+        async def render_prompt(messages: Sequence[LLMMessage]) -> str:
+            return await render(self, messages, tools)
 
         agent = caller_name()
         try:
-            return await self._promises.resolve(messages, rendered, agent, cancellation_token)
+            return await self._promises.resolve(messages, render_prompt, agent, cancellation_token)
         except BaseException as error:
-            self.observers.reporter(agent).failed(error)
+            self.observers.make_reporter(agent).failed(error)
             raise
 
     def _begin(
         self, held: str | None, pending: Pending | None = None, text: Text | None = None
     ) -> ObservedCall:
-        """Begin a call that goes out; the stream of a pending request goes before a link's."""
+        """Begin a call; a pending request's prompt stream is used rather than a link's."""
         if pending is None and text is None:
             return ObservedCall(self.observers.begin(held), held)
         promised = PromisedCall(self._promises, pending, text, held)
         late = pending is not None and pending.is_late
-        told = self.observers.begin(held, promised.prompt_stream_id, late=late)
-        return ObservedCall([*told, promised], held)
+        observers = self.observers.begin(held, promised.prompt_stream_id, late=late)
+        return ObservedCall([*observers, promised], held)
 
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
@@ -268,8 +270,8 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
         messages, pending = await self._resolve(messages, tools, cancellation_token)
-        with self._begin(held_back(tools, json_output, self.model_info), pending) as call:
-            args = observed_args(self._create_args, extra_create_args, call)
+        with self._begin(why_held_back(tools, json_output, self.model_info), pending) as call:
+            args = make_extra_args(self._create_args, extra_create_args, call)
             if include_usage is None and "stream_options" not in {**self._create_args, **args}:
                 include_usage = True
             stream = super().create_stream(
@@ -281,16 +283,16 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
                 cancellation_token=cancellation_token,
                 include_usage=include_usage,
             )
-            async with aclosing(each_logged_as(call, stream)) as items:
+            async with aclosing(log_items_as(call, stream)) as items:
                 async for item in items:
                     if isinstance(item, CreateResult):
-                        item = finished(call, item, json_output)
+                        item = finish_call(call, item, json_output)
                     yield item
 
     async def close(self) -> None:
         """Close every link of this client's teams, then its connections."""
         try:
-            # At once: each may wait for an engine that does not answer.
+            # Both at once, as each may wait for an engine that does not answer.
             await all_of([self.observers.close, self._promises.close])
             await self.engine.close()
         finally:

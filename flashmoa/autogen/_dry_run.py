@@ -1,12 +1,12 @@
-"""Dry runs: what an agent or a manager will ask its model next, told by AutoGen's own code.
+"""Dry runs: learn the next model call of an agent or manager by running AutoGen's code on a copy.
 
-A shallow copy of the agent, with a cloned model context and a client that only listens, is given
-the messages the agent already has and placeholders for those still being written. The copy builds
-its prompt as the agent will; nothing of the team is changed.
+The copy is shallow, with a cloned model context and a client that stops the run at its first call.
+It is given the messages the agent already has and placeholders for those still being written, so it
+builds its prompt as the agent will. The team itself is not changed.
 
-Where it is not certain what will be there (agents that write at the same time finish in any
-order, memory adds what it finds), several dry runs are made, and what their prompts have in
-common is certain.
+Some things are unknown beforehand: the order in which parallel agents finish, what a memory finds.
+Then there is one dry run for each possibility, and only the beginning that all their prompts share
+is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flashmoa.autogen._stock import (
     AGENTS,
     CONTEXTS,
     client_of,
-    own_code,
+    is_stock,
     require_stock,
     require_stock_message,
 )
@@ -45,26 +45,27 @@ from flashmoa.scoring import Scores
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What a model client was asked."""
+    """The arguments of one call of a model client."""
 
     messages: list[LLMMessage]
     tools: list[Any]
 
 
-# Given what an agent will have received by then, returns the call it will make.
+# Given the messages that an agent receives until its turn, returns the call it will make then.
+# Raises NotForecastable if it would make none, or if its model context cannot be copied.
 DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ModelCall]]
 
 
-class _Captured(Exception):
-    """Carries a call out of a dry run."""
+class _CallCaptured(Exception):
+    """Ends a dry run at its first model call, and carries that call out of it."""
 
     def __init__(self, call: ModelCall) -> None:
         super().__init__()
         self.call = call
 
 
-class _ListeningClient:
-    """Stands in for a model client and stops the run at its first call."""
+class _CapturingClient:
+    """Stands in for a model client; raises the first call as :class:`_CallCaptured`."""
 
     def __init__(self, real: FlashMoAChatCompletionClient) -> None:
         self.model_info = real.model_info
@@ -72,28 +73,28 @@ class _ListeningClient:
     async def create(
         self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
     ) -> CreateResult:
-        raise _Captured(ModelCall(list(messages), list(tools)))
+        raise _CallCaptured(ModelCall(list(messages), list(tools)))
 
     async def create_stream(
         self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
     ) -> AsyncGenerator[Any]:
-        raise _Captured(ModelCall(list(messages), list(tools)))
+        raise _CallCaptured(ModelCall(list(messages), list(tools)))
         yield  # pragma: no cover - makes this a generator
 
     async def score(self, messages: Sequence[LLMMessage], *_: Any, **__: Any) -> Scores:
-        raise _Captured(ModelCall(list(messages), []))
+        raise _CallCaptured(ModelCall(list(messages), []))
 
 
-class _Found:
-    """A memory that found something unknown."""
+class _UnknownMemory:
+    """Stands in for a memory that has found something unknown."""
 
     async def update_context(self, model_context: ChatCompletionContext) -> UpdateContextResult:
         await model_context.add_message(SystemMessage(content="?"))
         return UpdateContextResult(memories=MemoryQueryResult(results=[]))
 
 
-class _Spoken:
-    """A team that has said this and no more."""
+class _FinishedTeam:
+    """Stands in for a team whose run consisted of these messages."""
 
     def __init__(self, messages: Sequence[BaseChatMessage]) -> None:
         self._messages = messages
@@ -107,52 +108,58 @@ class _Spoken:
 def agent_dry_runs(
     agent: Any, received: Sequence[BaseChatMessage], included: bool = False
 ) -> list[DryRun]:
-    """Return dry runs of an agent's next turn; two where its memory may find something or not.
+    """Return dry runs of an agent's next turn; two if its memory may or may not find something.
 
     Args:
         received: messages it has received since its last turn.
-        included: whether the user vouches for an agent that is no stock one.
+        included: whether the user listed the agent in ``include``, i.e. allows its own
+            (non-AutoGen) code to be run.
 
-    Raises:
-        NotForecastable: a dry run could have effects, or would not reach the model.
+    Raises: NotForecastable if the agent has no FlashMoA client, or if it is not included and a dry
+        run would run code that is not AutoGen's own.
     """
-    listening = _listening(agent, included)
+    client = _make_capturing_client(agent, included)
     if not included:
         _require_stock_agent(agent)
         for message in received:
             require_stock_message(message)
 
-    def dry_run(memory: Any) -> DryRun:
+    def make_dry_run(memory: Any) -> DryRun:
         async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
-            shadow = _shadow(agent, listening, memory)
-            return await _captured(shadow, [*received, *future])
+            shadow = _make_shadow(agent, client, memory)
+            return await _first_call_of_turn(shadow, [*received, *future])
 
         return run
 
-    return [dry_run(memory) for memory in _memories(agent)]
+    return [make_dry_run(memory) for memory in _memory_alternatives(agent)]
 
 
 def manager_dry_runs(manager: Any) -> list[DryRun]:
-    """Return dry runs of a manager's own next call. Raises: NotForecastable."""
-    listening = _listening(manager, included=False)
-    if not own_code(manager, SelectorGroupChatManager):
-        return [lambda future: _selection(manager, listening, future)]
-    if not own_code(manager, MagenticOneOrchestrator):
-        return [lambda future: _ledger(manager, listening, future)]
+    """Return dry runs of a manager's own next call.
+
+    Raises: NotForecastable if the manager has no FlashMoA client, or is not a stock
+        ``SelectorGroupChatManager`` or ``MagenticOneOrchestrator``.
+    """
+    client = _make_capturing_client(manager, included=False)
+    if is_stock(manager, SelectorGroupChatManager):
+        return [lambda future: _dry_run_selector(manager, client, future)]
+    if is_stock(manager, MagenticOneOrchestrator):
+        return [lambda future: _dry_run_orchestrator(manager, client, future)]
     raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
 
 
 def summary_dry_run(
     agent: SocietyOfMindAgent, said: Sequence[BaseChatMessage], included: bool = False
 ) -> DryRun:
-    """Return a dry run of the call that reads what the agent's team has said by then.
+    """Return a dry run of the call with which an agent sums up what its inner team has said.
 
     Args:
-        included: as of :func:`agent_dry_runs`.
+        said: messages of the inner team's run so far.
+        included: see :func:`agent_dry_runs`.
 
-    Raises: NotForecastable.
+    Raises: NotForecastable, see :func:`agent_dry_runs`.
     """
-    listening = _listening(agent, included)
+    client = _make_capturing_client(agent, included)
     if not included:
         require_stock(agent, SocietyOfMindAgent)
         for message in said:
@@ -160,31 +167,32 @@ def summary_dry_run(
 
     async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
         shadow: Any = copy.copy(agent)
-        shadow._model_client = listening
-        # What it was given before is read for its team alone.
+        shadow._model_client = client
+        # AutoGen passes earlier messages on to the inner team only; the summary prompt never
+        # contains them.
         shadow._model_context = UnboundedChatCompletionContext()
-        shadow._team = _Spoken([*said, *future])
-        return await _captured(shadow, [])
+        shadow._team = _FinishedTeam([*said, *future])
+        return await _first_call_of_turn(shadow, [])
 
     return run
 
 
-def _listening(caller: Any, included: bool) -> _ListeningClient:
+def _make_capturing_client(caller: Any, included: bool) -> _CapturingClient:
     client = client_of(caller)
     if client is None:
         raise NotForecastable("it has no FlashMoAChatCompletionClient")
     if not included:
         require_stock(client, FlashMoAChatCompletionClient)
-    return _ListeningClient(client)
+    return _CapturingClient(client)
 
 
 def _require_stock_agent(agent: Any) -> None:
     """Check an agent and what it holds.
 
-    Raises: NotForecastable where a dry run would run code that is not AutoGen's own.
+    Raises: NotForecastable if a dry run would run code that is not AutoGen's own.
     """
     if not isinstance(agent, AGENTS):
-        raise NotForecastable(f"it is no stock AssistantAgent but a {type(agent).__name__}")
+        raise NotForecastable(f"it is not a stock AssistantAgent but a {type(agent).__name__}")
     require_stock(agent, *AGENTS)
     if isinstance(agent, MessageFilterAgent):
         _require_stock_agent(agent._wrapped_agent)
@@ -199,44 +207,46 @@ def _require_stock_agent(agent: Any) -> None:
             require_stock(tool, BaseTool)
 
 
-def _memories(agent: Any) -> list[Any]:
+def _memory_alternatives(agent: Any) -> list[Any]:
+    """Return the values of the agent's ``_memory`` to try, one for each dry run."""
     if isinstance(agent, MessageFilterAgent):
-        return _memories(agent._wrapped_agent)
-    memory: Sequence[Any] | None = getattr(agent, "_memory", None)
-    if not memory:
+        return _memory_alternatives(agent._wrapped_agent)
+    memories: Sequence[Any] | None = getattr(agent, "_memory", None)
+    if not memories:
         return [None]
-    # A list only lists; asking others may cost or change something.
-    if not any(own_code(one, ListMemory) for one in memory):
-        return [list(memory)]
-    return [None, [_Found()]]
+    # ListMemory only returns what it holds, so the copy may use it. Querying any other memory may
+    # cost something or change it: try once with nothing found and once with something.
+    if all(is_stock(memory, ListMemory) for memory in memories):
+        return [list(memories)]
+    return [None, [_UnknownMemory()]]
 
 
-def _shadow(agent: Any, listening: _ListeningClient, memory: Any) -> Any:
+def _make_shadow(agent: Any, client: _CapturingClient, memory: Any) -> Any:
+    """Return a copy of an agent that can take its turn without changing the agent."""
     shadow: Any = copy.copy(agent)
     if isinstance(agent, MessageFilterAgent):
-        shadow._wrapped_agent = _shadow(agent._wrapped_agent, listening, memory)
+        shadow._wrapped_agent = _make_shadow(agent._wrapped_agent, client, memory)
         return shadow
-    if own_code(agent, AssistantAgent):
-        return _custom_shadow(shadow, listening)
-    shadow._model_client = listening
-    shadow._model_context = _clone(agent._model_context)
-    shadow._memory = memory
+    shadow._model_client = client
+    if is_stock(agent, AssistantAgent):
+        shadow._model_context = _clone_context(agent._model_context)
+        shadow._memory = memory
+    else:  # The attributes of any other class are unknown.
+        _detach_containers(shadow)
     return shadow
 
 
-def _custom_shadow(shadow: Any, listening: _ListeningClient) -> Any:
-    """Copy what a copy of an agent of an own class keeps itself; what that holds is shared."""
+def _detach_containers(shadow: Any) -> None:
+    """Give the copy its own model contexts, lists, dicts and sets; their items stay shared."""
     for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
         if isinstance(value, ChatCompletionContext):
-            setattr(shadow, name, _clone(value))
+            setattr(shadow, name, _clone_context(value))
         elif isinstance(value, list | dict | set):
             setattr(shadow, name, copy.copy(cast("Any", value)))
-    shadow._model_client = listening
-    return shadow
 
 
-def _clone(context: Any) -> Any:
-    if own_code(context, *CONTEXTS):
+def _clone_context(context: Any) -> Any:
+    if not is_stock(context, *CONTEXTS):
         raise NotForecastable(
             f"its {type(context).__name__} keeps messages by rules that a text still being "
             "written can change"
@@ -246,40 +256,45 @@ def _clone(context: Any) -> Any:
     return clone
 
 
-async def _captured(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
-    async def run() -> None:
+async def _first_call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
+    async def take_turn() -> None:
         async for _ in shadow.on_messages_stream(messages, CancellationToken()):
             pass
 
-    return await _first_call(run())
+    return await _first_call(take_turn())
 
 
 async def _first_call(run: Awaitable[object]) -> ModelCall:
-    """Return what a run with a listening client asks first."""
+    """Return the first model call of a run that uses a :class:`_CapturingClient`.
+
+    Raises: NotForecastable if the run ends without one.
+    """
     try:
         await run
-    except _Captured as captured:
+    except _CallCaptured as captured:
         return captured.call
-    raise NotForecastable("it goes on without asking its model")
+    raise NotForecastable("it continues without calling its model")
 
 
-async def _selection(
-    manager: Any, listening: _ListeningClient, future: Sequence[BaseChatMessage]
+async def _dry_run_selector(
+    manager: Any, client: _CapturingClient, future: Sequence[BaseChatMessage]
 ) -> ModelCall:
+    """Return the call with which a selector chooses the next speaker after these messages."""
     shadow: Any = copy.copy(manager)
-    shadow._model_client = listening
-    shadow._model_context = _clone(manager._model_context)
+    shadow._model_client = client
+    shadow._model_context = _clone_context(manager._model_context)
     shadow._message_thread = list(manager._message_thread)
     await shadow.update_message_thread(future)
     return await _first_call(shadow.select_speaker(shadow._message_thread))
 
 
-async def _ledger(
-    manager: Any, listening: _ListeningClient, future: Sequence[BaseChatMessage]
+async def _dry_run_orchestrator(
+    manager: Any, client: _CapturingClient, future: Sequence[BaseChatMessage]
 ) -> ModelCall:
+    """Return the call with which MagenticOne's orchestrator updates its ledger after these."""
     shadow: Any = copy.copy(manager)
-    shadow._model_client = listening
+    shadow._model_client = client
     shadow._message_thread = [*manager._message_thread, *future]
-    # What it would say of itself goes nowhere.
+    # Messages that the copy publishes must not reach the team's output.
     shadow._output_message_queue = asyncio.Queue()
     return await _first_call(shadow._orchestrate_step(CancellationToken()))

@@ -1,4 +1,4 @@
-"""The link planner of AutoGen's teams."""
+"""Plan the links of an AutoGen team (``TeamLinkPlanner``)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flashmoa.linking.planned_links import Forecast, Turn
 from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkPlanner
 from flashmoa.observe import Listener
 
-_LONGEST_DELIVERY = 1.0
-# How long a team that has ended is waited for, to run again.
+_LONGEST_DELIVERY_SECONDS = 1.0
+# How long links for a team's next run are kept after its run has ended.
 _NEXT_RUN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a team is linked; see :func:`flashmoa.autogen.link`."""
+    """Says how a team is linked; see :func:`flashmoa.autogen.link`."""
 
     ahead: Ahead
     on_failure: FailurePolicy | Mapping[str, FailurePolicy] | None
@@ -44,11 +44,11 @@ class Settings:
 
 
 class TeamLinkPlanner(LinkPlanner):
-    """The links of one team.
+    """Plans the links of one team.
 
     Args:
-        inner: the planners of teams that are members of this one, or whose
-            ``SocietyOfMindAgent`` is, by the member's name.
+        inner: the planners of the teams within this one, by the name of the member (the inner team
+            itself, or the ``SocietyOfMindAgent`` that has it).
     """
 
     def __init__(
@@ -69,62 +69,71 @@ class TeamLinkPlanner(LinkPlanner):
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         turns = await self._members.upcoming(caller)
-        # Teams within this one have planners of their own.
+        # Teams within this one have their own planners.
         return [turn for turn in turns if turn.agent not in self._inner]
 
     async def forecast(self, turn: Turn) -> Forecast:
-        """Return what the agent of a turn will send, told by dry runs of its own code."""
+        """Return what the agent of a turn will send, as dry runs of its code show."""
         members, agent = self._members, turn.agent
         client = members.client(agent)
         placeholders = Placeholders(turn.writers)
-        futures = members.futures(turn, placeholders)
-        received_since = members.received_since(agent)
-        calls = await possible_calls(members.dry_runs(agent), futures)
+        futures = members.possible_futures(turn, placeholders)
+        received_since = members.count_received_since(agent)
+        calls = await predict_calls(members.dry_runs(agent), futures)
         return Forecast(
             turn,
             client.engine,
             placeholders,
             [partial(render, client, call.messages, call.tools) for call in calls],
             on_failure=self._settings.policy(agent, client),
-            coming=len(futures[0]),
+            expected_messages=len(futures[0]),
             received_since=received_since,
         )
 
     def possible(self) -> set[str]:
-        """Return those whom the manager has asked to speak, and a reader of all that is said."""
-        return self._members.speaking() | {SUMMARY} | self._inner.keys()
+        """Return the agents that the manager waits for, the inner teams, and ``SUMMARY``."""
+        return self._members.active_speakers() | {SUMMARY} | self._inner.keys()
 
     def take_link(self, agent: str) -> Link | None:
-        """Return the link to the prompt of a call that is here, and hold it no longer.
+        """Return the link to the prompt of a call that has arrived, and hold it no longer.
 
-        A ``SocietyOfMindAgent`` is linked to by its own team, as the reader of what that says.
+        The link to a ``SocietyOfMindAgent``'s call is held by its inner team's planner.
         """
         inner = self._inner.get(agent)
         return super().take_link(agent) if inner is None else inner.take_link(SUMMARY)
 
-    def finished(self, call: LinkedCall) -> None:
-        """Look again when a message has been delivered that others may follow in any order."""
-        waiting = [link.agent for link in self.waiting_for(UNCERTAIN)]
-        received = {one: len(self._members.received(one)) for one in waiting if one != MANAGER}
-        if received:
-            self.host.start(lambda: self._plan_when_delivered(call, received))
+    def call_finished(self, call: LinkedCall) -> None:
+        """Plan again once the message is delivered, if a prompt depends on the order of messages.
 
-    async def _plan_when_delivered(self, call: LinkedCall, received: Mapping[str, int]) -> None:
-        """Plan again once every agent that waits has received more messages than these."""
-        now = self._members.received
-        with anyio.move_on_after(_LONGEST_DELIVERY):
-            while not all(len(now(name)) > count for name, count in received.items()):  # noqa: ASYNC110
+        Such a prompt is known only up to the first text whose place is uncertain; with one more
+        message delivered, more of it is certain.
+        """
+        readers = [link.agent for link in self.waiting_for(UNCERTAIN)]
+        counts = {name: len(self._members.received(name)) for name in readers if name != MANAGER}
+        if counts:
+            self.host.start(lambda: self._plan_when_delivered(call, counts))
+
+    async def _plan_when_delivered(self, call: LinkedCall, counts: Mapping[str, int]) -> None:
+        """Plan again once every reader has received more messages than it had.
+
+        Args:
+            counts: how many messages each reader had received, by its name.
+        """
+        received = self._members.received
+        with anyio.move_on_after(_LONGEST_DELIVERY_SECONDS):
+            while not all(len(received(name)) > count for name, count in counts.items()):  # noqa: ASYNC110
                 await anyio.sleep(DELIVERY_SECONDS)
-        self.failed(call)  # It is among the messages, and no longer to be waited for.
+        # The call's text is among the messages now, so that nobody waits for it any more.
+        self.call_failed(call)
         if self._run.running:
             self._run.caller = next(iter(self._run.running))
             self.plan()
 
     async def after_run(self) -> None:
-        """Prefill what is known of the next run's first prompts, in case it comes soon."""
+        """Prefill the known parts of the next run's first prompts, in case it comes soon."""
         changes = self._run.changes
-        turns = await self._members.starting()
-        await self.link_all([one for one in turns if one.agent not in self._inner], changes)
+        turns = await self._members.first_turns()
+        await self.link_all([turn for turn in turns if turn.agent not in self._inner], changes)
         with anyio.move_on_after(_NEXT_RUN_SECONDS):
             while changes == self._run.changes and self._links.are_of_this_run():  # noqa: ASYNC110
                 await anyio.sleep(END_POLL_SECONDS)
@@ -132,16 +141,16 @@ class TeamLinkPlanner(LinkPlanner):
             self.end_all("unused")
 
 
-async def possible_calls(
+async def predict_calls(
     dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
 ) -> list[ModelCall]:
     """Return the different calls that an agent may make.
 
     Args:
-        dry_runs: of that agent; several where its prompt depends on what cannot be known.
-        futures: what it may have received by then, each possibility in its order.
+        dry_runs: dry runs of its next turn; several if its prompt depends on unknown things.
+        futures: the messages it may receive until then, one list for each possibility.
 
-    Raises: NotForecastable.
+    Raises: NotForecastable, see :data:`DryRun`.
     """
     calls: list[ModelCall] = []
     for dry_run in dry_runs:

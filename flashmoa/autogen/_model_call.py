@@ -1,7 +1,7 @@
-"""One call of a model: whether its text may be streamed, and its usage in results and log events.
+"""Decide whether a call's text may be streamed; add its usage to the result and to log events.
 
-The stock client logs an ``LLMCallEvent`` or an ``LLMStreamEndEvent`` from within its methods,
-with the tokens of the prompt and of the answer. A filter of its logger adds ``cached_tokens``,
+The stock client logs an ``LLMCallEvent`` or an ``LLMStreamEndEvent`` from within its methods, with
+the number of prompt and answer tokens. A filter of its logger adds ``cached_tokens``,
 ``streamed_tokens`` and ``late_tokens`` to that event; events of other clients pass as they are.
 """
 
@@ -25,20 +25,21 @@ from flashmoa.engine import PromptUsage
 from flashmoa.linking.observed_call import CallResult, ObservedCall
 from flashmoa.scoring import Candidate, Scorer, Scores
 
+# The call to which AutoGen's log events belong.
 _current: ContextVar[ObservedCall | None] = ContextVar("flashmoa_call", default=None)
 
-# Why agents after a scoring call are not sent its answer as it is written.
-SCORED = "its answer is scored, not written"
+# Why the answer of a scoring call does not reach other agents as it is written.
+SCORED_REASON = "its answer is scored, not written"
 
 JsonOutput = bool | type[BaseModel] | None
 
 
 @dataclass
 class EngineUsage(RequestUsage):
-    """AutoGen's usage with what the engine says of the prompt, in tokens.
+    """Extends AutoGen's usage by how the engine computed the prompt, in tokens.
 
-    ``prompt_tokens = cached_tokens + late_tokens``; of the cached, ``streamed_tokens`` were
-    computed by the call's link before the call. ``None`` where the engine does not say.
+    ``prompt_tokens = cached_tokens + late_tokens``; ``streamed_tokens`` of the cached ones were
+    computed by the call's link before the call. ``None`` if the engine does not report a count.
     """
 
     cached_tokens: int | None = None
@@ -46,10 +47,10 @@ class EngineUsage(RequestUsage):
     late_tokens: int | None = None
 
 
-def held_back(
+def why_held_back(
     tools: Sequence[Tool | ToolSchema], json_output: JsonOutput, model_info: ModelInfo
 ) -> str | None:
-    """Return why an answer's text does not reach other agents as it arrives, if so."""
+    """Return why an answer's text must not reach other agents as it arrives, if it must not."""
     if tools:
         return "it has tools, so its answer may be a call"
     if isinstance(json_output, type):
@@ -59,21 +60,22 @@ def held_back(
     return None
 
 
-def observed_args(
+def make_extra_args(
     configured: Mapping[str, Any], extra: Mapping[str, Any], call: ObservedCall
 ) -> dict[str, Any]:
-    """Return a call's extra arguments, with what observes it in their body.
+    """Return a call's extra arguments, with an ``extra_body`` through which it is observed.
 
     Args:
         configured: the client's own arguments.
-        extra: those given with the call.
+        extra: the extra arguments given with the call.
     """
-    bodies: list[dict[str, Any]] = [one.get("extra_body") or {} for one in (configured, extra)]
-    return {**extra, "extra_body": call.body(bodies[0] | bodies[1])}
+    own_body: dict[str, Any] = configured.get("extra_body") or {}
+    given_body: dict[str, Any] = extra.get("extra_body") or {}
+    return {**extra, "extra_body": call.body(own_body | given_body)}
 
 
-def finished(call: ObservedCall, result: CreateResult, json_output: JsonOutput) -> CreateResult:
-    """Tell a call's observers its result, and give the result the engine's usage."""
+def finish_call(call: ObservedCall, result: CreateResult, json_output: JsonOutput) -> CreateResult:
+    """Report the result to a call's observers. Return it with the engine's usage."""
     usage = call.usage
     if usage is not None and usage.cached_tokens is not None:
         result.usage = EngineUsage(
@@ -84,41 +86,43 @@ def finished(call: ObservedCall, result: CreateResult, json_output: JsonOutput) 
             late_tokens=usage.late_tokens,
         )
     text = result.content if isinstance(result.content, str) else None
-    # Of a structured answer AutoGen makes something else than its text.
+    # AutoGen turns a structured answer into a message other than its text.
     is_forwarded = text is not None and not isinstance(json_output, type)
     call.finish(CallResult(text or "", usage, result.finish_reason, is_forwarded))
     return result
 
 
 @contextmanager
-def logged_as(call: ObservedCall) -> Generator[None]:
-    """Have what AutoGen logs of a call meanwhile taken for an event of this one."""
+def log_as(call: ObservedCall) -> Generator[None]:
+    """Attribute what AutoGen logs within this context to ``call``."""
     before = _current.get()
     _current.set(call)
     try:
         yield
     finally:
-        # Not by token: a coroutine that is thrown away is closed in another context.
+        # A coroutine that is thrown away is closed in another context, where a token is invalid.
         _current.set(before)
 
 
-async def each_logged_as(
+async def log_items_as(
     call: ObservedCall, stream: AsyncGenerator[str | CreateResult, None]
 ) -> AsyncGenerator[str | CreateResult, None]:
-    """Yield the items of a stream, each made within :func:`logged_as`.
+    """Yield the items of a stream, each made within :func:`log_as`.
 
-    Between two items their reader may make other calls, so one context around all will not do.
+    The reader may make other calls between two items, so each item needs its own context.
     """
     async with aclosing(stream):
         while True:
-            with logged_as(call):
+            with log_as(call):
                 item = await anext(stream, None)
             if item is None:
                 return
             yield item
 
 
-class _PromptTokens(logging.Filter):
+class _PromptTokensFilter(logging.Filter):
+    """Adds the current call's token counts to its log event."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         call, event = _current.get(), record.msg
         if call is None or call.usage is None:
@@ -130,10 +134,10 @@ class _PromptTokens(logging.Filter):
         return True
 
 
-logging.getLogger(EVENT_LOGGER_NAME).addFilter(_PromptTokens())
+logging.getLogger(EVENT_LOGGER_NAME).addFilter(_PromptTokensFilter())
 
 
-async def score(
+async def score_call(
     call: ObservedCall,
     scorer: Scorer,
     messages: Sequence[Mapping[str, Any]],
@@ -143,7 +147,7 @@ async def score(
 ) -> Scores:
     """Score candidates within a call; see :meth:`FlashMoAChatCompletionClient.score`."""
     with call:
-        asking = asyncio.ensure_future(
+        request = asyncio.ensure_future(
             scorer.score(
                 messages,
                 candidates,
@@ -152,11 +156,11 @@ async def score(
             )
         )
         if cancellation_token is not None:
-            cancellation_token.link_future(asking)
+            cancellation_token.link_future(request)
         try:
-            scores = await asking
+            scores = await request
         finally:
-            asking.cancel()
+            request.cancel()
         call.finish(CallResult(scores.best, _usage(scores), "stop", is_forwarded=False))
         return scores
 

@@ -1,9 +1,8 @@
-"""Promised answers: marks that stand for text while it is being written.
+"""Promise answers (``Promises``): pass on marks that stand for texts still being written.
 
-For agents written by hand on autogen-core, whose next prompt cannot be told: what they pass on
-is a mark, which travels through messages and f-strings as the text would. The client that is
-asked to answer messages with marks in them links its prompt to the texts, and sends it when they
-are complete.
+This is for agents written by hand on autogen-core, whose next prompt cannot be predicted. They pass
+on a mark, which travels through messages and f-strings as the text would. A client that is given
+messages with marks in them links its prompt to the texts, and sends it when they are complete.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, marks, mentioned, replaced
+from flashmoa.linking.streamed_text import Text, find_marks, find_texts, replace_marks
 from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
 
 # Finished texts are kept for later readers; the oldest are dropped first.
-_KEPT = 4096
-# Marks of all clients of this process: one model's answer may be another one's prompt.
+_MAX_FINISHED = 4096
+# The texts of all clients of this process, by their marks: one client's answer may be read by
+# another client.
 _texts: dict[str, Text] = {}
+# The marks of the texts that are finished, the oldest first.
 _finished: dict[str, None] = {}
 _numbers = itertools.count(1)
 
-# Renders messages as the engine will, for a call with these tools.
+# Returns the prompt of these messages as the engine will render it.
 Render = Callable[[Sequence[LLMMessage]], Awaitable[str]]
-
-
 Pending = PendingRequest[Sequence[LLMMessage]]
 
 
 class PromisedCall(CallObserver):
-    """A call that reads promised texts, or writes one.
+    """Observes a call that reads promised texts, or writes one.
 
     Args:
-        pending: what it reads, if anything; its prompt stream is claimed.
-        text: what it writes, if others read it.
-        held: why its text is not given to others as it arrives, if so.
+        pending: the request with the texts it reads, if any; its prompt stream is claimed.
+        text: the promised text it writes, if any.
+        held: see :class:`CallRequest`.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class PromisedCall(CallObserver):
 
 
 class Promises:
-    """The promises of one client, and the links to prompts that wait for any.
+    """Holds the promises of one client, and the links to its prompts that wait for promised texts.
 
     Args:
-        engine: where the client's requests go.
+        engine: the client's engine.
         policy: what happens to its prompts when a text in them fails.
         listener: receives the links' events.
     """
@@ -90,13 +89,17 @@ class Promises:
         self._engine = engine
         self._policy = policy
         self._listener = listener
-        self._host = TaskHost()
+        self._host = TaskHost("A link failed; the request that reads the promise runs unlinked")
         self._writing: set[Text] = set()
 
     def make(self, name: str, write: Callable[[Text], Awaitable[CreateResult]]) -> CreateResult:
-        """Return an answer that ``write`` is about to write: its content is a mark.
+        """Start writing a text. Return an answer whose content is the text's mark.
 
-        Raises: RuntimeError where the client has been closed.
+        Args:
+            name: the name of the agent that writes.
+            write: makes the call, and writes its answer into the text as it arrives.
+
+        Raises: RuntimeError if the client has been closed.
         """
         if self._host.is_closed:
             raise RuntimeError("this client is closed and cannot promise an answer; make a new one")
@@ -126,40 +129,48 @@ class Promises:
         agent: str,
         cancellation_token: CancellationToken | None = None,
     ) -> tuple[Sequence[LLMMessage], Pending | None]:
-        """Return messages with texts for marks, once these are complete, and the pending request
-        whose prompt was prefilled meanwhile; the call of ``agent`` claims its stream.
+        """Wait for the texts whose marks are in the messages of a call of ``agent``.
 
-        Raises: what a text failed with.
+        Its prompt is prefilled while the texts are written.
+
+        Returns: the messages with texts in place of marks, and the pending request whose prompt
+            stream the call is to claim, if there were any marks.
+
+        Raises: the error of the call that was to write a text, if that call failed.
         """
-        texts = _known(_contents(messages))
+        texts = _find_texts(_get_contents(messages))
         if not texts:
             return messages, None
-        # Cancelled with the task that waits for it, or by the token.
-        waiting = asyncio.ensure_future(self._read(texts, messages, render, agent))
+        # This future is cancelled with the task that waits for it, or by the token.
+        read = asyncio.ensure_future(self._read(texts, messages, render, agent))
         if cancellation_token is not None:
-            cancellation_token.link_future(waiting)
-        return await waiting
+            cancellation_token.link_future(read)
+        return await read
 
     async def result(self, content: str) -> str:
-        """Return a string with texts for marks. Raises: what a text failed with."""
-        reading = PendingRequest(content, _known(content), replaced, self._policy, "result")
-        return await reading.messages()
+        """Return a string with texts in place of marks. Raises: see :meth:`resolve`."""
+        request = PendingRequest(
+            content, _find_texts(content), replace_marks, self._policy, "result"
+        )
+        return await request.messages()
 
     def release(self, pending: Pending) -> None:
         """Release the stream of a request that failed or will not be sent, in the background."""
-        self._host.finish(pending.abandon)
+        self._host.start_cleanup(pending.release_and_wait)
 
     async def close(self) -> None:
-        """End what is being written and linked."""
+        """Cancel the calls that write texts, and end the links."""
         await self._host.close()
-        for text in list(self._writing):  # Those whose writing had not even begun.
+        # Texts whose calls had not even begun are still among these.
+        for text in list(self._writing):
             self._end(text)
 
     def _end(self, text: Text) -> None:
-        text.fail(UpstreamCancelled(f"{text.name} was cancelled"))  # Unless it is over.
+        # This does nothing if the text is complete or has failed already.
+        text.fail(UpstreamCancelled(f"{text.name} was cancelled"))
         self._writing.discard(text)
         _finished[text.mark] = None
-        while len(_finished) > _KEPT:
+        while len(_finished) > _MAX_FINISHED:
             oldest = next(iter(_finished))
             del _finished[oldest], _texts[oldest]
 
@@ -171,10 +182,10 @@ class Promises:
         agent: str,
     ) -> tuple[Sequence[LLMMessage], Pending]:
         pending: Pending = PendingRequest(
-            messages, texts, _filled, self._policy, agent, self._listener
+            messages, texts, _fill_in, self._policy, agent, self._listener
         )
         if pending.is_waiting and render is not None:
-            self._host.start(pending.link(self._engine, render))
+            self._host.start(pending.prepare_link(self._engine, render))
         try:
             return await pending.messages(), pending
         except BaseException:
@@ -182,38 +193,39 @@ class Promises:
             raise
 
 
-def _known(value: Any) -> list[Text]:
-    """Return the texts that a value mentions; log those that are not known any more."""
-    if lost := [mark for mark in marks(value) if mark not in _texts]:
+def _find_texts(value: Any) -> list[Text]:
+    """Return the texts whose marks are in a value; warn of marks whose texts were dropped."""
+    if lost := [mark for mark in find_marks(value) if mark not in _texts]:
         logger.warning(
             "%s stays as it is: the promised text is not known in this process any more. "
             "Keep `await client.result(...)` instead of what promise() returns.",
             ", ".join(lost),
         )
-    return mentioned(value, _texts)
+    return find_texts(value, _texts)
 
 
-def _contents(messages: Sequence[LLMMessage]) -> list[Any]:
-    """Return the strings of messages in which marks may stand."""
-    return [_plain(message.content) for message in messages]
+def _get_contents(messages: Sequence[LLMMessage]) -> list[Any]:
+    """Return the strings of messages that may contain marks."""
+    return [_get_strings(message.content) for message in messages]
 
 
-def _plain(content: Any) -> Any:
+def _get_strings(content: Any) -> Any:
     if isinstance(content, list):
-        return [_plain(one) for one in cast("list[Any]", content)]
+        return [_get_strings(part) for part in cast("list[Any]", content)]
     return content.content if isinstance(content, FunctionExecutionResult) else content
 
 
-def _filled(messages: Sequence[LLMMessage], by: Mapping[str, str]) -> Sequence[LLMMessage]:
+def _fill_in(messages: Sequence[LLMMessage], by: Mapping[str, str]) -> Sequence[LLMMessage]:
+    """Return messages with the strings ``by`` in place of their marks."""
     return [
-        message.model_copy(update={"content": _with_texts(message.content, by)})
+        message.model_copy(update={"content": _replace_marks(message.content, by)})
         for message in messages
     ]
 
 
-def _with_texts(content: Any, by: Mapping[str, str]) -> Any:
+def _replace_marks(content: Any, by: Mapping[str, str]) -> Any:
     if isinstance(content, list):
-        return [_with_texts(one, by) for one in cast("list[Any]", content)]
+        return [_replace_marks(part, by) for part in cast("list[Any]", content)]
     if isinstance(content, FunctionExecutionResult):
-        return content.model_copy(update={"content": replaced(content.content, by)})
-    return replaced(content, by)
+        return content.model_copy(update={"content": replace_marks(content.content, by)})
+    return replace_marks(content, by)

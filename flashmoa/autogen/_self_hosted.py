@@ -1,4 +1,4 @@
-"""The stock AutoGen client with defaults for self-hosting, and what its engine is asked for."""
+"""Set the stock AutoGen client up for a self-hosted engine, and query that engine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 ToolChoice = Tool | Literal["auto", "required", "none"]
 
 _TIMEOUT_SECONDS = 10.0
-# Between the texts of user messages that are merged.
-_BETWEEN = "\n\n"
-# A client may be made before its engine is there.
+# Stands between the texts of user messages that are merged.
+_MERGE_SEPARATOR = "\n\n"
+# This timeout is short, as a client may be made before its engine is started.
 _MODEL_INFO_SECONDS = 2.0
 
 
 class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
-    """The configuration ``dump_component`` writes; unlike the stock one it keeps extra_body."""
+    """Is what ``dump_component`` writes; unlike the stock configuration it keeps extra_body."""
 
     extra_body: dict[str, Any] | None = None
     auto_link: bool = False
@@ -39,9 +39,9 @@ class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigMode
 
 
 class SelfHostedClient(OpenAIChatCompletionClient):
-    """The stock client with defaults for a self-hosted engine; base of the client that links.
+    """Gives the stock client defaults for a self-hosted engine; base of the client that links.
 
-    Args: as :class:`flashmoa.autogen.FlashMoAChatCompletionClient`.
+    Args: see :class:`flashmoa.autogen.FlashMoAChatCompletionClient`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SelfHostedClient(OpenAIChatCompletionClient):
 
     @property
     def _template_args(self) -> Mapping[str, Any] | None:
-        """What its requests give the engine's chat template."""
+        """The arguments for the engine's chat template in this client's requests."""
         extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
         return extra_body.get("chat_template_kwargs")
 
@@ -97,7 +97,7 @@ class SelfHostedClient(OpenAIChatCompletionClient):
             messages, tools, tool_choice, json_output, extra_create_args
         )
         if self._merge_user_messages:
-            params.messages[:] = merge_users(params.messages)
+            params.messages[:] = merge_user_messages(params.messages)
         return params
 
     def count_tokens(
@@ -106,12 +106,11 @@ class SelfHostedClient(OpenAIChatCompletionClient):
         *,
         tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
-        """Return the number of tokens of the prompt as the engine would build it.
+        """Return the number of tokens in the prompt as the engine would build it.
 
-        AutoGen's interface is synchronous, so this waits for the engine.
+        AutoGen's interface is synchronous, so this blocks until the engine answers.
 
-        Raises:
-            EngineError: the engine could not be asked.
+        Raises: EngineError if the engine cannot be reached or refuses.
         """
         params = self._process_create_args(messages, tools, "auto", None, {})
         return self._synchronous.count_tokens(self._create_args["model"], params)
@@ -122,7 +121,10 @@ class SelfHostedClient(OpenAIChatCompletionClient):
         *,
         tools: Sequence[Tool | ToolSchema] = [],
     ) -> int:
-        """Return the served model's context length less :meth:`count_tokens`."""
+        """Return the served model's context length less :meth:`count_tokens`.
+
+        Raises: EngineError, see :meth:`count_tokens`.
+        """
         return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
 
 
@@ -131,7 +133,10 @@ async def render(
     messages: Sequence[LLMMessage],
     tools: Sequence[Tool | ToolSchema],
 ) -> str:
-    """Return the text of a call's prompt, by its engine's chat template. Raises: EngineError."""
+    """Return the text of a call's prompt, as its engine's chat template renders it.
+
+    Raises: EngineError if the engine cannot be reached or refuses.
+    """
     params = client._process_create_args(messages, tools, "auto", None, {})
     return await client.engine.render(
         [dict(message) for message in params.messages],
@@ -141,9 +146,9 @@ async def render(
 
 
 class SynchronousEngine:
-    """An engine that is asked where AutoGen's interface is synchronous; each call blocks.
+    """Queries an engine where AutoGen's interface is synchronous; each method blocks.
 
-    Every method raises EngineError where the engine could not be asked.
+    Each method raises EngineError if the engine cannot be reached or refuses.
     """
 
     def __init__(self, url: str, api_key: str) -> None:
@@ -151,7 +156,7 @@ class SynchronousEngine:
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
     def count_tokens(self, model: str, params: CreateParams) -> int:
-        """Return the number of tokens of a chat completion's prompt."""
+        """Return the number of tokens in a chat completion's prompt."""
         body: dict[str, Any] = {"model": model, "messages": params.messages, "max_tokens": 1}
         if params.tools:
             body["tools"] = params.tools
@@ -159,11 +164,11 @@ class SynchronousEngine:
 
     @cached_property
     def context_length(self) -> int:
-        """Tokens that the served model can hold."""
+        """The served model's context length in tokens."""
         return int(self._ask("/v1/models")["data"][0]["max_model_len"])
 
     def model_info(self, timeout_seconds: float) -> dict[str, Any]:
-        """Return what SGLang's ``/model_info`` says."""
+        """Return the answer of SGLang's ``/model_info``."""
         return self._ask("/model_info", timeout_seconds=timeout_seconds)
 
     def _ask(
@@ -187,9 +192,9 @@ class SynchronousEngine:
 
 
 def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:
-    """Return what AutoGen knows of a model of that name, else what its engine says of its own.
+    """Return AutoGen's own entry for a model of this name, else what the engine reports.
 
-    Where the engine cannot be asked, that is what SGLang offers with any text model.
+    If the engine cannot be reached, return what SGLang offers with any text model.
     """
     try:
         return get_info(model or "")
@@ -201,7 +206,7 @@ def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:
         served = {}
     return ModelInfo(
         vision=bool(served.get("has_image_understanding", False)),
-        # Without a parser, calls of tools would come as text.
+        # Without a parser, tool calls would arrive as text.
         function_calling=bool(served.get("tool_call_parser", True)),
         json_output=True,
         family=ModelFamily.UNKNOWN,
@@ -210,22 +215,23 @@ def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:
     )
 
 
-def merge_users(messages: Sequence[Any]) -> list[Any]:
-    """Return OpenAI messages with each run of user messages of text made one.
+def merge_user_messages(messages: Sequence[Any]) -> list[Any]:
+    """Merge consecutive user messages; return the OpenAI messages.
 
-    Names are lost, since there can be only one; ``add_name_prefixes`` keeps them in the text.
+    Only messages that consist of text are merged. Their names are lost, since a message has only
+    one; ``add_name_prefixes`` keeps them in the text.
     """
     merged: list[Any] = []
     for message in messages:
-        before = merged[-1] if merged else None
-        if before is not None and _is_text_of_user(before) and _is_text_of_user(message):
-            content = f"{before['content']}{_BETWEEN}{message['content']}"
+        previous = merged[-1] if merged else None
+        if previous is not None and _is_user_text(previous) and _is_user_text(message):
+            content = f"{previous['content']}{_MERGE_SEPARATOR}{message['content']}"
             merged[-1] = {"role": "user", "content": content}
         else:
             merged.append(message)
     return merged
 
 
-def _is_text_of_user(message: Any) -> bool:
+def _is_user_text(message: Any) -> bool:
     fields = cast("dict[str, Any]", message)
     return fields.get("role") == "user" and isinstance(fields.get("content"), str)

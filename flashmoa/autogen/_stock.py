@@ -1,4 +1,4 @@
-"""Checks that what a dry run calls is AutoGen's own code: linking runs no other code unasked."""
+"""Check that a dry run would call only AutoGen's own code: linking runs no other code unasked."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ _MANAGERS = (
     SelectorGroupChatManager,
     SwarmGroupChatManager,
 )
-# What dry runs, and the rules of who speaks next, count on of each class; what that calls in
-# turn is read from its code.
-_CALLED: dict[type, tuple[str, ...]] = {
+# For each class, the methods that dry runs and the rules of ``_turn_order`` rely on. What these
+# methods call in turn is read from their code.
+_ENTRY_POINTS: dict[type, tuple[str, ...]] = {
     **dict.fromkeys(AGENTS, ("on_messages_stream",)),
     **dict.fromkeys(CONTEXTS, ("get_messages", "add_message")),
     **dict.fromkeys(_MESSAGES, ("to_model_message", "to_model_text")),
@@ -74,85 +74,96 @@ _CALLED: dict[type, tuple[str, ...]] = {
 }
 
 
-def own_code(one: object, *kinds: type) -> str | None:
-    """Return what of an object is not AutoGen's own, among what a dry run would call.
+def foreign_code(one: object, *kinds: type) -> str | None:
+    """Return the first thing a dry run would call on ``one`` that is not AutoGen's own code.
 
-    That is anything that a subclass, or the object itself, has in place of what one of AutoGen's
-    classes calls; what a subclass adds besides does not matter.
+    That is any attribute which a subclass, or the object itself, has in place of one that AutoGen's
+    class uses. Attributes that a subclass only adds do not matter.
 
     Args:
-        kinds: what it may be, and is checked as.
+        kinds: AutoGen's classes of which ``one`` may be an instance.
 
-    Returns: ``"Mine.list_tools"``, say; its class where that is none of these kinds; ``None``
-        where all is AutoGen's own.
+    Returns: for example ``"Mine.list_tools"``; the name of its class if it is an instance of none
+        of ``kinds``; ``None`` if all of it is stock.
     """
     kind = next((owner for owner in type(one).__mro__ if owner in kinds), None)
     if kind is None:
         return type(one).__name__
-    reached = _reached(kind)
+    used = _used_names(kind)
     for owner in type(one).__mro__:
-        if owner not in kind.__mro__ and (own := reached & vars(owner).keys()):
-            return f"{owner.__name__}.{min(own)}"
-    own = reached & getattr(one, "__dict__", {}).keys()
-    return f"{min(own)} of one {type(one).__name__}" if own else None
+        if owner not in kind.__mro__ and (replaced := used & vars(owner).keys()):
+            return f"{owner.__name__}.{min(replaced)}"
+    replaced = used & getattr(one, "__dict__", {}).keys()
+    return f"{min(replaced)} of one {type(one).__name__}" if replaced else None
+
+
+def is_stock(one: object, *kinds: type) -> bool:
+    """Return whether all that a dry run would call on ``one`` is AutoGen's own code."""
+    return foreign_code(one, *kinds) is None
 
 
 def require_stock(one: object, *kinds: type) -> None:
-    """Check an object. Raises: NotForecastable where a dry run would run code not AutoGen's own."""
-    if own := own_code(one, *kinds):
-        raise NotForecastable(f"telling its prompt would run {own}, which is not AutoGen's own")
+    """Check an object.
+
+    Raises: NotForecastable if a dry run would run code of it that is not AutoGen's own.
+    """
+    if code := foreign_code(one, *kinds):
+        raise NotForecastable(f"predicting its prompt would run {code}, which is not AutoGen's own")
 
 
 def require_stock_message(message: BaseChatMessage) -> None:
-    """Check a message and its content. Raises: NotForecastable, as :func:`require_stock`."""
+    """Check a message and its content. Raises: NotForecastable, see :func:`require_stock`."""
     require_stock(message, *_MESSAGES)
     if isinstance(message, StructuredMessage):
         content: BaseModel = cast("Any", message).content
         require_stock(content, BaseModel)
-        own = type(content).__pydantic_decorators__
-        if own.field_serializers or own.model_serializers or own.computed_fields:
+        code = type(content).__pydantic_decorators__
+        if code.field_serializers or code.model_serializers or code.computed_fields:
             raise NotForecastable(
-                f"telling its prompt would run serializers of {type(content).__name__}, "
+                f"predicting its prompt would run serializers of {type(content).__name__}, "
                 "which are not AutoGen's own"
             )
 
 
 def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
-    """Return the FlashMoA client that an agent calls itself, if it has one."""
+    """Return the FlashMoA client that an agent itself calls, if it has one."""
     if isinstance(agent, MessageFilterAgent):
         return client_of(agent._wrapped_agent)
     client = getattr(agent, "_model_client", None)
     return client if isinstance(client, FlashMoAChatCompletionClient) else None
 
 
-def rewrites(agent: Any, included: bool) -> str | None:
-    """Return why the message others get is not the text its model answers with, if so.
+def why_rewritten(agent: Any, included: bool) -> str | None:
+    """Return why the message that others get may differ from its model's text, if it may.
 
     Args:
-        included: whether the user vouches for an agent that is no stock one.
+        included: whether the user listed the agent in ``include``, and so promised that the
+            message is the model's text.
     """
     if included:
         return None
-    if not own_code(agent, MessageFilterAgent):
-        return rewrites(agent._wrapped_agent, included)
-    if own_code(agent, AssistantAgent, SocietyOfMindAgent):
-        return f"a {type(agent).__name__} may send others something else than its model's text"
+    if is_stock(agent, MessageFilterAgent):
+        return why_rewritten(agent._wrapped_agent, included)
+    if not is_stock(agent, AssistantAgent, SocietyOfMindAgent):
+        return f"a {type(agent).__name__} may send others a text different from its model's"
     structured = getattr(agent, "_output_content_type", None) is not None
     return "its answer is structured" if structured else None
 
 
 @cache
-def _reached(kind: type) -> frozenset[str]:
-    """Return names of a class's attributes that what is called of it uses, however indirectly;
-    rather too many than too few."""
-    found: set[str] = set()
-    waiting = set(_CALLED[kind])
+def _used_names(kind: type) -> frozenset[str]:
+    """Return the names of a class's attributes that its entry points use, however indirectly.
+
+    A name used on any other object counts, too: rather too many names than too few.
+    """
+    names: set[str] = set()
+    waiting = set(_ENTRY_POINTS[kind])
     while waiting:
         name = waiting.pop()
-        found.add(name)
-        used = {one for code in _codes(kind, name) for one in code.co_names}
-        waiting |= {one for one in used - found if _is_attribute(kind, one)}
-    return frozenset(found)
+        names.add(name)
+        used = {other for code in _code_of(kind, name) for other in code.co_names}
+        waiting |= {other for other in used - names if _is_attribute(kind, other)}
+    return frozenset(names)
 
 
 def _is_attribute(kind: type, name: str) -> bool:
@@ -161,20 +172,21 @@ def _is_attribute(kind: type, name: str) -> bool:
     )
 
 
-def _codes(kind: type, name: str) -> Iterator[CodeType]:
-    """Yield the code behind a name of a class, and what ``super()`` reaches from there."""
+def _code_of(kind: type, name: str) -> Iterator[CodeType]:
+    """Yield the code of a class's attribute, and what ``super()`` reaches from there."""
     for owner in kind.__mro__:
         value: Any = vars(owner).get(name)
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if inspect.isfunction(function := inspect.unwrap(value) if callable(value) else None):
-            codes = list(_within(function.__code__))
+            codes = list(_nested_code(function.__code__))
             yield from codes
             if not any("super" in code.co_names for code in codes):
                 return
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _within(constant)
+            yield from _nested_code(constant)

@@ -1,4 +1,4 @@
-"""Linking a team."""
+"""Link a team's agents (``link``), or only report their calls (``watch``)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from flashmoa.observe.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-# The link of a team lives and dies with it.
-_LINK = "_flashmoa_link"
+# The attribute of a team that holds its link, so that both live equally long.
+_LINK_ATTRIBUTE = "_flashmoa_link"
 _KV_SHARE = 0.5
 
 
@@ -42,38 +42,39 @@ def link(  # noqa: PLR0913 - all but the team have a default
 ) -> TeamLink:
     """Link a team's agents: each one's tokens stream into the prompts of those after it.
 
-    One call after building the team is all; runs, prompts and answers stay the same. What is
-    known of every later prompt (system prompt, tools, task) is prefilled as soon as the team
-    starts. Teams within the team are linked, too. Linking a team again replaces the first link.
+    Call it once after building the team; runs, prompts and answers stay the same. The known parts
+    of every later prompt (system prompt, tools, task) are prefilled as soon as the team starts.
+    Teams within the team are linked, too. Linking a team again replaces the first link.
 
     Args:
         team: a ``RoundRobinGroupChat``, ``GraphFlow``, ``SelectorGroupChat``, ``Swarm`` or
             ``MagenticOneGroupChat``. Its agents' model clients must be
-            ``FlashMoAChatCompletionClient``; agents with other clients, and agents that are no
-            stock ``AssistantAgent``, alone or in a ``MessageFilterAgent``, or override what
-            builds its prompts, run unlinked: no code but AutoGen's own is run to link.
+            ``FlashMoAChatCompletionClient``. These agents run unlinked: agents with other clients,
+            agents that are not a stock ``AssistantAgent`` (alone or in a ``MessageFilterAgent``),
+            and agents that override methods which build their prompts. Linking runs no code but
+            AutoGen's own.
         stream: ``False`` prefills only what is known beforehand, and streams no tokens.
-        on_failure: what happens to a link whose upstream agent fails; for all, or by the names of
-            the agents linked to. By default as the agent's client has it.
+        on_failure: what happens to a link whose upstream agent fails; one policy for all links, or
+            one for each agent linked to, by its name. By default the policy of the agent's client.
         kv_share: the share of an engine's KV pool for agents that may speak next but need not.
-        include: names of agents of your own classes that are to be linked, too, or that hold a
-            workbench, tool or client of your own. Such an agent keeps its model client as
-            ``_model_client``, sends others the text its model answers with, and up to that call
-            changes nothing but its own lists, dicts, sets and contexts: to tell its next prompt,
-            it is run up to there on a copy.
-        trace: a file that all events are written to, for ``flashmoa trace``, which also makes a
-            page of it; an existing file is replaced.
+        include: names of agents to link although they are of user-defined classes, or hold a
+            user-defined workbench, tool or client. To predict its next prompt, such an agent is
+            run on a copy, up to its model call. It must keep its model client as ``_model_client``,
+            send others exactly its model's text, and change nothing before the call but its own
+            lists, dicts, sets and contexts.
+        trace: a file to write all events to, for ``flashmoa trace``, which also makes a page of
+            it; an existing trace is replaced.
         listener: receives all events.
 
     Raises:
-        TypeError: not a team that can be linked.
-        OSError: the trace cannot be written.
-        ValueError: no agent of the team uses a FlashMoA client; ``on_failure`` or ``include``
-            names an unknown agent or action, or an agent that cannot be linked; ``trace`` names
-            an HTML page.
+        TypeError: if ``team`` is not a team that can be linked.
+        OSError: if the trace cannot be written.
+        ValueError: if no agent of the team uses a FlashMoA client; if ``on_failure`` or
+            ``include`` names an unknown agent or action, or an agent that cannot be linked; if
+            ``trace`` names an HTML page, or an existing file that is not a trace.
     """
-    parts = _parts(team)
-    policies = _policies(on_failure, parts)
+    parts = _get_parts(team)
+    policies = _make_policies(on_failure, parts)
     _check_included(include, parts)
     settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
     if trace is not None:
@@ -82,19 +83,19 @@ def link(  # noqa: PLR0913 - all but the team have a default
 
 
 def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
-    """Report a team's calls to ``listener`` and link nothing; to compare with.
+    """Report a team's calls to ``listener`` and link nothing; to compare with a linked team.
 
-    Raises: as :func:`link`.
+    Raises: TypeError, ValueError; see :func:`link`.
     """
-    return TeamLink(_parts(team), Settings("nothing", None, 0.0), contained(listener))
+    return TeamLink(_get_parts(team), Settings("nothing", None, 0.0), contained(listener))
 
 
 def link_caller(listener: Listener) -> None:
     """Link the team on whose behalf a client is being called, if there is one (``auto_link``)."""
     parts = TeamParts.of_caller()
-    if parts is None or hasattr(parts.owner, _LINK):
+    if parts is None or hasattr(parts.owner, _LINK_ATTRIBUTE):
         return
-    if _clients(parts) or _within(parts):
+    if _find_clients(parts) or _find_inner_teams(parts):
         TeamLink(parts, Settings("text", None, _KV_SHARE), listener)
 
 
@@ -102,34 +103,34 @@ FlashMoAChatCompletionClient.link_caller = link_caller
 
 
 class TeamLink(LinkedTeam):
-    """The links of one team and of those within it; made by :func:`link`.
+    """Links one team and the teams within it, until it or the team's clients are closed.
 
-    It ends with its clients, or by itself.
+    Use :func:`link` to make one.
     """
 
     def __init__(self, parts: TeamParts, settings: Settings, listener: Listener) -> None:
-        self._clients = _clients(parts)
-        within = {
-            (one.reader or one.owner).name: TeamLink(one, settings, listener)
-            for one in _within(parts)
+        self._clients = _find_clients(parts)
+        inner = {
+            (team.reader or team.owner).name: TeamLink(team, settings, listener)
+            for team in _find_inner_teams(parts)
         }
-        self._inner = list(within.values())
+        self._inner = list(inner.values())
         if not self._clients and not self._inner:
             raise ValueError(
                 "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to link"
             )
         self._members = TeamMembers(parts, settings.include)
-        inner = {name: one._planner for name, one in within.items()}
-        self._planner = TeamLinkPlanner(self._members, settings, listener, inner)
-        before: TeamLink | None = getattr(parts.owner, _LINK, None)
-        if before is not None:
-            before._retire()
-        setattr(parts.owner, _LINK, self)
+        inner_planners = {name: link._planner for name, link in inner.items()}
+        self._planner = TeamLinkPlanner(self._members, settings, listener, inner_planners)
+        previous: TeamLink | None = getattr(parts.owner, _LINK_ATTRIBUTE, None)
+        if previous is not None:
+            previous._retire()
+        setattr(parts.owner, _LINK_ATTRIBUTE, self)
         for client in self._clients:
             client.observers.add(self)
 
     async def close(self) -> None:
-        """End every link and wait until their engines have the KV back; the team runs on."""
+        """End every link and wait until the engines have their KV back; the team can still run."""
         self._retire()
         await all_of([self._planner.host.close, *(inner.close for inner in self._inner)])
 
@@ -140,12 +141,12 @@ class TeamLink(LinkedTeam):
         if name is None:
             return None
         try:
-            if not self._members.calls_itself(name):
+            if not self._members.is_own_call(name):
                 return None
-            rewritten = self._members.rewrites(name)
-            return self._planner.begin(name, request, rewritten=rewritten)
+            rewritten = self._members.why_rewritten(name)
+            return self._planner.begin(name, request, rewrite_reason=rewritten)
         except Exception:
-            # Whatever is wrong with a link, the agent's call goes out.
+            # Whatever is wrong with a link, the agent's call must be made.
             logger.exception("%s runs unlinked", name)
             return None
 
@@ -155,29 +156,29 @@ class TeamLink(LinkedTeam):
         self._planner.end_all("closed")
 
 
-def _parts(team: Any) -> TeamParts:
+def _get_parts(team: Any) -> TeamParts:
     if not isinstance(team, BaseGroupChat):
         raise TypeError(f"only a team can be linked, not a {type(team).__name__}")
     return TeamParts.of(team)
 
 
-def _policies(
+def _make_policies(
     given: OnFailure | Mapping[str, OnFailure] | None, parts: TeamParts
 ) -> FailurePolicy | dict[str, FailurePolicy] | None:
     if given is None or not isinstance(given, Mapping):
         return None if given is None else FailurePolicy.of(given)
-    _members(given, parts, "on_failure")
-    return {name: FailurePolicy.of(one) for name, one in given.items()}
+    _find_agents(given, parts, "on_failure")
+    return {name: FailurePolicy.of(policy) for name, policy in given.items()}
 
 
 def _check_included(names: Collection[str], parts: TeamParts) -> None:
-    for name, agent in _members(names, parts, "include").items():
+    for name, agent in _find_agents(names, parts, "include").items():
         if client_of(agent) is None:
             raise ValueError(f"{name} keeps no FlashMoAChatCompletionClient as its _model_client")
 
 
-def _members(names: Iterable[str], parts: TeamParts, argument: str) -> dict[str, Any]:
-    """Return the agents of these names. Raises: ValueError for a name the team does not have."""
+def _find_agents(names: Iterable[str], parts: TeamParts, argument: str) -> dict[str, Any]:
+    """Return the agents with these names. Raises: ValueError if the team lacks one of them."""
     agents = _all_agents(parts)
     if unknown := [name for name in names if name not in agents]:
         raise ValueError(f"{argument} names {unknown}; the team has {sorted(agents)}")
@@ -186,23 +187,24 @@ def _members(names: Iterable[str], parts: TeamParts, argument: str) -> dict[str,
 
 def _all_agents(parts: TeamParts) -> dict[str, Any]:
     """Return the agents of a team and of the teams within it, by their names."""
-    agents = {one.name: one for one in parts.participants}
-    for inner in _within(parts):
+    agents = {agent.name: agent for agent in parts.participants}
+    for inner in _find_inner_teams(parts):
         agents |= _all_agents(inner)
     return agents
 
 
-def _clients(parts: TeamParts) -> set[FlashMoAChatCompletionClient]:
+def _find_clients(parts: TeamParts) -> set[FlashMoAChatCompletionClient]:
     """Return the clients that a team's agents and its manager call."""
     callers = [parts.owner, *parts.participants]
-    return {client for one in callers if (client := client_of(one)) is not None}
+    return {client for caller in callers if (client := client_of(caller)) is not None}
 
 
-def _within(parts: TeamParts) -> list[TeamParts]:
-    """Return the teams within a team that have something to link."""
+def _find_inner_teams(parts: TeamParts) -> list[TeamParts]:
+    """Return the teams within a team that have an agent or a team to link."""
     inner: list[TeamParts] = []
-    for one in parts.participants:
-        team = one._team if isinstance(one, SocietyOfMindAgent) else one
+    for member in parts.participants:
+        reader = member if isinstance(member, SocietyOfMindAgent) else None
+        team = member if reader is None else reader._team
         if isinstance(team, BaseGroupChat):
-            inner.append(TeamParts.of(team, one if isinstance(one, SocietyOfMindAgent) else None))
-    return [one for one in inner if _clients(one) or _within(one)]
+            inner.append(TeamParts.of(team, reader))
+    return [team for team in inner if _find_clients(team) or _find_inner_teams(team)]

@@ -1,4 +1,4 @@
-"""The parts of a team that links need: of a given team, or of the one that a call comes from.
+"""Collect the parts of a team that links need: of a given team, or of the one a call comes from.
 
 The latter is found on the stack. AutoGen's ``MessageHandlerContext`` names the id of the agent that
 handles a message, but neither its runtime nor the object, and within one handler an agent may run
@@ -21,13 +21,13 @@ from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentC
 
 @dataclass(frozen=True, slots=True)
 class TeamParts:
-    """The parts of one team.
+    """Holds the parts of one team.
 
     Attributes:
-        owner: the object that the link is kept on, to live as long.
-        participants: agents and teams.
-        manager_type: of the AutoGen agent that decides who speaks.
-        reader: the ``SocietyOfMindAgent`` whose team it is, if so.
+        owner: the object that the link is kept on, so that both live equally long.
+        participants: the team's agents and inner teams.
+        manager_type: the type (in AutoGen's ids) of the agent that decides who speaks.
+        reader: the ``SocietyOfMindAgent`` whose inner team this is, if it is one.
     """
 
     owner: Any
@@ -54,42 +54,38 @@ class TeamParts:
     def of_caller(cls) -> TeamParts | None:
         """Return the parts of the team on whose behalf this code runs.
 
-        ``None`` outside a team, or where its runtime does not hold its agents in this process.
+        ``None`` outside a team, or if its runtime does not hold its agents in this process.
         """
-        found = _on_stack(sys._getframe(1))
-        runtime: Any = getattr(found, "_runtime", None)
-        if found is None or not hasattr(runtime, "_instantiated_agents"):
+        caller = _find_self_on_stack(ChatAgentContainer, BaseGroupChatManager)
+        runtime: Any = getattr(caller, "_runtime", None)
+        if caller is None or not hasattr(runtime, "_instantiated_agents"):
             return None
-        key = found.id.key
-        peers = [a for a in runtime._instantiated_agents.values() if a.id.key == key]
-        managers = [a for a in peers if isinstance(a, BaseGroupChatManager)]
+        key = caller.id.key
+        peers = [agent for agent in runtime._instantiated_agents.values() if agent.id.key == key]
+        managers = [agent for agent in peers if isinstance(agent, BaseGroupChatManager)]
         if len(managers) != 1:
             return None
         return cls(
             owner=managers[0],
             team_id=key,
             runtime=runtime,
-            participants=[a._agent for a in peers if isinstance(a, ChatAgentContainer)],
+            participants=[peer._agent for peer in peers if isinstance(peer, ChatAgentContainer)],
             manager_type=managers[0].id.type,
             is_running=lambda: runtime._run_context is not None,
         )
 
 
-def _on_stack(frame: FrameType | None) -> Any:
-    while frame is not None:
-        holder = frame.f_locals.get("self")
-        if isinstance(holder, ChatAgentContainer | BaseGroupChatManager):
-            return holder
-        frame = frame.f_back
-    return None
+def find_agent_on_stack() -> BaseChatAgent | None:
+    """Return the agent whose code is calling its model, if the stack shows one."""
+    return _find_self_on_stack(BaseChatAgent)
 
 
-def agent_on_stack() -> BaseChatAgent | None:
-    """Return the agent whose code is asking its model, as far as the stack tells."""
+def _find_self_on_stack(*kinds: type) -> Any:
+    """Return the innermost ``self`` on the stack that is an instance of one of ``kinds``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         holder = frame.f_locals.get("self")
-        if isinstance(holder, BaseChatAgent):
+        if isinstance(holder, kinds):
             return holder
         frame = frame.f_back
     return None

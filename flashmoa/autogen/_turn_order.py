@@ -1,4 +1,4 @@
-"""Who may speak next, and who will have written by then, read from the team's own manager.
+"""Read from a team's manager who may speak next, and who will have written by then.
 
 Nothing is called that could have effects: no selector function, no termination condition.
 """
@@ -21,17 +21,17 @@ from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRob
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 
-from flashmoa.autogen._stock import own_code
+from flashmoa.autogen._stock import is_stock
 from flashmoa.linking.planned_links import Step, Turn
 
-# The manager's own calls (Selector, MagenticOne); no participant can be called so.
+# Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.
 MANAGER = "(manager)"
-# The call of a SocietyOfMindAgent that reads what its team has said.
+# Stands for the call of a SocietyOfMindAgent that reads what its inner team has said.
 SUMMARY = "(summary)"
 
-# AutoGen's own selector prompt names the participants, who change each turn, before the
-# conversation, so that nothing of the conversation is found in the cache the next time. The
-# beginning of this one stays the same from turn to turn.
+# AutoGen's own selector prompt lists the candidates, who change each turn, before the conversation,
+# so that the conversation is not found in the cache the next time. The beginning of this prompt
+# stays the same from turn to turn.
 SELECTOR_PROMPT = """You decide who speaks next in a conversation. Who takes part:
 {roles}
 
@@ -42,40 +42,42 @@ The conversation so far:
 Which one of {participants} should speak next? Answer with that name and nothing else."""
 
 
-def upcoming(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
-    """Return the turns that may follow, the likeliest first, while ``speaker`` writes.
+def upcoming_turns(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
+    """Return the turns that may follow while ``speaker`` writes, the likeliest first.
 
-    An agent's own next turn is not among them: its text becomes an assistant message there,
-    which cannot be known before it is complete.
+    The speaker's own next turn is not among them: its text becomes an assistant message there,
+    which cannot be known before the text is complete.
     """
     for kind, rule in _RULES.items():
-        if own_code(manager, kind) is None:
+        if is_stock(manager, kind):
             return rule(manager, speaker)
     return []
 
 
-def starting(manager: BaseGroupChatManager) -> list[Turn]:
+def first_turns(manager: BaseGroupChatManager) -> list[Turn]:
     """Return the first turns of a team's next run, once this one has ended.
 
-    There are none where the task decides; none of them is sure, as the task is not known yet.
+    There are none if the next task decides who begins. None of them is sure, as that task is not
+    known yet.
     """
-    for kind, rule in _FIRST.items():
-        if own_code(manager, kind) is None:
+    for kind, rule in _FIRST_RULES.items():
+        if is_stock(manager, kind):
             return [Turn(name, sure=False) for name in rule(manager)]
     return []
 
 
-def summary(turns: Sequence[Turn], speaker: str) -> Turn:
-    """Return the reader's turn, if the team ends with those who are writing now.
+def summary_turn(turns: Sequence[Turn], speaker: str) -> Turn:
+    """Return the turn of a ``SocietyOfMindAgent`` if its team ends with those who write now.
 
     Args:
-        turns: :func:`upcoming`.
+        turns: see :func:`upcoming_turns`.
+        speaker: name of an agent that is writing now.
     """
-    now = [turn.after[0] for turn in turns if turn.after]
-    return Turn(SUMMARY, (frozenset([speaker]).union(*now),), sure=False)
+    writing_now = [turn.after[0] for turn in turns if turn.after]
+    return Turn(SUMMARY, (frozenset([speaker]).union(*writing_now),), sure=False)
 
 
-def _round_robin(manager: Any, speaker: str) -> list[Turn]:
+def _round_robin_turns(manager: Any, speaker: str) -> list[Turn]:
     names = list(manager._participant_names)
     position = names.index(speaker)
     order = names[position + 1 :] + names[:position]
@@ -86,20 +88,20 @@ def _round_robin(manager: Any, speaker: str) -> list[Turn]:
     return [Turn(name, tuple(steps[: place + 1])) for place, name in enumerate(order)]
 
 
-def _graph(manager: Any, speaker: str) -> list[Turn]:
+def _graph_turns(manager: Any, speaker: str) -> list[Turn]:
     """Follow the graph: the next step begins when every agent of this one has finished."""
     run = _GraphRun(manager)
     active = list(manager._active_speakers)
     if speaker not in active:
         active.append(speaker)
-    left = None
+    steps_left = None
     if manager._max_turns is not None:
-        left = manager._max_turns - manager._current_turn - 1
+        steps_left = manager._max_turns - manager._current_turn - 1
     turns: list[Turn] = []
     steps: list[Step] = []
     seen = set(active)
     sure = True
-    while active and (left is None or len(steps) < left):
+    while active and (steps_left is None or len(steps) < steps_left):
         steps.append(frozenset(active))
         sure = run.finish(active) and sure
         active = run.drain()
@@ -111,7 +113,7 @@ def _graph(manager: Any, speaker: str) -> list[Turn]:
 
 
 class _GraphRun:
-    """The counters of a ``GraphFlowManager``, to be run ahead on a copy."""
+    """Steps through a graph on a copy of a ``GraphFlowManager``'s counters."""
 
     def __init__(self, manager: Any) -> None:
         self._edges = manager._edges
@@ -123,7 +125,7 @@ class _GraphRun:
         self._ready: deque[str] = deque(manager._ready)
 
     def finish(self, names: Sequence[str]) -> bool:
-        """Go on as if these had spoken and every condition on what they said held.
+        """Continue as if these agents had spoken and their edges' conditions held.
 
         Returns: whether there was no condition.
         """
@@ -145,7 +147,7 @@ class _GraphRun:
         self._triggered.setdefault(target, set()).add(group)
 
     def drain(self) -> list[str]:
-        """Return who speaks next, and reset the counters of those agents."""
+        """Return the names of the agents that speak next, and reset their counters."""
         names = list(dict.fromkeys(self._ready))
         self._ready.clear()
         for name in names:
@@ -157,7 +159,7 @@ class _GraphRun:
         return names
 
 
-def _selector(manager: Any, speaker: str) -> list[Turn]:
+def _selector_turns(manager: Any, speaker: str) -> list[Turn]:
     if speaker != MANAGER and _is_last_turn(manager):
         return []
     after = () if speaker == MANAGER else (frozenset([speaker]),)
@@ -165,7 +167,7 @@ def _selector(manager: Any, speaker: str) -> list[Turn]:
     repeated = manager._allow_repeated_speaker
     names = [
         name
-        for name in _by_habit(manager, previous)
+        for name in _sort_by_habit(manager, previous)
         if name != speaker and (repeated or name != previous)
     ]
     candidates = [Turn(name, after, sure=False) for name in names]
@@ -175,7 +177,7 @@ def _selector(manager: Any, speaker: str) -> list[Turn]:
 
 
 def _asks_model(manager: Any) -> bool:
-    """Return whether the model selects: calling a function that selects could have effects."""
+    """Return whether a model selects the speaker, and not a function of the user's."""
     return manager._selector_func is None and manager._candidate_func is None
 
 
@@ -183,30 +185,35 @@ def _is_last_turn(manager: Any) -> bool:
     return manager._max_turns is not None and manager._current_turn + 1 >= manager._max_turns
 
 
-def _by_habit(manager: Any, speaker: str | None) -> list[str]:
-    """Return the participants, first those who followed ``speaker`` most often so far."""
+def _sort_by_habit(manager: Any, speaker: str | None) -> list[str]:
+    """Return the participants, those who followed ``speaker`` most often so far first."""
     names = list(manager._participant_names)
     spoke = [m.source for m in manager._message_thread if m.source in names]
     followed = [after for before, after in pairwise(spoke) if before == speaker]
     return sorted(names, key=lambda name: -followed.count(name))
 
 
-def _swarm(manager: Any, speaker: str) -> list[Turn]:
-    """Return those it may hand off to. What comes before the handoff's message, a thought of the
-    speaker's or results of its other tools, cannot be known."""
+def _swarm_turns(manager: Any, speaker: str) -> list[Turn]:
+    """Return the turns of those the speaker may hand off to.
+
+    No writer is named: what comes before the handoff's message (a thought of the speaker's,
+    results of its other tools) cannot be known.
+    """
     if _is_last_turn(manager):
         return []
-    names = [name for name in _by_habit(manager, speaker) if name != speaker]
+    names = [name for name in _sort_by_habit(manager, speaker) if name != speaker]
     return [Turn(name, sure=False) for name in names]
 
 
-def _magentic(manager: Any, speaker: str) -> list[Turn]:
-    """Return the orchestrator's turn after each agent; its instruction is cut out of JSON, so it
-    is a writer whose text is never seen."""
+def _magentic_turns(manager: Any, speaker: str) -> list[Turn]:
+    """Return the orchestrator's turn after each agent's, and the agents' turns after that.
+
+    The orchestrator cuts its instruction out of JSON, so that its text never arrives as written.
+    """
     if speaker == MANAGER:
         return [
             Turn(name, (frozenset([MANAGER]),), sure=False)
-            for name in _by_habit(manager, None)
+            for name in _sort_by_habit(manager, None)
             if manager._message_thread
         ]
     steps = (frozenset([speaker]), frozenset([MANAGER]))
@@ -215,15 +222,15 @@ def _magentic(manager: Any, speaker: str) -> list[Turn]:
 
 
 _RULES: dict[type[BaseGroupChatManager], Callable[[Any, str], list[Turn]]] = {
-    RoundRobinGroupChatManager: _round_robin,
-    GraphFlowManager: _graph,
-    SelectorGroupChatManager: _selector,
-    SwarmGroupChatManager: _swarm,
-    MagenticOneOrchestrator: _magentic,
+    RoundRobinGroupChatManager: _round_robin_turns,
+    GraphFlowManager: _graph_turns,
+    SelectorGroupChatManager: _selector_turns,
+    SwarmGroupChatManager: _swarm_turns,
+    MagenticOneOrchestrator: _magentic_turns,
 }
 
 
-def _first_selected(manager: Any) -> list[str]:
+def _first_of_selector(manager: Any) -> list[str]:
     return [MANAGER] if _asks_model(manager) and len(manager._participant_names) > 1 else []
 
 
@@ -232,9 +239,9 @@ def _first_of_swarm(manager: Any) -> list[str]:
     return [handoffs[-1].target if handoffs else manager._current_speaker]
 
 
-_FIRST: dict[type[BaseGroupChatManager], Callable[[Any], list[str]]] = {
+_FIRST_RULES: dict[type[BaseGroupChatManager], Callable[[Any], list[str]]] = {
     RoundRobinGroupChatManager: lambda m: [m._participant_names[m._next_speaker_index]],
     GraphFlowManager: lambda m: list(m._ready),
-    SelectorGroupChatManager: _first_selected,
+    SelectorGroupChatManager: _first_of_selector,
     SwarmGroupChatManager: _first_of_swarm,
 }

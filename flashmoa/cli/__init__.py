@@ -30,14 +30,14 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
   trace   show a run that link(team, trace=FILE) has recorded
   moa     serve a Mixture-of-Agents as one model of the OpenAI API
   score   compute how likely given answers are, for each line of a file, without decoding
-  router  put several engines behind one address and send each request where its prefix is
-          cached; or serve requests that read each other's answers, over a PD pair
-  doctor  check what is installed here and a running engine, and say how to fix problems
+  router  serve several engines at one address and send each request where its prefix is cached;
+          or serve requests that read each other's answers, on a PD pair
+  doctor  check what is installed here and a running engine, and show how to fix problems
 """
 
 
 def main() -> None:
-    """Run the console script."""
+    """Run the command that the process's arguments name. Raises: SystemExit with its status."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")

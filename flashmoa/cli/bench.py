@@ -12,9 +12,9 @@ _MISSING = "flashmoa bench needs the package flashmoa-bench: pip install ./bench
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa_bench.cli.main``; without the package, say how to install it.
+    """Run ``flashmoa_bench.cli.main`` and return its exit status.
 
-    Returns: the exit status; 1 without the package.
+    If the package is not installed, print how to install it and return 1.
     """
     if find_spec(_PACKAGE) is None:
         print(_MISSING, file=sys.stderr)

@@ -1,10 +1,11 @@
-"""Why SGLang ended: a sentence instead of the stack trace at the end of its output."""
+"""Explain in a sentence why SGLang ended (``find_cause``), from the end of its output."""
 
 from __future__ import annotations
 
 import re
 
-# The first pattern that is found counts; its groups are put into its sentence.
+# Patterns to search for in the output, each with the sentence that explains it; in a sentence,
+# "it" is SGLang. The first pattern that is found counts. Its groups replace the sentence's {}.
 _CAUSES = (
     (r"^(flashmoa-sglang .+)$", "{}"),
     (r"(?:error: )(unrecognized arguments: .+|argument .+)$", "SGLang does not accept these: {}"),
@@ -57,11 +58,11 @@ _CAUSES = (
 )
 
 
-def cause(output: str) -> str | None:
-    """Return a sentence about the end of SGLang's output, ``None`` if the cause is unknown."""
+def find_cause(output: str) -> str | None:
+    """Return why SGLang ended, from the end of its output; ``None`` if the cause is unknown."""
     text = output.strip()
     for pattern, sentence in _CAUSES:
-        found = re.search(pattern, text, re.MULTILINE)
-        if found is not None:
-            return sentence.format(*(group for group in found.groups() if group))
+        match = re.search(pattern, text, re.MULTILINE)
+        if match is not None:
+            return sentence.format(*(group for group in match.groups() if group))
     return None

@@ -1,4 +1,4 @@
-"""``flashmoa doctor``: checks an installation and an engine, and says how to fix what is wrong."""
+"""``flashmoa doctor``: check an installation and an engine, and show how to fix problems."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from rich.text import Text
 from flashmoa.doctor import EngineToCheck, Finding, Level, check_engine, check_installation
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fix": "red"}
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check, and print the findings; return 1 where something is to be fixed."""
-    options = _options(arguments)
-    found = [] if options.engine_only else check_installation()
+    """Check, and print the findings. Return 1 if a problem needs fixing, otherwise 0."""
+    options = _parse_options(arguments)
+    findings = [] if options.engine_only else check_installation()
     if options.engine is not None:
-        asked = EngineToCheck(options.engine, options.api_key, options.model, options.calls)
+        target = EngineToCheck(options.engine, options.api_key, options.model, options.calls)
         try:
-            found += anyio.run(check_engine, asked)
+            findings += anyio.run(check_engine, target)
         except KeyboardInterrupt:
-            return 130
+            return _EXIT_INTERRUPTED
     if options.json:
-        print(json.dumps([asdict(finding) for finding in found], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        _show(found, Console(highlight=False))
-    return 1 if any(finding.level == "fix" for finding in found) else 0
+        _print_findings(findings, Console(highlight=False))
+    return 1 if any(finding.level == "fix" for finding in findings) else 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="flashmoa doctor",
         description="Checks what is installed here and, with --engine, a running engine. "
-        "The exit status is 1 where something is to be fixed.",
+        "The exit status is 1 if a problem needs fixing.",
     )
-    parser.add_argument("--engine", metavar="URL", help="a running engine, http://HOST:PORT")
-    parser.add_argument("--api-key", metavar="KEY", help="the engine's --api-key")
-    parser.add_argument("--model", metavar="NAME", help="the model as your clients name it")
+    parser.add_argument("--engine", metavar="URL", help="URL of a running engine, http://HOST:PORT")
+    parser.add_argument("--api-key", metavar="KEY", help="the key that the engine was started with")
+    parser.add_argument("--model", metavar="NAME", help="the model name that your clients use")
     parser.add_argument(
         "--no-call",
         dest="calls",
         action="store_false",
-        help="make no calls; the check of a link makes two short ones",
+        help="do not check a link, which takes two short calls to the model",
     )
     parser.add_argument(
         "--engine-only", action="store_true", help="do not check what is installed here"
@@ -58,15 +59,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _show(found: Sequence[Finding], console: Console) -> None:
-    width = max(len(finding.about) for finding in found)
-    for finding in found:
+def _print_findings(findings: Sequence[Finding], console: Console) -> None:
+    width = max(len(finding.about) for finding in findings)
+    for finding in findings:
         line = Text.assemble(
             (f"{finding.level:4}", _STYLES[finding.level]), f"  {finding.about:{width}}  "
         )
         console.print(line + Text(finding.text), soft_wrap=True)
         if finding.remedy:
             console.print(Text(f"{'':{width + 8}}→ {finding.remedy}"), soft_wrap=True)
-    wrong = sum(finding.level == "fix" for finding in found)
-    said = f"{wrong} to fix" if wrong else "nothing to fix"
-    console.print(f"\n{said}; see docs/troubleshooting.md", markup=False)
+    to_fix = sum(finding.level == "fix" for finding in findings) or "nothing"
+    console.print(f"\n{to_fix} to fix; see docs/troubleshooting.md", markup=False)

@@ -1,4 +1,4 @@
-"""``flashmoa moa serve CONFIG.toml``: serve a Mixture-of-Agents behind the OpenAI API."""
+"""``flashmoa moa serve CONFIG.toml``: serve a Mixture-of-Agents with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flashmoa.cli.ports import port_problem
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until stopped; return the exit status."""
+    """Serve until stopped. Return the exit status."""
     parser = argparse.ArgumentParser(prog="flashmoa moa", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a mixture as one model")
     serve.add_argument("config", type=Path, metavar="CONFIG.toml")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=30100)
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if problem := port_problem(options.port):
+        parser.error(problem)
     try:
         import uvicorn
 
@@ -29,10 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 1
     try:
-        config = MixtureConfig.read(chosen.config)
+        config = MixtureConfig.read(options.config)
     except (OSError, ConfigError) as error:
         print(f"flashmoa moa: {error}", file=sys.stderr)
         return 1
-    print(f"flashmoa: {config.name} on http://{chosen.host}:{chosen.port}/v1", flush=True)
-    uvicorn.run(application(config), host=chosen.host, port=chosen.port, log_level="warning")
+    print(f"flashmoa: {config.name} on http://{options.host}:{options.port}/v1", flush=True)
+    uvicorn.run(application(config), host=options.host, port=options.port, log_level="warning")
     return 0

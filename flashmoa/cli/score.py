@@ -1,61 +1,78 @@
-"""``flashmoa score INPUT.jsonl --out OUT.jsonl``: score given answers, line by line."""
+"""``flashmoa score INPUT.jsonl --out OUT.jsonl``: score the answers that each line of a file gives.
+
+``flashmoa.scoring.bulk`` does the work; this module reads the arguments and shows the progress.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import anyio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from flashmoa.engine import EngineClient, EngineError, self_hosted_url
+from flashmoa.engine import EngineClient, EngineError, PluginMissing, self_hosted_url
 from flashmoa.scoring import Scorer
 from flashmoa.scoring.bulk import Totals, score_file
 from flashmoa.scoring.lines import NotResumable
 
-# Seconds between two lines about the progress where there is no terminal.
-_QUIET = 10.0
-_SKIPPED, _INTERRUPTED = 3, 130
-_LINES = """
-each line of INPUT is an object with a context ("context": text or token ids, or "messages") and
-  "candidates": [...]                what may follow it: texts, or token ids
+# Without a terminal, a line of text from time to time takes the place of the progress bar.
+_SECONDS_BETWEEN_REPORTS = 10.0
+_EXIT_STOPPED = 1
+_EXIT_SKIPPED = 3
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
+_EPILOG = """
+each line of INPUT is a JSON object with one of
+  "context": text or token ids
+  "messages": [...]                  in OpenAI's format
+and one of
+  "candidates": [...]                texts, or lists of token ids, that may follow the context
   "labels": [...] or {name: text}    candidates of one token each
-  "options": [...]                   lettered, for one choice; with "multiple": true each by itself
-and an "id" if you like. The same command run again goes on where the last run ended.
+  "options": [...]                   shown to the model as A, B, ...; it chooses one, or judges
+                                     each separately with "multiple": true
+and optionally an "id", which its scores then have, too. After an interrupted run, the same
+command scores the lines that have no scores yet.
 
-exit status: 0 every line is scored, 3 some were skipped, 1 the run stopped before the end
+exit status: 0 all lines are scored; 1 the run stopped before the end; 2 an argument is wrong;
+3 some lines were skipped; 130 the run was interrupted
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Score a file; return the exit status."""
-    options = _options(arguments)
-    shown = _Shown(options.input)
+    """Score a file. Return the exit status."""
+    options = _parse_options(arguments)
     started = time.monotonic()
     try:
-        with shown:
-            totals = anyio.run(_score, options, shown)
+        with _ProgressDisplay(options.input.stat().st_size) as display:
+            totals = anyio.run(_score, options, display)
     except KeyboardInterrupt:
-        print("flashmoa score: stopped; the same command goes on from here", file=sys.stderr)
-        return _INTERRUPTED
+        print("flashmoa score: interrupted; the same command continues from here", file=sys.stderr)
+        return _EXIT_INTERRUPTED
     except (NotResumable, OSError) as error:
         print(f"flashmoa score: {error}", file=sys.stderr)
-        return 1
+        return _EXIT_STOPPED
     except EngineError as error:
-        print(f"flashmoa score: {error}\nThe same command goes on from here.", file=sys.stderr)
-        return 1
-    _say(totals, options, time.monotonic() - started)
-    return _SKIPPED if options.errors.exists() else 0
+        print(f"flashmoa score: {error}\nThe same command continues from here.", file=sys.stderr)
+        return _EXIT_STOPPED
+    _print_summary(totals, options, time.monotonic() - started)
+    # An earlier run may have skipped lines although this one did not. score_file() removes the
+    # file of errors if no run has skipped any.
+    return _EXIT_SKIPPED if options.errors.exists() else 0
 
 
-async def _score(options: argparse.Namespace, shown: _Shown) -> Totals:
+async def _score(options: argparse.Namespace, display: _ProgressDisplay) -> Totals:
     async with EngineClient(options.engine, api_key=options.api_key) as engine:
+        if options.overwrite:
+            # Without an engine the run fails here, before score_file() deletes the old scores.
+            with contextlib.suppress(PluginMissing):
+                await engine.info()
         scorer = Scorer(
             engine, template_args=options.template_args, concurrency=options.concurrency
         )
@@ -64,51 +81,60 @@ async def _score(options: argparse.Namespace, shown: _Shown) -> Totals:
             options.input,
             options.out,
             errors=options.errors,
-            concurrency=options.concurrency,
-            progress=shown,
+            overwrite=options.overwrite,
+            progress=display,
         )
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="flashmoa score",
-        description="Scores given answers with one prefill each; nothing is decoded.",
-        epilog=_LINES,
+        description="Computes how likely given answers are, without decoding any.",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("input", type=Path, metavar="INPUT.jsonl")
     parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl")
     parser.add_argument(
-        "--engine", metavar="URL", help="http://HOST:PORT; OPENAI_BASE_URL, or this machine's 30000"
+        "--engine",
+        metavar="URL",
+        help="engine URL; default: $OPENAI_BASE_URL, else http://127.0.0.1:30000",
     )
     parser.add_argument("--api-key", metavar="KEY", help="the key that the engine was started with")
     parser.add_argument(
-        "--errors", type=Path, metavar="FILE", help="lines that were skipped (OUT.errors.jsonl)"
+        "--errors",
+        type=Path,
+        metavar="FILE",
+        help="where to write skipped lines' numbers and why (default: OUT.errors.jsonl)",
     )
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="lines at once")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=32,
+        metavar="N",
+        help="most requests at the same time (default: %(default)s)",
+    )
     parser.add_argument(
         "--template-args",
-        type=_json_object,
+        type=_parse_json_object,
         metavar="JSON",
-        help='of the chat template, such as {"enable_thinking": false}',
+        help='arguments of the chat template, such as {"enable_thinking": false}',
     )
-    parser.add_argument("--overwrite", action="store_true", help="start over")
+    parser.add_argument("--overwrite", action="store_true", help="delete OUT and start over")
     options = parser.parse_args(arguments)
     options.errors = options.errors or options.out.with_suffix(".errors.jsonl")
     if options.concurrency < 1:
         parser.error(f"--concurrency {options.concurrency} is not at least 1")
-    if len({one.resolve() for one in (options.input, options.out, options.errors)}) < 3:
+    if len({path.resolve() for path in (options.input, options.out, options.errors)}) < 3:
         parser.error("INPUT, OUT and the file of errors must be three different files")
     try:
         options.engine = self_hosted_url(options.engine)
     except ValueError as error:
         parser.error(str(error))
-    if options.overwrite:
-        options.out.unlink(missing_ok=True)
     return options
 
 
-def _json_object(text: str) -> Mapping[str, Any]:
+def _parse_json_object(text: str) -> Mapping[str, Any]:
     try:
         value: Any = json.loads(text)
     except ValueError as error:
@@ -118,12 +144,16 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-class _Shown:
-    """Shows the progress: a bar on a terminal, else a line now and then."""
+class _ProgressDisplay:
+    """Shows the progress: as a bar on a terminal, otherwise as a line from time to time.
 
-    def __init__(self, source: Path) -> None:
-        self._size = source.stat().st_size if source.exists() else 0
-        self._said = time.monotonic()
+    Args:
+        size: bytes of the input.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._last_report = time.monotonic()
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -137,9 +167,10 @@ class _Shown:
             )
             self._task = self._bar.add_task("", total=self._size)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
@@ -149,15 +180,15 @@ class _Shown:
         text = f"{totals.scored:,} scored, {totals.skipped:,} skipped"
         if self._bar is not None:
             self._bar.update(self._task, completed=totals.position, description=text)
-        elif time.monotonic() - self._said > _QUIET:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._last_report > _SECONDS_BETWEEN_REPORTS:
+            self._last_report = time.monotonic()
             done = totals.position / max(1, self._size)
             print(f"flashmoa score: {text}, {done:.0%} of the file", file=sys.stderr, flush=True)
 
 
-def _say(totals: Totals, options: argparse.Namespace, seconds: float) -> None:
-    if totals.before:
-        print(f"{options.out} had the first {totals.before:,} lines already.")
+def _print_summary(totals: Totals, options: argparse.Namespace, seconds: float) -> None:
+    if totals.resumed_from:
+        print(f"{options.out} had the first {totals.resumed_from:,} lines already.")
     usage = totals.usage
     computed = "" if usage.computed_tokens is None else f", {usage.computed_tokens:,} computed"
     print(

@@ -1,4 +1,4 @@
-"""``flashmoa serve``: starts an SGLang server with the plugin."""
+"""``flashmoa serve``: start an SGLang server with the plugin."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from flashmoa.cli.ports import port_problem
 from flashmoa.cli.server import Server
 from flashmoa.doctor.installation import excludes_plugin, installed
 from flashmoa.doctor.machine import compiler, runs_engines
@@ -20,47 +21,49 @@ _DEFAULT_PORT = 30000
 _HELP = """\
 usage: flashmoa serve --model-path PATH [any SGLang argument]
 
-Starts SGLang with FlashMoA's plugin; without a GPU, on the CPU. Every argument is SGLang's own:
+Starts SGLang with FlashMoA's plugin, on the CPU if there is no GPU. All arguments are SGLang's:
 python -m sglang.launch_server --help
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until stopped; return the exit status."""
+    """Serve until stopped. Return the exit status."""
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0 if arguments else 2
-    known = _known(arguments)
-    problem = _missing() or _model_problem(known)
+    options = _parse_checked_options(arguments)
+    problem = _installation_problem() or _model_problem(options) or port_problem(options.port)
     if problem is not None:
-        _say(problem)
+        _print_message(problem)
         return 2
     with socket.socket(socket.AF_UNIX) as lock:
-        problem = _port_problem(known, lock)
+        problem = _listening_problem(options, lock)
         if problem is not None:
-            _say(problem)
+            _print_message(problem)
             return 2
-        return _serve(arguments, known)
+        return _serve(arguments, options)
 
 
-def _serve(arguments: Sequence[str], known: argparse.Namespace) -> int:
+def _serve(arguments: Sequence[str], options: argparse.Namespace) -> int:
     if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
-        _say(f"SGLANG_PLUGINS={allowed} keeps the plugin out: nothing is linked on this engine")
+        _print_message(
+            f"SGLANG_PLUGINS={allowed} keeps the plugin out: nothing is linked on this engine"
+        )
     if compiler() is None:
-        _say("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
-    problem = Server(arguments, known.host, known.port).run()
+        _print_message("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
+    problem = Server(arguments, options.host, options.port).run()
     if problem is not None:
-        _say(problem.text)
+        _print_message(problem.text)
         return problem.status
     return 0
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     print(f"flashmoa serve: {text}", file=sys.stderr)
 
 
-def _known(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse those of SGLang's arguments that are checked here; the rest is left to SGLang."""
+def _parse_checked_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the SGLang arguments that are checked here. SGLang parses all of them."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--host", default="127.0.0.1")
@@ -69,8 +72,8 @@ def _known(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(arguments)[0]
 
 
-def _missing() -> str | None:
-    """Return what an engine needs and this machine lacks, ``None`` if it has everything."""
+def _installation_problem() -> str | None:
+    """Return why no engine can run on this machine, ``None`` if one can."""
     if not runs_engines():
         return (
             "SGLang runs on Linux only; start the engine there (or in WSL or Docker) and give "
@@ -85,38 +88,36 @@ def _missing() -> str | None:
     return releases.too_old(release)
 
 
-def _model_problem(known: argparse.Namespace) -> str | None:
-    if known.model_path is None:
-        return None if known.config is not None else "no model is given; add --model-path PATH"
-    path = Path(known.model_path)
+def _model_problem(options: argparse.Namespace) -> str | None:
+    if options.model_path is None:
+        return None if options.config is not None else "no model is given; add --model-path PATH"
+    path = Path(options.model_path)
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         return f"--model-path {path} is not a model: it has no config.json"
-    if not path.exists() and known.model_path.startswith(("/", ".", "~")):
+    if not path.exists() and options.model_path.startswith(("/", ".", "~")):
         return f"--model-path {path} does not exist"
     return None
 
 
-def _port_problem(known: argparse.Namespace, lock: socket.socket) -> str | None:
-    """Return why SGLang could not listen, before it is imported; ``None`` if it can.
+def _listening_problem(options: argparse.Namespace, lock: socket.socket) -> str | None:
+    """Return why SGLang cannot listen on its address, ``None`` if it can.
 
     Args:
-        lock: reserves the port for this command until SGLang, which first loads the model, has it.
+        lock: is bound to reserve the port among commands of this kind, since SGLang listens only
+            after it has loaded the model.
     """
-    if not 0 < known.port < 65536:
-        return f"--port {known.port} is not between 1 and 65535"
+    host, port = options.host, options.port
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            known.host, known.port, type=socket.SOCK_STREAM
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        lock.bind(f"\0flashmoa-serve-{known.port}")
+        lock.bind(f"\0flashmoa-serve-{port}")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return f"port {known.port} is in use; choose another one with --port"
+            return f"port {port} is in use; choose another one with --port"
         return (
-            f"cannot listen on {known.host}:{known.port} ({error.strerror}); give an address of "
+            f"cannot listen on {host}:{port} ({error.strerror}); give an address of "
             "this machine with --host"
         )
     return None

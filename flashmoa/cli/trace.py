@@ -1,4 +1,4 @@
-"""``flashmoa trace FILE``: shows what happened in a run, and when."""
+"""``flashmoa trace FILE``: show what happened in a run, and when."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashmoa.observe.trace import TraceError, read
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show a trace; return the exit status."""
+    """Show a trace. Return the exit status."""
     parser = argparse.ArgumentParser(prog="flashmoa trace", description=__doc__)
     parser.add_argument("file", type=Path, help="a file that link(team, trace=FILE) wrote")
     parser.add_argument("--html", type=Path, metavar="FILE.html", help="write a page for browsers")
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         "--perfetto", type=Path, metavar="FILE.json", help="write it for ui.perfetto.dev"
     )
     options = parser.parse_args(arguments)
-    if options.file.resolve() in {one.resolve() for one in (options.html, options.perfetto) if one}:
+    outputs = [path for path in (options.html, options.perfetto) if path is not None]
+    if options.file.resolve() in {path.resolve() for path in outputs}:
         parser.error(f"{options.file} is the trace itself; give another file to write")
     try:
         events = read(options.file)
@@ -51,26 +52,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(events: Sequence[Event], console: Console) -> None:
-    """Print the timeline, a table of the calls, and what was prefilled ahead."""
+    """Print the timeline, a table of the calls, and a summary of what was prefilled ahead."""
     if not any(isinstance(event, CallFinished) for event in events):
         console.print("No call in this trace has finished.")
         return
     console.print(draw(lanes(events), columns=min(console.width, 120)), markup=False)
-    console.print(_calls(events))
+    console.print(_make_call_table(events))
     closed = Counter(event.reason for event in events if isinstance(event, LinkClosed))
     links = ", ".join(f"{count} {reason}" for reason, count in closed.most_common())
     console.print(f"links, by why they ended: {links or 'none'}", markup=False)
     console.print(str(summary(calls(events))), markup=False)
 
 
-def _calls(events: Sequence[Event]) -> Table:
+def _make_call_table(events: Sequence[Event]) -> Table:
     table = Table(title="Calls; tokens", title_justify="left", box=box.SIMPLE_HEAD)
-    # Nine columns in a terminal of eighty.
+    # Without wider padding, nine columns fit into a terminal that is eighty characters wide.
     table.padding, table.pad_edge = (0, 1, 0, 0), False
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("agent", "link") else "right")
-    found = calls(events)
-    ahead = overlaps(found)
-    for call in found:
+    all_calls = calls(events)
+    ahead = overlaps(all_calls)
+    for call in all_calls:
         table.add_row(*map(escape, row(call, ahead.get(call.started.call_id))))
     return table

@@ -1,4 +1,4 @@
-"""The doctor: checks an installation and a running engine, and says how to fix what is wrong."""
+"""Check an installation and a running engine, and name a remedy for each problem."""
 
 from flashmoa.doctor.findings import Finding, Level
 from flashmoa.doctor.installation import check_installation

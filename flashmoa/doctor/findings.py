@@ -1,11 +1,11 @@
-"""What a check found, and how to fix it."""
+"""The result of a check: a ``Finding``, made by ``ok``, ``note`` or ``fix``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# It works; it works, but with less than it could; it does not work.
+# "note": it works, but could work better.
 Level = Literal["ok", "note", "fix"]
 
 
@@ -14,9 +14,9 @@ class Finding:
     """One line of the doctor's report.
 
     Attributes:
-        about: what was checked, in a word or two.
-        text: what was found.
-        remedy: the one command or argument that fixes it; empty where nothing is to be done.
+        about: the thing that was checked, in a word or two.
+        text: the result. "It" in this text is the thing that was checked.
+        remedy: the command or argument that fixes the problem; empty if there is none.
     """
 
     level: Level
@@ -31,7 +31,7 @@ def ok(about: str, text: str) -> Finding:
 
 
 def note(about: str, text: str, remedy: str = "") -> Finding:
-    """Report something that works with less than it could."""
+    """Report something that works, but could work better."""
     return Finding("note", about, text, remedy)
 
 

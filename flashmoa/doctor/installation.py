@@ -1,7 +1,7 @@
-"""Checks of the Python packages: FlashMoA, its plugin, SGLang, AutoGen.
+"""Check the Python packages (``check_installation``): FlashMoA, its plugin, SGLang, AutoGen.
 
-Nothing of SGLang or torch is imported, so that they take a moment and not half a minute; what the
-plugin uses of SGLang is looked up in SGLang's source.
+SGLang and torch are not imported, which would take half a minute. The internals of SGLang that the
+plugin uses are looked up in SGLang's source.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _AUTOGEN = ("autogen-core", "autogen-agentchat", "autogen-ext")
 
 def check_installation() -> list[Finding]:
     """Check everything on this machine that a client or an engine needs."""
-    found = [*check_system(), ok("flashmoa", flashmoa.__version__), check_autogen()]
+    findings = [*check_system(), ok("flashmoa", flashmoa.__version__), check_autogen()]
     if not runs_engines():
-        return found
+        return findings
     if installed("sglang") is not None:
-        found += check_machine()
-    return [*found, *check_plugin(), *check_environment()]
+        findings += check_machine()
+    return [*findings, *check_plugin(), *check_environment()]
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a distribution, ``None`` where it is not installed."""
+    """Return the version of a distribution, ``None`` if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -48,7 +48,7 @@ def check_autogen() -> Finding:
 
 
 def check_plugin() -> list[Finding]:
-    """Check SGLang, the plugin beside it, and whether they fit each other."""
+    """Check SGLang, the plugin, and whether they fit each other."""
     sglang, plugin = installed("sglang"), installed("flashmoa-sglang")
     if sglang is None and plugin is None:
         text = "neither SGLang nor the plugin is installed: engines have to run elsewhere"
@@ -59,22 +59,22 @@ def check_plugin() -> list[Finding]:
     if plugin is None:
         text = "SGLang is installed, but flashmoa-sglang is not: an engine would not link"
         return [ok("SGLang", sglang), fix("plugin", text, _INSTALL_PLUGIN)]
-    found = [check_release(sglang), _same_version(plugin), *_entry_points()]
-    return [*found, *check_internals()]
+    findings = [check_release(sglang), _check_version(plugin), *_check_entry_points()]
+    return [*findings, *check_internals()]
 
 
-def _same_version(plugin: str) -> Finding:
+def _check_version(plugin: str) -> Finding:
     if plugin == flashmoa.__version__:
         return ok("plugin", f"flashmoa-sglang {plugin}")
     text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
     return fix("plugin", text, f"{_INSTALL_PLUGIN} . (both from one checkout)")
 
 
-def _entry_points() -> list[Finding]:
-    wanted = {"sglang.srt.plugins": _PLUGIN, "sglang.srt.platforms": "flashmoa_cpu"}
+def _check_entry_points() -> list[Finding]:
+    needed = {"sglang.srt.plugins": _PLUGIN, "sglang.srt.platforms": "flashmoa_cpu"}
     missing = [
         f"{group}: {name}"
-        for group, name in wanted.items()
+        for group, name in needed.items()
         if name not in {entry.name for entry in entry_points(group=group)}
     ]
     if not missing:
@@ -85,64 +85,64 @@ def _entry_points() -> list[Finding]:
 
 def check_environment() -> list[Finding]:
     """Check SGLang's environment variables that keep the plugin out."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if excludes_plugin(allowed):
         text = f"SGLANG_PLUGINS={allowed} keeps the plugin out"
-        found.append(fix("environment", text, "unset SGLANG_PLUGINS, or add flashmoa to it"))
+        findings.append(fix("environment", text, "unset SGLANG_PLUGINS, or add flashmoa to it"))
     platform = os.environ.get("SGLANG_PLATFORM", "")
     if platform not in ("", "flashmoa_cpu"):
         text = f"SGLANG_PLATFORM={platform} keeps out plugins with other platforms"
-        found.append(fix("environment", text, "unset SGLANG_PLATFORM"))
-    return found
+        findings.append(fix("environment", text, "unset SGLANG_PLATFORM"))
+    return findings
 
 
 def excludes_plugin(allowed: str) -> bool:
-    """Return whether ``SGLANG_PLUGINS``, the names to load, leaves the plugin out."""
+    """Return whether a value of ``SGLANG_PLUGINS``, a list of names, keeps the plugin out."""
     names = {name.strip() for name in allowed.split(",")} - {""}
     return bool(names) and _PLUGIN not in names
 
 
 def check_release(release: str) -> Finding:
-    """Check SGLang's release against those that the plugin was tested with."""
+    """Check whether the plugin was tested with this release of SGLang."""
     releases = _plugin("releases")
-    tested = ", ".join(releases.TESTED)
+    tested, remedy = ", ".join(releases.TESTED), _install_command()
     if release in releases.TESTED:
         return ok("SGLang", f"{release}, a tested release")
     if releases.too_old(release) is not None:
-        return fix("SGLang", f"{release} is too old for the plugin; tested: {tested}", _remedy())
-    return note("SGLang", f"{release} is not among the tested releases {tested}", _remedy())
+        return fix("SGLang", f"{release} is too old for the plugin; tested: {tested}", remedy)
+    return note("SGLang", f"{release} is not among the tested releases {tested}", remedy)
 
 
 def check_internals() -> list[Finding]:
     """Check whether SGLang has everything that the plugin hooks, calls, reads or writes in it.
 
-    An engine checks the same when it starts; here that is done for engines of all kinds.
+    An engine checks the features that it uses when it starts; this checks all features.
     """
     internals = _plugin("internals")
     source = internals.installed()
     if source is None:
         return [note("internals", "not checked: SGLang is not installed")]
-    release, remedy = _plugin("releases").installed(), _remedy()
-    found: list[Finding] = []
+    release, remedy = _plugin("releases").installed(), _install_command()
+    findings: list[Finding] = []
     count = 0
     for feature in (internals.EVERYBODY, *internals.FEATURES):
         check = internals.looked_at(release, source, feature, _plugin("plugin").hooked(feature))
         count += len(check.seen)
         text = f"this SGLang {check.problem}"
-        if check.problem and (feature == internals.EVERYBODY or _starts_with(feature)):
-            found.append(fix("internals", text, remedy))
+        if check.problem and (feature == internals.EVERYBODY or _is_on_by_default(feature)):
+            findings.append(fix("internals", text, remedy))
         elif check.problem:
-            found.append(note("internals", f"{text}; {feature} needs that", remedy))
-    return found or [ok("internals", f"SGLang has all {count} internals that the plugin uses")]
+            findings.append(note("internals", f"{text}; {feature} needs that", remedy))
+    return findings or [ok("internals", f"SGLang has all {count} internals that the plugin uses")]
 
 
-def _starts_with(feature: str) -> bool:
-    """Return whether engines on this machine use a feature without being asked to."""
+def _is_on_by_default(feature: str) -> bool:
+    """Return whether engines on this machine use a feature without an argument for it."""
     return feature == _plugin("internals").CPU and not accelerators()
 
 
-def _remedy() -> str:
+def _install_command() -> str:
     return f"pip install sglang=={_plugin('releases').TESTED[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""Checks whether an engine's prompts can be predicted, and whether a link works there."""
+"""Check an engine's chat template (``check_templates``), and make a link (``check_link``)."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.workflow import Workflow
 
-# White space that templates may strip.
+# A text with white space that a template may strip.
 _TEXT = "  A plan.\n\n1. Walk.\n"
-_SHORT = 8
-# Tokens of the first answer: long enough for a stream to open meanwhile, the shorter first.
-_ANSWERS = (16, 64, 256)
+_TOKENS_OF_READER = 8
+# Lengths of the text that is read. The next one is tried if no stream opened while it was written.
+_TOKENS_OF_WRITER = (16, 64, 256)
 
 
-def _user(content: str) -> dict[str, str]:
+def _user_message(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
 async def check_templates(engine: EngineClient) -> list[Finding]:
-    """Check whether the engine's chat template keeps texts as they are, at a stable place.
+    """Check whether the chat template keeps texts unchanged, so that prompts can be predicted.
 
-    Raises: EngineError where the engine stops answering.
+    Raises: EngineError if the engine stops answering.
     """
     try:
-        problem = await _unstable(engine)
+        problem = await _prediction_problem(engine)
     except RequestRefused as error:
         return [fix("chat template", str(error), "start it with --chat-template FILE")]
     if problem is not None:
         text = f"it {problem}, so that prompts cannot be predicted"
         return [fix("chat template", text, "start it with --chat-template FILE")]
     try:
-        await engine.render([_user("Plan a trip."), _user("A plan.")])
+        await engine.render([_user_message("Plan a trip."), _user_message("A plan.")])
     except RequestRefused:
         text = "it refuses two user messages in a row, which AutoGen's teams send"
         remedy = "FlashMoAChatCompletionClient(merge_user_messages=True)"
@@ -42,11 +42,11 @@ async def check_templates(engine: EngineClient) -> list[Finding]:
     return [ok("chat template", "it keeps texts as they are")]
 
 
-async def _unstable(engine: EngineClient) -> str | None:
-    """Return what is wrong with a predicted prompt, ``None`` where nothing is."""
+async def _prediction_problem(engine: EngineClient) -> str | None:
+    """Return why prompts cannot be predicted, as the end of a sentence; ``None`` if they can."""
 
     def messages(text: str) -> list[dict[str, str]]:
-        return [_user(f"Shorten this:\n{text}\nBriefly.")]
+        return [_user_message(f"Shorten this:\n{text}\nBriefly.")]
 
     placeholders = Placeholders(["writer"])
     try:
@@ -64,12 +64,12 @@ async def _unstable(engine: EngineClient) -> str | None:
 
 
 async def check_link(engine: EngineClient, model: str) -> Finding:
-    """Ask for a short answer and for one that reads it, linked to it."""
+    """Check whether a call's prompt is prefilled while the text that it reads is written."""
     use: StreamUse | None = None
     reason = ""
-    for tokens in _ANSWERS:
+    for tokens in _TOKENS_OF_WRITER:
         try:
-            use, reason = await _linked(engine, model, tokens)
+            use, reason = await _make_linked_calls(engine, model, tokens)
         except EngineError as error:
             return fix("link", f"a call failed: {error}", "see the engine's log")
         if use is not None:
@@ -81,17 +81,22 @@ async def check_link(engine: EngineClient, model: str) -> Finding:
     return ok("link", "hit: a call's prompt was prefilled before the call came")
 
 
-async def _linked(engine: EngineClient, model: str, tokens: int) -> tuple[StreamUse | None, str]:
-    """Make two calls; return what became of the second one's stream, and how its link ended.
+async def _make_linked_calls(
+    engine: EngineClient, model: str, tokens: int
+) -> tuple[StreamUse | None, str]:
+    """Make two calls, of which the second reads the first one's text.
 
-    Raises: EngineError.
+    Returns: how the second call used its stream, ``None`` without one; and why its link ended.
+
+    Raises: EngineError if a call fails.
     """
     events: list[Event] = []
     async with Workflow(engine, listener=events.append) as flow:
         sampling: dict[str, Any] = {"model": model, "temperature": 0, "ignore_eos": True}
-        plan = flow.ask([_user("Plan a trip to Nepal.")], max_tokens=tokens, **sampling)
-        short = flow.ask([_user(f"Shorten this:\n{plan}")], max_tokens=_SHORT, **sampling)
-        await short
-    ended = [event.reason for event in events if isinstance(event, LinkClosed)]
-    usage = short.usage
-    return usage.prompt_stream if usage is not None else None, ", ".join(ended)
+        plan = flow.ask([_user_message("Plan a trip to Nepal.")], max_tokens=tokens, **sampling)
+        question = [_user_message(f"Shorten this:\n{plan}")]
+        summary = flow.ask(question, max_tokens=_TOKENS_OF_READER, **sampling)
+        await summary
+    reasons = [event.reason for event in events if isinstance(event, LinkClosed)]
+    usage = summary.usage
+    return usage.prompt_stream if usage is not None else None, ", ".join(reasons)

@@ -1,4 +1,4 @@
-"""Checks of the machine: system, Python, compiler, accelerator, memory."""
+"""Check the machine (``check_system``, ``check_machine``): compiler, accelerator, memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flashmoa.doctor.findings import Finding, fix, note, ok
 
 _GIB = 2**30
 _DEVICES = Path("/dev")
-# The memory of an engine with a tiny model on a CPU, its three processes together.
-_LEAST_MEMORY = 3 * _GIB
+# Bytes that an engine's three processes take together, with a tiny model on a CPU.
+_MIN_MEMORY = 3 * _GIB
 # Docker's default of 64 MiB is too little for tensor-parallel ranks.
-_LEAST_SHARED = _GIB // 2
+_MIN_SHARED_MEMORY = _GIB // 2
 
 
 def runs_engines() -> bool:
@@ -27,59 +27,65 @@ def runs_engines() -> bool:
 
 def check_system() -> list[Finding]:
     """Check Python and the operating system."""
-    found = [ok("Python", platform.python_version())]
+    python = ok("Python", platform.python_version())
     if runs_engines():
-        return [*found, ok("system", f"{platform.system()} {platform.machine()}")]
+        return [python, ok("system", f"{platform.system()} {platform.machine()}")]
     text = f"SGLang runs on Linux only; {platform.system()} can run the client library"
-    return [*found, note("system", text, "run the engine on a Linux machine, or in WSL or Docker")]
+    return [python, note("system", text, "run the engine on a Linux machine, or in WSL or Docker")]
 
 
 def check_machine() -> list[Finding]:
-    """Check what an engine needs beside Python packages."""
-    return [*_compiler(), *_accelerator(), _memory(), *_shared_memory()]
+    """Check for everything that an engine needs except Python packages."""
+    return [_check_compiler(), *_check_accelerator(), _check_memory(), *_check_shared_memory()]
 
 
 def compiler() -> str | None:
-    """Return the path of a C compiler: ``CC`` of the environment, or the first usual one."""
+    """Return the path of a C compiler, ``None`` if there is none.
+
+    It is the one that the environment variable ``CC`` names, otherwise cc, gcc or clang.
+    """
     names = [os.environ["CC"].split()[0]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def _compiler() -> list[Finding]:
-    found = compiler()
-    if found is not None:
-        return [ok("C compiler", found)]
+def _check_compiler() -> Finding:
+    path = compiler()
+    if path is not None:
+        return ok("C compiler", path)
     text = "there is none, and SGLang compiles kernels when they are first used"
-    return [fix("C compiler", text, "apt-get install gcc")]
+    return fix("C compiler", text, "apt-get install gcc")
 
 
 def accelerators() -> list[str]:
-    """Return the devices of the GPUs that the system shows."""
+    """Return the names of the system's NVIDIA devices."""
     return [path.name for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
 
 
-def _accelerator() -> list[Finding]:
-    seen = accelerators()
+def _check_accelerator() -> list[Finding]:
+    devices = accelerators()
     build = _torch_build()
     if build is None:
         return [fix("torch", "it is not installed", "make setup, or pip install SGLang's")]
     version, cuda = build
     torch = ok("torch", f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}")
-    if not seen:
+    if not devices:
         text = "there is none: engines run on the plugin's CPU platform"
         return [torch, note("GPU", text)]
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
         return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]
     if cuda is None:
-        text = f"{', '.join(seen)} found, but this torch is built without CUDA"
+        text = f"{', '.join(devices)} found, but this torch is built without CUDA"
         index = "https://download.pytorch.org/whl/cu128"
         return [fix("GPU", text, f"pip install --force-reinstall torch --index-url {index}")]
-    return [torch, ok("GPU", ", ".join(seen))]
+    return [torch, ok("GPU", ", ".join(devices))]
 
 
 def _torch_build() -> tuple[str, str | None] | None:
-    """Return the versions of torch and its CUDA; read, since an import takes seconds."""
+    """Return the versions of torch and of its CUDA, ``None`` if torch is not installed.
+
+    They are read from a file, since importing torch takes seconds.
+    """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -92,41 +98,45 @@ def _torch_build() -> tuple[str, str | None] | None:
     return version[1] if version else "?", cuda[1] if cuda else None
 
 
-def _memory() -> Finding:
+def _check_memory() -> Finding:
     free = available_memory()
     if free is None:
-        return note("memory", "the system does not say how much is free")
+        return note("memory", "the system does not report how much is free")
     text = f"{free / _GIB:.1f} GiB free"
-    if free >= _LEAST_MEMORY:
+    if free >= _MIN_MEMORY:
         return ok("memory", text)
     return note("memory", text, "end other programs; --max-total-tokens N bounds a CPU's KV pool")
 
 
 def available_memory() -> int | None:
-    """Return the bytes this process may still use: the machine's, within its container's limit."""
-    lines = _read(Path("/proc/meminfo"))
-    available = re.search(r"MemAvailable:\s+(\d+) kB", lines or "")
+    """Return how many bytes are available on the machine and within the container's limit.
+
+    Returns: ``None`` if the system reports neither.
+    """
+    meminfo = _read(Path("/proc/meminfo"))
+    available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
     bounds = [int(available[1]) * 1024] if available else []
     group = Path("/sys/fs/cgroup")
     limit, used = _read(group / "memory.max"), _read(group / "memory.current")
-    if limit and used and limit.strip().isdigit():
+    if used and limit.strip().isdigit():
         bounds.append(max(0, int(limit) - int(used)))
     return min(bounds, default=None)
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
+    """Return a file's text, empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
-        return None
+        return ""
 
 
-def _shared_memory() -> list[Finding]:
+def _check_shared_memory() -> list[Finding]:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
         return []
     text = f"{free / _GIB:.1f} GiB free in /dev/shm"
-    if free >= _LEAST_SHARED:
+    if free >= _MIN_SHARED_MEMORY:
         return [ok("shared memory", text)]
     return [note("shared memory", f"{text}; several GPUs need more", "docker run --shm-size 8g")]

@@ -1,4 +1,4 @@
-"""Checks of a running engine, through its API."""
+"""Check a running engine through its API (``check_engine``)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ _CAPABILITIES = {"prefill_only", "render", "prompt_streams", "prompt_stream_id"}
 
 @dataclass(frozen=True, slots=True)
 class EngineToCheck:
-    """Which engine to check, and how a client would use it.
+    """Names an engine to check, and how a client uses it.
 
-    ``calls`` says whether two short calls may be made, to see a link work.
+    Attributes:
+        model: the model name in the client's requests; ``None``: the engine's own.
+        calls: whether a link may be checked, which takes two short calls.
     """
 
     url: str
@@ -40,32 +42,37 @@ class EngineToCheck:
     calls: bool = True
 
 
-async def check_engine(asked: EngineToCheck) -> list[Finding]:
-    """Check whether an engine can be reached, what it is, and whether it links."""
+async def check_engine(target: EngineToCheck) -> list[Finding]:
+    """Check whether an engine can be reached, what it is, and whether links work on it."""
     try:
-        url = engine_url(asked.url)
+        url = engine_url(target.url)
     except ValueError as error:
         return [fix("engine", str(error), "--engine http://HOST:PORT")]
-    async with EngineClient(url, api_key=asked.api_key, timeout=_TIMEOUT_SECONDS) as engine:
+    key = target.api_key
+    async with EngineClient(url, api_key=key, timeout=_TIMEOUT_SECONDS) as engine:
         try:
             info = await engine.info()
         except EngineError as error:
-            return [await _refused(error, url, asked.api_key)]
-        found = [*_versions(info, url), _served(info, asked.model), *_room(info)]
-        found += _settings(await _ask(url, asked.api_key, "/server_info", "/get_server_info"))
+            return [await _explain_failure(error, url, key)]
+        findings = [
+            *_check_versions(info, url),
+            _check_model(info, target.model),
+            *_check_capacity(info),
+            *_check_settings(await _get_json(url, key, "/server_info", "/get_server_info")),
+        ]
         try:
             templates = await check_templates(engine)
-            found += templates
-            # Where prompts cannot be rendered, no link can be made.
-            if asked.calls and not any(one.level == "fix" for one in templates):
-                found.append(await check_link(engine, asked.model or info.model["name"]))
+            findings += templates
+            # A link needs prompts that can be rendered and predicted.
+            if target.calls and not any(finding.level == "fix" for finding in templates):
+                findings.append(await check_link(engine, target.model or info.model["name"]))
         except EngineError as error:
-            found.append(fix("engine", f"it stopped answering: {error}", "see the engine's log"))
-    return found
+            findings.append(fix("engine", f"it stopped answering: {error}", "see the engine's log"))
+    return findings
 
 
-async def _refused(error: EngineError, url: str, key: str | None) -> Finding:
-    """Find out what answers at ``url`` where it does not say what it is."""
+async def _explain_failure(error: EngineError, url: str, key: str | None) -> Finding:
+    """Explain why the server at ``url`` does not answer ``/flashmoa/info`` as an engine does."""
     if isinstance(error, EngineUnreachable):
         if "SSL" in str(error):
             return fix("engine", f"{url} does not speak https", "--engine http://HOST:PORT")
@@ -82,24 +89,25 @@ async def _refused(error: EngineError, url: str, key: str | None) -> Finding:
         given = "refuses this API key" if key else "needs an API key"
         return fix("engine", f"{url} {given}", "--api-key KEY; clients: api_key=KEY")
     if isinstance(error, PluginMissing | BadAnswer):
-        return await _without_plugin(url, key)
+        return await _identify_server(url, key)
     return fix("engine", str(error), "see the engine's log")
 
 
-async def _without_plugin(url: str, key: str | None) -> Finding:
-    if "model_path" in await _ask(url, key, "/model_info", "/get_model_info"):
+async def _identify_server(url: str, key: str | None) -> Finding:
+    """Find out what kind of server answers at ``url``, if it is not SGLang with the plugin."""
+    if "model_path" in await _get_json(url, key, "/model_info", "/get_model_info"):
         text = f"{url} is SGLang without the plugin: agents run there, but unlinked"
-        remedy = "beside that SGLang: pip install ./server_patches, unset SGLANG_PLUGINS, restart"
+        remedy = "where SGLang runs: pip install ./server_patches, unset SGLANG_PLUGINS, restart"
         return fix("engine", text, remedy)
-    if "data" in await _ask(url, key, "/v1/models"):
+    if "data" in await _get_json(url, key, "/v1/models"):
         text = f"{url} is an OpenAI server, but not SGLang: agents run there, but unlinked"
         return fix("engine", text, "flashmoa serve --model-path PATH")
     text = f"{url} answers, but is not an engine"
     return fix("engine", text, "--engine http://HOST:PORT as flashmoa serve shows it")
 
 
-async def _ask(url: str, key: str | None, *paths: str) -> dict[str, Any]:
-    """Return the answer of the first of these routes that answers JSON, ``{}`` where none does."""
+async def _get_json(url: str, key: str | None, *paths: str) -> dict[str, Any]:
+    """Return the object that the first of these routes answers, ``{}`` if none answers one."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_SECONDS) as http:
         for path in paths:
@@ -112,59 +120,59 @@ async def _ask(url: str, key: str | None, *paths: str) -> dict[str, Any]:
     return {}
 
 
-def _versions(info: EngineInfo, url: str) -> list[Finding]:
+def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
     plugin, sglang = info.plugin.get("version"), info.sglang.get("version")
-    found = [ok("engine", f"{url}: SGLang {sglang}, flashmoa-sglang {plugin}")]
+    findings = [ok("engine", f"{url}: SGLang {sglang}, flashmoa-sglang {plugin}")]
     if plugin != flashmoa.__version__:
-        text = f"its plugin is {plugin}, but this client is {flashmoa.__version__}"
-        found.append(note("versions", text, "pip install both from one checkout, and restart it"))
+        text = f"the engine's plugin is {plugin}, but this client is {flashmoa.__version__}"
+        remedy = "pip install both from one checkout, and restart the engine"
+        findings.append(note("versions", text, remedy))
     if info.capabilities == ["render"]:
         text = "the engine keeps no KV, and linking needs it"
-        found.append(fix("settings", text, "start it without --flashmoa-kv-cache off"))
+        findings.append(fix("settings", text, "start it without --flashmoa-kv-cache off"))
     elif missing := sorted(_CAPABILITIES - set(info.capabilities)):
-        text = f"its plugin has no {', '.join(missing)}"
-        found.append(fix("versions", text, "pip install ./server_patches there, and restart it"))
-    return found
+        text = f"the engine's plugin has no {', '.join(missing)}"
+        remedy = "pip install ./server_patches there, and restart the engine"
+        findings.append(fix("versions", text, remedy))
+    return findings
 
 
-def _served(info: EngineInfo, asked: str | None) -> Finding:
+def _check_model(info: EngineInfo, requested: str | None) -> Finding:
     name = info.model.get("name", "?")
-    if asked is None or asked == name:
+    if requested is None or requested == name:
         return ok("model", name)
-    text = f"{name} is served; SGLang answers requests for {asked!r} with it, too"
-    return note("model", text, f"model={name!r}, or start it with --served-model-name {asked}")
+    text = f"{name} is served; SGLang answers requests for {requested!r} with it, too"
+    remedy = f"model={name!r}, or start the engine with --served-model-name {requested}"
+    return note("model", text, remedy)
 
 
-def _room(info: EngineInfo) -> list[Finding]:
+def _check_capacity(info: EngineInfo) -> list[Finding]:
     pool = sum(rank.total for rank in info.kv)
     smallest = min((rank.total for rank in info.kv), default=0)
     text = f"{pool:,} tokens of KV, context of {info.context_length:,}"
-    found = [ok("room", text)]
+    room = ok("room", text)
     if smallest < info.context_length:
         text += ": prompts longer than the pool are refused"
-        found = [note("room", text, "raise --mem-fraction-static or --max-total-tokens")]
+        room = note("room", text, "raise --mem-fraction-static or --max-total-tokens")
     streams = f"{info.prompt_streams} prompt streams open"
     if info.costs is None:
-        found.append(
-            note("costs", f"{streams}; the engine still measures its forwards, for some seconds")
-        )
-        return found
+        text = f"{streams}; the engine still measures its forwards, for some seconds"
+        return [room, note("costs", text)]
     step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"
-    found.append(ok("costs", f"{streams}; {step}"))
-    return found
+    return [room, ok("costs", f"{streams}; {step}")]
 
 
-def _settings(server: dict[str, Any]) -> list[Finding]:
-    """Check those arguments of the engine that links depend on."""
+def _check_settings(server: dict[str, Any]) -> list[Finding]:
+    """Check the engine's arguments that links depend on."""
     if not server:
         return [note("settings", "the engine does not show its arguments")]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if server.get("disable_radix_cache"):
         text = "the radix cache is off, and linking keeps its KV there"
-        found.append(fix("settings", text, "start it without --disable-radix-cache"))
+        findings.append(fix("settings", text, "start it without --disable-radix-cache"))
     if not server.get("enable_cache_report"):
         text = "cached tokens are reported for linked calls only"
-        found.append(note("settings", text, "start it with --enable-cache-report"))
+        findings.append(note("settings", text, "start it with --enable-cache-report"))
     page = server.get("page_size") or 1
-    found.append(ok("settings", f"pages of {page} {'token' if page == 1 else 'tokens'}"))
-    return found
+    findings.append(ok("settings", f"pages of {page} {'token' if page == 1 else 'tokens'}"))
+    return findings

@@ -1,4 +1,4 @@
-"""Engines: one typed client per SGLang server, its answers as types, and its errors."""
+"""Talk to SGLang servers: a typed client, its answers as types, and its errors."""
 
 from flashmoa.engine.client import EngineClient
 from flashmoa.engine.connections import engine_url, self_hosted_url

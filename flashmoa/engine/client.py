@@ -1,4 +1,4 @@
-"""EngineClient: one typed client per engine."""
+"""Call an engine's HTTP API (:class:`EngineClient`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from flashmoa import errors
 from flashmoa.engine import wire
-from flashmoa.engine.connections import engine_url, events, http_client, request
-from flashmoa.engine.generation import Generated, NextLogprobs, chat_completion, generation
-from flashmoa.engine.refusals import not_an_engine
+from flashmoa.engine.connections import engine_url, make_http_client, send_request, stream_events
+from flashmoa.engine.generation import Generated, NextLogprobs, read_chat, read_generation
+from flashmoa.engine.refusals import bad_answer
 from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -28,11 +28,11 @@ class EngineClient:
     Args:
         base_url: ``http://HOST:PORT``, with or without ``/v1``.
         api_key: the server's ``--api-key``, if it has one.
-        timeout: seconds for one answer, and between two pieces of a streamed one.
-        headers: sent with every request.
+        timeout: seconds to wait for an answer, and for the next piece of a streamed one.
+        headers: headers to send with every request.
         stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
             that of a link, once the client has vanished.
-        namespace: that of its prompt streams' KV, as :func:`kv_namespace` returns it.
+        namespace: the namespace of its prompt streams' KV, as :func:`kv_namespace` returns it.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
@@ -51,8 +51,8 @@ class EngineClient:
     ) -> None:
         self.url = engine_url(base_url)
         self._namespace = dict(namespace or {})
-        self.stream_ttl_seconds = checked_ttl(stream_ttl_seconds)
-        self._http = http_client(self.url, api_key, timeout, headers)
+        self.stream_ttl_seconds = check_ttl(stream_ttl_seconds)
+        self._http = make_http_client(self.url, api_key, timeout, headers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,7 +70,7 @@ class EngineClient:
         await self._http.aclose()
 
     async def info(self) -> EngineInfo:
-        """Return what the engine is and can do."""
+        """Return the engine's model, capabilities and state."""
         return await self._call("GET", "/flashmoa/info", EngineInfo)
 
     async def render(
@@ -80,7 +80,7 @@ class EngineClient:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text that the engine's chat template makes of ``messages``."""
+        """Return the prompt that the engine's chat template makes of ``messages``, as text."""
         body: dict[str, Any] = {"messages": list(messages), "tools": tools or None}
         body["chat_template_kwargs"] = template_args or None
         return (await self._call("POST", "/render", wire.RenderedText, body)).text
@@ -122,7 +122,7 @@ class EngineClient:
         Args:
             add_special_tokens: ``False`` for text rendered by a chat template, which has them
                 already.
-            namespace: used in place of the client's.
+            namespace: the namespace of its KV; by default the client's.
         """
         body = {
             "text": text,
@@ -142,14 +142,14 @@ class EngineClient:
         input_ids: Sequence[int] | None = None,
         end: bool = False,
     ) -> StreamState:
-        """Add the ``seq``-th piece, counted from 0; repeating one is harmless."""
+        """Append piece number ``seq``, counted from 0. Repeating this is harmless."""
         body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
         return await self._call("POST", f"/prompt_streams/{stream_id}/append", StreamState, body)
 
     async def keep_alive(self, stream_id: str) -> StreamState:
         """Extend the life of a prompt stream by its ``ttl_seconds``, as an append does.
 
-        Raises: PluginMissing where the plugin is older than this route.
+        Raises: PluginMissing if the plugin is older than this route.
         """
         return await self._call("POST", f"/prompt_streams/{stream_id}/keep_alive", StreamState)
 
@@ -158,16 +158,17 @@ class EngineClient:
         return await self._call("GET", f"/prompt_streams/{stream_id}", StreamState)
 
     async def delete_stream(self, stream_id: str) -> None:
-        """End a prompt stream; it is not an error if it is gone already."""
+        """End a prompt stream. It is not an error if the stream has ended already."""
         with suppress(errors.StreamGone, errors.StreamUnknown):
-            await self._call("DELETE", f"/prompt_streams/{stream_id}", wire.Nothing)
+            await self._call("DELETE", f"/prompt_streams/{stream_id}", wire.EmptyAnswer)
 
     async def flush_cache(self, wait_seconds: float = 30.0) -> None:
         """Empty the radix cache once the engine is idle.
 
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
-        await request(self._http, self.url, "POST", f"/flush_cache?timeout={wait_seconds}", None)
+        path = f"/flush_cache?timeout={wait_seconds}"
+        await send_request(self._http, self.url, "POST", path)
 
     @asynccontextmanager
     async def generate(
@@ -183,7 +184,7 @@ class EngineClient:
 
         Args:
             sampling: SGLang's sampling parameters.
-            expected_output_tokens: for an engine that schedules by it.
+            expected_output_tokens: number of output tokens, for engines that schedule by it.
         """
         body = {
             "text": text,
@@ -193,8 +194,8 @@ class EngineClient:
             "expected_output_tokens": expected_output_tokens,
             "stream": True,
         }
-        async with events(self._http, self.url, "/generate", body) as found:
-            yield generation(found)
+        async with stream_events(self._http, self.url, "/generate", body) as events:
+            yield read_generation(events)
 
     @asynccontextmanager
     async def chat(
@@ -207,7 +208,7 @@ class EngineClient:
         """Stream a chat completion. Leaving the context aborts it.
 
         Args:
-            parameters: those of OpenAI's chat completions, and SGLang's own.
+            parameters: parameters of OpenAI's chat completions, and SGLang's own.
         """
         body = {
             "model": "default",
@@ -217,8 +218,8 @@ class EngineClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with events(self._http, self.url, "/v1/chat/completions", body) as found:
-            yield chat_completion(found)
+        async with stream_events(self._http, self.url, "/v1/chat/completions", body) as events:
+            yield read_chat(events)
 
     async def next_logprobs(
         self,
@@ -228,23 +229,23 @@ class EngineClient:
         continuation: Sequence[int] = (),
         prompt_stream_id: str | None = None,
     ) -> NextLogprobs:
-        """Return log-probabilities of what may follow a prompt.
+        """Return log-probabilities of tokens after a prompt.
 
         They come from one prefill; nothing is decoded. Stock SGLang can do it, too.
 
         Args:
-            token_ids: tokens that may follow the prompt and its continuation.
-            continuation: tokens that follow the prompt.
+            token_ids: candidates for the token after the prompt and its continuation.
+            continuation: tokens after the prompt.
 
-        Raises: MalformedRequest for a prompt that is too long, or a token outside the vocabulary.
+        Raises: MalformedRequest if the prompt is too long, or a token is not in the vocabulary.
         """
         body = {
             "input_ids": [*input_ids, *continuation],
-            # Requests of one batch are sampled together where one of them decodes, and SGLang's
-            # log-probabilities are then those at their temperatures.
+            # If another request of the batch decodes, SGLang applies each request's temperature to
+            # its log-probabilities.
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            # SGLang gives them from the token after this one on, and none before it.
+            # SGLang gives log-probabilities only for the tokens after this position.
             "logprob_start_len": len(input_ids) - 1 if continuation else -1,
             "token_ids_logprob": list(token_ids) or None,
             "prompt_stream_id": prompt_stream_id,
@@ -267,7 +268,7 @@ class EngineClient:
         return (await self._call("POST", "/tokenize", wire.PromptTokens, body)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, with that of special ones."""
+        """Return the text of tokens, including special ones."""
         body = {"tokens": list(token_ids), "skip_special_tokens": False}
         return (await self._call("POST", "/detokenize", wire.RenderedText, body)).text
 
@@ -284,15 +285,15 @@ class EngineClient:
         answer: type[Answer],
         body: Mapping[str, Any] | None = None,
     ) -> Answer:
-        content = await request(self._http, self.url, method, path, body)
+        content = await send_request(self._http, self.url, method, path, body)
         try:
             return answer.model_validate_json(content)
         except ValidationError as error:
-            raise errors.BadAnswer(not_an_engine(self.url, path)) from error
+            raise bad_answer(self.url, path) from error
 
 
-def checked_ttl(seconds: float) -> float:
-    """Return a prompt stream's lifetime in seconds, once checked. Raises: ValueError."""
+def check_ttl(seconds: float) -> float:
+    """Return the seconds. Raises: ValueError if they are not positive and finite."""
     if not (isfinite(seconds) and seconds > 0):
         raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
     return seconds

@@ -1,4 +1,4 @@
-"""HTTP to an engine: its URL, connections, and requests whose failures are our exceptions."""
+"""Send HTTP requests to an engine, and turn their failures into FlashMoA's exceptions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from flashmoa.engine.generation import data_events
-from flashmoa.engine.refusals import not_an_engine, refusal, translated
-from flashmoa.errors import BadAnswer
+from flashmoa.engine.generation import read_events
+from flashmoa.engine.refusals import bad_answer, make_refusal, translate_errors
 
 # SGLang closes a connection that was idle for 5 s (``SGLANG_TIMEOUT_KEEP_ALIVE``). A request that
-# is on its way at that moment is lost, so ours are closed long before.
+# is sent at that moment is lost, so the client closes idle connections long before.
 KEPT_SECONDS = 2.0
-# Few are kept, since httpx looks at each idle one for each request; engines decide how many are in
-# use at a time.
+# Few idle connections are kept, since httpx checks each of them at each request. The number in use
+# has no limit here; engines limit it.
 CONNECTIONS = httpx.Limits(
     max_connections=None, max_keepalive_connections=20, keepalive_expiry=KEPT_SECONDS
 )
@@ -27,9 +26,9 @@ _LOCAL = "http://127.0.0.1:30000"
 
 
 def engine_url(base_url: str) -> str:
-    """Return an engine's root, given its own URL or its OpenAI one (``.../v1``).
+    """Return an engine's root URL, given that URL or the one for OpenAI clients (``.../v1``).
 
-    Raises: ValueError.
+    Raises: ValueError if it is not an HTTP URL.
     """
     try:
         parts = urlsplit(base_url)
@@ -42,63 +41,71 @@ def engine_url(base_url: str) -> str:
 
 
 def self_hosted_url(base_url: str | None) -> str:
-    """Return the root of the engine at ``base_url``.
+    """Return the root URL of the engine at ``base_url``.
 
-    Without one it is that of ``OPENAI_BASE_URL`` in the environment, else SGLang's default address.
+    The default is ``OPENAI_BASE_URL`` in the environment, and then SGLang's default address.
     """
     return engine_url(base_url or os.environ.get("OPENAI_BASE_URL") or _LOCAL)
 
 
-def http_client(
+def make_http_client(
     url: str, api_key: str | None, timeout: float | httpx.Timeout, headers: Mapping[str, str] | None
 ) -> httpx.AsyncClient:
     """Make the HTTP client of one engine; ``timeout`` in seconds."""
-    sent = dict(headers or {})
+    all_headers = dict(headers or {})
     if api_key:
-        sent["Authorization"] = f"Bearer {api_key}"
+        all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
     return httpx.AsyncClient(
         base_url=url,
-        headers=sent,
+        headers=all_headers,
         timeout=timeout,
         limits=CONNECTIONS,
-        # Reading the certificates takes 20 ms, in which the event loop stands still.
+        # Reading the certificates would block the event loop for 20 ms.
         verify=url.startswith("https://"),
     )
 
 
-async def request(
-    http: httpx.AsyncClient, url: str, method: str, path: str, body: Mapping[str, Any] | None
+async def send_request(
+    http: httpx.AsyncClient,
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the body of an answer; fields of ``body`` that are ``None`` are not sent.
+    """Send a request, and return the body of the answer.
 
-    Raises: EngineError.
+    Args:
+        body: the fields of the request's body; those that are ``None`` are not sent.
+
+    Raises: EngineError if there is no answer, or the answer is an error.
     """
-    with translated(url):
-        response = await http.request(method, path, json=None if body is None else _given(body))
+    with translate_errors(url):
+        json = None if body is None else _without_none(body)
+        response = await http.request(method, path, json=json)
     if response.is_error:
-        raise refusal(response, url)
+        raise make_refusal(response, url)
     return response.content
 
 
 @asynccontextmanager
-async def events(
+async def stream_events(
     http: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any]
 ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
     """Send a request and yield the events of its answer. Leaving the context aborts it.
 
-    Raises: EngineError.
+    Raises: EngineError if there is no answer, or the answer is an error or not a stream of events.
     """
-    with translated(url):
-        async with http.stream("POST", path, json=_given(body)) as response:
+    with translate_errors(url):
+        async with http.stream("POST", path, json=_without_none(body)) as response:
             if response.is_error:
                 await response.aread()
-                raise refusal(response, url)
+                raise make_refusal(response, url)
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                raise BadAnswer(not_an_engine(url, path))
-            yield data_events(response)
+                raise bad_answer(url, path)
+            yield read_events(response)
 
 
-def _given(body: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What engines generate: streamed answers as :class:`Delta`, and log-probabilities."""
+"""Read what engines generate: streamed answers as :class:`Delta`, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import httpx
 from pydantic import BaseModel
 
 from flashmoa import errors
-from flashmoa.engine.refusals import aborted
+from flashmoa.engine.refusals import make_abort_refusal
 from flashmoa.engine.wire import Delta, PromptUsage
 
-# A log-probability (``None`` for minus infinity, and for a prompt's first token), a token, its
-# text.
+# A log-probability (``None`` for minus infinity, and for a prompt's first token), a token id, and
+# the token's text.
 _Logprob = tuple[float | None, int, Any]
 
 
-async def event_data(response: httpx.Response) -> AsyncGenerator[str]:
+async def read_event_data(response: httpx.Response) -> AsyncGenerator[str]:
     """Yield the data of each server-sent event of an answer, as it arrives.
 
-    Only a line feed ends a line: ``Response.aiter_lines`` also breaks at separators like U+2028,
-    which texts in JSON may hold.
+    Only a line feed ends a line. ``Response.aiter_lines`` would also break at separators like
+    U+2028, which texts in JSON may contain.
     """
     rest = b""
     async for piece in response.aiter_bytes():
@@ -35,10 +35,15 @@ async def event_data(response: httpx.Response) -> AsyncGenerator[str]:
                 yield line.removeprefix(b"data:").strip().decode(errors="replace")
 
 
-async def data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the events of a stream. Raises: BadAnswer, RequestRefused."""
-    async with aclosing(event_data(response)) as several:
-        async for data in several:
+async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the events of a stream.
+
+    Raises:
+        BadAnswer: if an event is not JSON.
+        RequestRefused: if an event is an error.
+    """
+    async with aclosing(read_event_data(response)) as events:
+        async for data in events:
             if data == "[DONE]":
                 continue
             try:
@@ -49,35 +54,33 @@ async def data_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
                     "URL right?"
                 ) from error
             if "error" in event:
-                problem = event["error"]
+                fields = event["error"]
                 raise errors.RequestRefused(
-                    str(problem.get("message", problem)),
-                    int(problem.get("code") or 400),
-                    "generation",
+                    str(fields.get("message", fields)), int(fields.get("code") or 400), "generation"
                 )
             yield event
 
 
-async def generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
-    """Yield what is new in each event of ``/generate``; SGLang repeats the whole text."""
-    seen, tokens = 0, 0
+async def read_generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    """Yield the new text and tokens of each event of ``/generate``, which repeats earlier ones."""
+    characters, tokens = 0, 0
     async for event in events:
         text: str = event.get("text") or ""
         meta: dict[str, Any] = event["meta_info"]
         reason = meta.get("finish_reason")
         if reason and "prompt_tokens" not in meta:
-            raise aborted(reason)
+            raise make_abort_refusal(reason)
         yield Delta(
-            text=text[seen:],
+            text=text[characters:],
             token_ids=event["output_ids"][tokens:],
             usage=PromptUsage.model_validate(meta) if reason else None,
             finish_reason=reason["type"] if reason else None,
         )
-        seen, tokens = len(text), len(event["output_ids"])
+        characters, tokens = len(text), len(event["output_ids"])
 
 
-async def chat_completion(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
-    """Yield a step for each chunk of an OpenAI chat completion."""
+async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
+    """Yield a :class:`Delta` for each chunk of an OpenAI chat completion."""
     async for event in events:
         choices: list[dict[str, Any]] = event.get("choices") or []
         choice = choices[0] if choices else {}
@@ -94,12 +97,12 @@ async def chat_completion(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenera
 
 @dataclass(frozen=True, slots=True)
 class NextLogprobs:
-    """Log-probabilities (natural logarithm) of what may follow a prompt.
+    """Log-probabilities (natural logarithm) of tokens after a prompt.
 
     Attributes:
-        tokens: one for each token that may follow.
+        tokens: one log-probability for each candidate for the next token.
         continuation: one for each token of the continuation, given all tokens before it.
-        usage: that of the prefill.
+        usage: the token usage of the prefill.
     """
 
     tokens: list[float]
@@ -113,24 +116,26 @@ class Generated(BaseModel):
     meta_info: dict[str, Any]
 
     def logprobs(self, token_ids: Sequence[int], continuation: Sequence[int]) -> NextLogprobs:
-        """Return those of ``token_ids`` and of ``continuation``.
+        """Return the log-probabilities of ``token_ids`` and of ``continuation``.
 
-        Raises: RequestRefused for an aborted request; BadAnswer.
+        Raises:
+            RequestRefused: if the request was aborted.
+            BadAnswer: if the answer does not contain them.
         """
         reason: dict[str, Any] = self.meta_info.get("finish_reason") or {}
         if reason.get("type") == "abort":
-            raise aborted(reason)
+            raise make_abort_refusal(reason)
         try:
-            found = _Logprobs.model_validate(self.meta_info)
-            after = {token: value for value, token, _ in found.after} if token_ids else {}
-            following = found.input_token_logprobs[1:] if continuation else []
+            logprobs = _Logprobs.model_validate(self.meta_info)
+            after = {token: value for value, token, _ in logprobs.after} if token_ids else {}
+            following = logprobs.input_token_logprobs[1:] if continuation else []
             if [token for _, token, _ in following] != list(continuation):
                 raise errors.BadAnswer(
                     "the engine gave log-probabilities of other tokens than it was sent"
                 )
             return NextLogprobs(
-                [_number(after[token]) for token in token_ids],
-                [_number(value) for value, _, _ in following],
+                [_to_float(after[token]) for token in token_ids],
+                [_to_float(value) for value, _, _ in following],
                 PromptUsage.model_validate(self.meta_info),
             )
         except (ValueError, LookupError) as error:
@@ -148,5 +153,5 @@ class _Logprobs(BaseModel):
         return self.output_token_ids_logprobs[0]
 
 
-def _number(value: float | None) -> float:
+def _to_float(value: float | None) -> float:
     return -math.inf if value is None else value

@@ -1,4 +1,4 @@
-"""Engines on this machine's CPU, for the demo, the benchmarks and the tests.
+"""Start engines on this machine's CPU, for the demo, the benchmarks and the tests.
 
 One process imports SGLang and forks engines, each pinned to a core, so that two engines on
 two cores are two devices that really overlap. Needs ``flashmoa-sglang`` and SGLang.
@@ -27,17 +27,17 @@ from anyio.streams.text import TextReceiveStream
 
 from flashmoa.errors import EngineError
 
-# Arguments of engines that are measured on a CPU. Nothing overlaps there, so that SGLang's overlap
-# schedule would only deliver each token a step late.
+# Arguments for engines that are measured on a CPU. Nothing overlaps on it, so SGLang's overlap
+# schedule would only deliver each token one step late.
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 _START_SECONDS = 180.0
 _STOP_SECONDS = 5.0
-# Below the ports that the system gives to connections and those that SGLang derives.
+# These ports are below those that the system gives to connections and those that SGLang derives.
 _PORTS = range(15_000, 28_000)
 
 
 class LocalEngine:
-    """A running engine. ``url`` is its root, ``log`` the file with its output."""
+    """An engine that was started. ``url`` is its root URL, ``log`` the file with its output."""
 
     def __init__(self, pid: int, port: int, log: Path) -> None:
         self.pid = pid
@@ -45,13 +45,14 @@ class LocalEngine:
         self.log = log
 
     def is_running(self) -> bool:
-        """Return whether a process of the engine is alive."""
+        """Return whether any process of the engine is alive."""
         return _group_exists(self.pid)
 
     async def wait_until_ready(self) -> None:
         """Wait until the engine answers.
 
-        Raises: EngineError with the end of the log if it ends, or takes longer than three minutes.
+        Raises: EngineError with the end of the log, if the engine ends or is not ready after three
+            minutes.
         """
         deadline = time.monotonic() + _START_SECONDS
         async with httpx.AsyncClient() as http:
@@ -74,18 +75,15 @@ class LocalEngine:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     async def stop(self) -> None:
-        """Kill the engine and every process of it.
-
-        No one else uses it and nothing of it is kept, so that there is nothing to wait for.
-        """
+        """Kill all processes of the engine. It has no other users and no state worth saving."""
         _signal_group(self.pid, signal.SIGKILL)
         with anyio.move_on_after(_STOP_SECONDS):
-            while self.is_running():  # noqa: ASYNC110 - no event tells of it
+            while self.is_running():  # noqa: ASYNC110 - there is no event for it
                 await anyio.sleep(0.02)
 
 
 class LocalEngines:
-    """The engines of one forkserver; made by :func:`local_engines`."""
+    """Starts engines by one forkserver; made by :func:`local_engines`."""
 
     def __init__(self, process: Process, logs: Path) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -95,18 +93,21 @@ class LocalEngines:
         self._logs = logs
         self._engines: list[LocalEngine] = []
 
-    async def line(self) -> str:
-        """Return the forkserver's next line. Raises: EngineError once there is none."""
+    async def read_line(self) -> str:
+        """Return the next line that the forkserver writes.
+
+        Raises: EngineError if the forkserver has ended.
+        """
         while "\n" not in self._rest:
             try:
                 self._rest += await self._answers.receive()
             except anyio.EndOfStream as error:
-                raise EngineError(f"SGLang could not be imported:\n{self.problems()}") from error
+                raise EngineError(f"SGLang could not be imported:\n{self._errors()}") from error
         line, self._rest = self._rest.split("\n", 1)
         return line
 
-    def problems(self) -> str:
-        """Return the end of what the forkserver wrote to its standard error."""
+    def _errors(self) -> str:
+        """Return the end of the forkserver's error output."""
         return (self._logs / "forkserver.log").read_text(errors="replace")[-2000:]
 
     async def start(
@@ -118,13 +119,20 @@ class LocalEngines:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> LocalEngine:
-        """Start an engine on ``model``, pinned to ``core``; ``arguments`` are SGLang's own.
+        """Start an engine.
 
-        Raises: EngineError where it does not become ready and ``wait`` is true.
+        Args:
+            model: the folder or name of its model.
+            core: the CPU core to pin it to; by default it uses all.
+            arguments: command-line arguments of SGLang.
+            environment: additional environment variables.
+            wait: whether to wait until the engine is ready.
+
+        Raises: EngineError if ``wait`` is true and the engine does not become ready.
         """
         port = free_port()
         log = self._logs / f"engine-{port}.log"
-        order: dict[str, Any] = {
+        command: dict[str, Any] = {
             "args": [
                 "--model-path", str(model), "--port", str(port), "--skip-server-warmup",
                 "--log-level", "info", *arguments,
@@ -137,8 +145,8 @@ class LocalEngines:
             "log": str(log),
         }  # fmt: skip
         log.touch()
-        await self._stdin.send((json.dumps(order) + "\n").encode())
-        engine = LocalEngine(int(await self.line()), port, log)
+        await self._stdin.send((json.dumps(command) + "\n").encode())
+        engine = LocalEngine(int(await self.read_line()), port, log)
         self._engines.append(engine)
         if wait:
             await engine.wait_until_ready()
@@ -153,7 +161,7 @@ class LocalEngines:
 
 @asynccontextmanager
 async def local_engines() -> AsyncGenerator[LocalEngines]:
-    """Start a forkserver. Leaving the context ends it and every engine started by it."""
+    """Start a forkserver. Leaving the context ends it and all engines that it started."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-engines-") as folder:
         logs = Path(folder)
         with (logs / "forkserver.log").open("wb") as errors:
@@ -162,13 +170,13 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=errors,
-                # SGLang's sockets between its processes are files, which it leaves behind.
+                # SGLang leaves the files of its sockets between processes behind.
                 env={**os.environ, "TMPDIR": folder},
                 start_new_session=True,
             )
         engines = LocalEngines(process, logs)
         try:
-            while await engines.line() != "ready":
+            while await engines.read_line() != "ready":
                 pass
             yield engines
         finally:
@@ -180,8 +188,8 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free at the moment. Raises: OSError."""
-    # A port that the system chooses could be taken by a connection before a server listens on it.
+    """Return a port of this machine that is free now. Raises: OSError if none is."""
+    # A connection could take a port that the system chose before a server listens on it.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Turn what went wrong with a request into one of our exceptions."""
+"""Turn failures of requests into FlashMoA's exceptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 
 from flashmoa import errors
 
-# The exceptions for an engine's ``code``; other codes (``engine_failed``) have none of their own.
+# The exceptions for an engine's ``code``. Other codes (``engine_failed``) become RequestRefused.
 _BY_CODE: dict[str, type[errors.RequestRefused]] = {
     "malformed": errors.MalformedRequest,
     "unknown_stream": errors.StreamUnknown,
@@ -21,8 +21,8 @@ _BY_CODE: dict[str, type[errors.RequestRefused]] = {
     "engine_busy": errors.EngineDraining,
     "draining": errors.EngineDraining,
 }
-# SGLang's own refusals, and a router's, carry no code but their status. Only these statuses mean
-# the same there; a 429 of a proxy, for one, is not about prompt streams.
+# The exceptions for a status without such a code: refusals by SGLang itself and by a router have
+# none. Other statuses may mean something else: a proxy's 429 is not about prompt streams.
 _BY_STATUS: dict[int, type[errors.RequestRefused]] = {
     400: errors.MalformedRequest,
     413: errors.PromptTooLarge,
@@ -30,17 +30,17 @@ _BY_STATUS: dict[int, type[errors.RequestRefused]] = {
 }
 
 
-def not_an_engine(url: str, path: str) -> str:
-    """Return the message for an answer that is not what the API promises."""
-    return (
+def bad_answer(url: str, path: str) -> errors.BadAnswer:
+    """Return the exception for an answer that does not follow the API."""
+    return errors.BadAnswer(
         f"the answer of {url}{path} is not an engine's. Is the URL right? "
         f"`flashmoa doctor --engine {url}` checks it."
     )
 
 
 @contextmanager
-def translated(url: str) -> Generator[None]:
-    """Turn httpx's exceptions into ours. Raises: EngineTimeout, EngineUnreachable."""
+def translate_errors(url: str) -> Generator[None]:
+    """Raise EngineTimeout and EngineUnreachable in place of httpx's exceptions."""
     try:
         yield
     except httpx.TimeoutException as error:
@@ -55,10 +55,10 @@ def translated(url: str) -> Generator[None]:
         ) from error
 
 
-def refusal(response: httpx.Response, url: str) -> errors.EngineError:
-    """Return the exception that an answer with an error stands for.
+def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:
+    """Return the exception for an answer with an error status.
 
-    The API's stable ``code`` in the body decides; the HTTP status only where there is none.
+    The API's stable ``code`` in the body decides, or if there is none, the HTTP status.
     """
     status = response.status_code
     code, message = _code_and_message(response)
@@ -79,10 +79,10 @@ def refusal(response: httpx.Response, url: str) -> errors.EngineError:
     return _by_status(status)(message, status, code or "error")
 
 
-def aborted(reason: dict[str, Any]) -> errors.RequestRefused:
-    """Return the exception for a request that SGLang took and ended before it ran.
+def make_abort_refusal(reason: dict[str, Any]) -> errors.RequestRefused:
+    """Return the exception for a request that SGLang accepted and aborted before it ran.
 
-    That happens when its queue is full or its server shuts down.
+    That happens if SGLang's queue is full or it shuts down.
 
     Args:
         reason: the request's ``finish_reason``.
@@ -96,9 +96,9 @@ def _by_status(status: int) -> type[errors.RequestRefused]:
 
 
 def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
-    """Return an error's code, ``None`` without one, and its message.
+    """Return an error's code, or ``None`` if it has none, and its message.
 
-    SGLang writes it as ``{"error": {"message"}}``, as ``{"message"}``, or as plain text.
+    SGLang's errors are ``{"error": {"message"}}``, ``{"message"}``, or plain text.
     """
     try:
         body: Any = response.json()

@@ -1,7 +1,7 @@
-"""Tiny models with random weights, and engines on this machine's CPU that serve them.
+"""Make tiny models with random weights, and serve them by engines on this machine's CPU.
 
-They need no GPU and no model hub. What such a model says is noise; the timing of the engines is
-real. Needs ``flashmoa-sglang`` and SGLang.
+This needs no GPU and no model hub, but ``flashmoa-sglang`` and SGLang. The text of such a model is
+noise; the timing of the engines is real.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import anyio
 from flashmoa.engine import EngineError
 from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
 
-# Tokens that the KV pool of an engine holds.
+# Size of an engine's KV pool in tokens.
 _POOL_TOKENS = 12_000
 
 
 def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
-    """Return the folder of a tiny model; make it, in seconds, where ``cache`` lacks it.
+    """Return the folder of a tiny model; if ``cache`` lacks it, make it, which takes seconds.
 
     Args:
         shape: a name in ``flashmoa_sglang.tiny_model.SHAPES``.
-        texts: files on which its tokenizer is trained.
+        texts: files to train its tokenizer on.
+        cache: the folder for the folders of models.
 
-    Raises: EngineError with the reason if it cannot be made.
+    Raises: EngineError with the reason if the model cannot be made.
     """
     digest = hashlib.sha256()
     for text in texts:
@@ -38,9 +39,9 @@ def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
     if not out.exists():
         command = [sys.executable, "-m", "flashmoa_sglang.tiny_model", "--out", str(out)]
         command += ["--shape", shape, "--text", *map(str, texts)]
-        made = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        if made.returncode:
-            reason = made.stderr.decode(errors="replace").strip()
+        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if process.returncode:
+            reason = process.stderr.decode(errors="replace").strip()
             raise EngineError(f"no model of shape {shape!r} could be made: {reason[-500:]}")
     return out
 
@@ -61,8 +62,9 @@ async def tiny_engines(
     Leaving the context ends the engines.
 
     Args:
-        shapes, texts, cache: as :func:`tiny_model` takes them, a shape for each engine.
-        progress: told what is being done, in a few words.
+        shapes: the shape of each engine's model; see :func:`tiny_model`.
+        texts, cache: as for :func:`tiny_model`.
+        progress: called with a short message when a step begins.
 
     Raises: EngineError if a model cannot be made or an engine does not start.
     """

@@ -1,4 +1,4 @@
-"""The engine API's bodies as types; ``docs/engine-api.md`` describes the routes."""
+"""Define the bodies of the engine API as types; ``docs/engine-api.md`` describes the routes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ _NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 
 
 def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the namespace of a request's KV: cache salt, extra key, LoRA adapter, if it has any.
+    """Return the namespace of a request's KV: its cache salt, extra key and LoRA adapter, if any.
 
-    A prompt stream serves requests of its own namespace only. The adapter may be part of the
+    A prompt stream only serves requests of its own namespace. The adapter may be part of the
     model's name, ``base:adapter``; the engine knows which part that is.
 
     Args:
-        body: that of a chat completion or a generation.
+        body: the body of a chat completion or a generation.
 
-    Returns: fields of the body that opens a prompt stream.
+    Returns: the fields to add to the body of the request that opens a prompt stream.
     """
-    given = {name: body.get(name) for name in _NAMESPACE_FIELDS}
-    found = {name: value for name, value in given.items() if isinstance(value, str) and value}
+    values = {name: body.get(name) for name in _NAMESPACE_FIELDS}
+    fields = {name: value for name, value in values.items() if isinstance(value, str) and value}
     model = body.get("model")
-    return {**found, "model": model} if isinstance(model, str) and ":" in model else found
+    return {**fields, "model": model} if isinstance(model, str) and ":" in model else fields
 
 
 class _EngineAnswer(BaseModel):
-    # An engine may be newer than this client.
+    # An engine that is newer than this client may add fields.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class ExpertMemory(_EngineAnswer):
-    """Where the experts of one rank's model are, in bytes.
+    """Where the experts of one rank's model are.
 
-    ``layers`` have experts; the device holds those of the first layer, and ``slots``. ``share`` is
-    what this replica holds of the others, ``at_peers`` the rest of them. ``misses`` counts the
-    experts that a forward waited for.
+    ``layers`` is the number of layers with experts, ``slots`` that of slots on the device, each for
+    the experts of one layer after the first one. ``misses`` counts how often a forward waited for a
+    layer's experts. In bytes: on the device, ``resident``, the first layer's experts, and
+    ``in_slots``, the slots; of the other layers' experts, ``on_host``, those in this process's host
+    memory, ``share``, those that this replica holds, and ``at_peers``, those of other replicas.
     """
 
     layers: int
@@ -54,11 +56,12 @@ class KvState(_EngineAnswer):
     """The KV pool of one data-parallel rank, in tokens.
 
     ``free + evictable + protected + in use = total``; ``protected`` is cache locked by running
-    requests and by prompt streams. ``rode_along`` are stream tokens prefilled beside decode steps.
-    ``experts`` is set with ``--flashmoa-asyncep``. In bytes: ``kv_bytes``, the pool;
-    ``peak_bytes``, the most that the rank's process has had on its GPU, or in memory where there is
-    no GPU. ``shares`` says whether requests that come at once compute a common prefix once; it is
-    ``None`` where no KV of prompts is kept, and where the engine does not say.
+    requests and by prompt streams. ``rode_along`` counts tokens of streams that were prefilled
+    together with decode steps. ``experts`` is set with ``--flashmoa-asyncep``. In bytes:
+    ``kv_bytes``, the size of the pool, and ``peak_bytes``, the most GPU memory that the rank's
+    process has used (main memory if there is no GPU). ``shares`` says whether requests that arrive
+    together compute a common prefix once; it is ``None`` if the engine keeps no KV of prompts, or
+    does not report it.
     """
 
     dp_rank: int
@@ -77,18 +80,19 @@ class KvState(_EngineAnswer):
 
 
 class Costs(_EngineAnswer):
-    """The duration of the engine's forwards in seconds; prefills as (tokens, seconds)."""
+    """The duration of forwards in seconds: a decode step, and prefills as (tokens, seconds)."""
 
     points: list[tuple[int, float]]
     decode_step: float
 
 
 class Saturation(_EngineAnswer):
-    """The smallest forward, in ``tokens``, that hides the transfers of experts.
+    """The smallest forward that hides the transfers of experts.
 
-    ``tokens`` is ``None`` where no forward does.
-    ``largest_forward`` is the engine's, in tokens. ``transfer`` is the time of one layer's experts
-    in seconds, ``windows`` that of one layer's computation beside it, as (tokens, seconds).
+    ``tokens`` is its size, ``None`` if there is none; ``largest_forward`` is the size of the
+    engine's largest forward. ``transfer`` is the duration of transferring one layer's experts, in
+    seconds; ``windows`` are durations of computing one layer during a transfer, as (tokens,
+    seconds).
     """
 
     tokens: int | None
@@ -98,10 +102,10 @@ class Saturation(_EngineAnswer):
 
 
 class EngineInfo(_EngineAnswer):
-    """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until they are measured.
+    """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until it is measured.
 
     ``saturation`` is measured with ``--flashmoa-asyncep``. ``prefills_wait_for`` is the size of the
-    forward, in tokens, for which prefills are held back; ``None`` where they are not.
+    forward, in tokens, until which prefills are held back; ``None`` if they are not.
     """
 
     plugin: dict[str, str]
@@ -132,8 +136,8 @@ class Prefilled(_EngineAnswer):
 class StreamState(_EngineAnswer):
     """The state of a prompt stream: its certain tokens, and how many of them have their KV.
 
-    ``computed_tokens`` is what its increments computed; the rest was in the cache, or shared.
-    ``pace_seconds`` is how long to gather text before the next append.
+    ``computed_tokens`` were computed by its increments; the others were in the cache, or shared.
+    ``pace_seconds`` is how long to collect text before the next append.
     """
 
     id: str
@@ -148,7 +152,7 @@ class StreamState(_EngineAnswer):
 
 
 class Span(_EngineAnswer):
-    """One prefill of a prompt stream: from when to when (Unix seconds), and the tokens computed."""
+    """One prefill of a prompt stream: its times in Unix seconds, and the number of tokens."""
 
     start: float
     end: float
@@ -156,10 +160,10 @@ class Span(_EngineAnswer):
 
 
 class StreamUse(_EngineAnswer):
-    """What the engine says of a request's prompt stream.
+    """How a request used its prompt stream.
 
-    ``status`` is ``hit``, ``mispredicted``, or why there was no stream: ``used``, ``deleted``,
-    ``expired``, ``unknown``.
+    ``status`` is ``hit``, ``mispredicted``, or why the stream could not be used; see
+    ``docs/engine-api.md``.
     """
 
     id: str
@@ -171,7 +175,7 @@ class PromptUsage(_EngineAnswer):
     """How a request's prompt was computed, in tokens.
 
     ``prompt = cached + late``; of the cached ones, ``streamed`` were computed by the request's own
-    prompt stream before the request came. ``None`` where the engine does not say.
+    prompt stream before the request arrived. Fields that the engine does not report are ``None``.
     """
 
     prompt_tokens: int
@@ -183,7 +187,7 @@ class PromptUsage(_EngineAnswer):
 
     @classmethod
     def from_openai(cls, usage: dict[str, Any]) -> PromptUsage:
-        """Read the ``usage`` object of a chat completion."""
+        """Convert the ``usage`` object of a chat completion."""
         details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
         return cls(
             prompt_tokens=usage.get("prompt_tokens") or 0,
@@ -195,21 +199,21 @@ class PromptUsage(_EngineAnswer):
         )
 
     @classmethod
-    def total(cls, several: Sequence[PromptUsage]) -> PromptUsage:
-        """Add up several requests; what an engine does not say counts as zero."""
+    def total(cls, usages: Sequence[PromptUsage]) -> PromptUsage:
+        """Add up the usage of several requests; a field that is ``None`` counts as zero."""
         return cls(
-            prompt_tokens=sum(one.prompt_tokens for one in several),
-            completion_tokens=sum(one.completion_tokens for one in several),
-            cached_tokens=sum(one.cached_tokens or 0 for one in several),
-            streamed_tokens=sum(one.streamed_tokens or 0 for one in several),
-            late_tokens=sum(one.late_tokens or 0 for one in several),
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens or 0 for usage in usages),
+            streamed_tokens=sum(usage.streamed_tokens or 0 for usage in usages),
+            late_tokens=sum(usage.late_tokens or 0 for usage in usages),
         )
 
 
 class Delta(_EngineAnswer):
-    """One step of a generation: the text it added; the last one carries ``usage``.
+    """One step of a generation: the text that it added; the last step has the ``usage``.
 
-    ``logprobs`` are those of its tokens (natural logarithm), where they were asked for.
+    ``logprobs`` are the log-probabilities (natural logarithm) of its tokens, if requested.
     """
 
     text: str
@@ -219,8 +223,8 @@ class Delta(_EngineAnswer):
     finish_reason: str | None = None
 
 
-class Nothing(_EngineAnswer):
-    """An answer of which nothing is needed."""
+class EmptyAnswer(_EngineAnswer):
+    """An answer without fields that the client needs."""
 
 
 class RenderedText(_EngineAnswer):
@@ -253,4 +257,5 @@ class Embeddings(_EngineAnswer):
 
     def in_order(self) -> list[list[float]]:
         """Return the vectors in the order of the texts."""
-        return [one.embedding for one in sorted(self.data, key=lambda one: one.index)]
+        in_order = sorted(self.data, key=lambda embedding: embedding.index)
+        return [embedding.embedding for embedding in in_order]

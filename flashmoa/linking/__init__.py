@@ -1,1 +1,1 @@
-"""Carry the text one agent writes into the prompt of the next (FlashAgents, sections 3 and 4)."""
+"""Stream the text of one agent into the prompts of others (FlashAgents, sections 3 and 4)."""

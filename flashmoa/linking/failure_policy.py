@@ -1,4 +1,4 @@
-"""How an upstream text can fail, and what then happens to the prompts it is written into."""
+"""Classify how an upstream text fails, and decide what happens to the prompts that contain it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class UpstreamCancelled(FlashMoAError):
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """What happens to a prompt when a text in it fails (FlashAgents §4.3).
+    """Decides what happens to a prompt when a text in it fails (FlashAgents §4.3).
 
     ``abort`` ends the link and releases its KV at once; the failure is raised where the text is
-    awaited. ``finalize`` ends the text with what has arrived, and the prompt goes on with that.
+    awaited. ``finalize`` ends the text where it is, and the prompt continues after it.
 
     Attributes:
-        error: the action when its writer failed.
-        cancel: the action when its writer was cancelled.
-        timeout: the action when its writer waited for its engine longer than its client allows.
-        stall: the action when nothing has come for ``stall_seconds`` after some of the text had.
-            Nothing has failed yet, so ``abort`` raises nothing: the reader keeps waiting for the
-            text, and its prompt is then computed without a link.
-        stall_seconds: how long a text that has begun may pause.
+        error: the action if the text's writer failed.
+        cancel: the action if its writer was cancelled.
+        timeout: the action if its writer waited for its engine longer than its client allows.
+        stall: the action if the text has begun and then pauses for ``stall_seconds``. Nothing has
+            failed yet, so ``abort`` raises nothing: the reader keeps waiting for the text, and its
+            prompt is then computed without a link.
+        stall_seconds: the longest pause in a text that has begun.
 
     Raises:
-        ValueError: an unknown action, or a time that is not positive.
+        ValueError: if an action is unknown or ``stall_seconds`` is not positive.
     """
 
     error: Action = "abort"
@@ -42,28 +42,29 @@ class FailurePolicy:
     stall_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value: object = getattr(self, one.name)
-            if one.name == "stall_seconds":
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if field.name == "stall_seconds":
                 if not isinstance(value, int | float) or not value > 0:
                     raise ValueError(f"stall_seconds must be a positive number, not {value!r}")
             elif value not in ("abort", "finalize"):
-                raise ValueError(f"{one.name} must be 'abort' or 'finalize', not {value!r}")
+                raise ValueError(f"{field.name} must be 'abort' or 'finalize', not {value!r}")
 
     @classmethod
     def of(cls, given: OnFailure) -> FailurePolicy:
-        """Return the policy that ``given`` stands for.
+        """Return ``given`` if it is a policy, otherwise the policy that one action stands for.
 
-        One action is meant for every failure but a stall, after which the text may still complete.
+        The action then applies to every failure except a stall, after which a text may still
+        complete.
 
-        Raises: ValueError.
+        Raises: ValueError if the action is unknown.
         """
         if isinstance(given, FailurePolicy):
             return given
         return cls(error=given, cancel=given, timeout=given)
 
     def action(self, failure: Failure) -> Action:
-        """Return what to do about a failure."""
+        """Return the action for a failure."""
         actions: dict[Failure, Action] = {
             "error": self.error,
             "cancel": self.cancel,
@@ -76,20 +77,20 @@ class FailurePolicy:
 OnFailure = FailurePolicy | Action
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Return the kind of failure that an exception of ours, or of an OpenAI client, stands for."""
+def classify_failure(error: BaseException) -> Failure:
+    """Return the kind of failure that an exception of FlashMoA or of an OpenAI client means."""
     if isinstance(error, UpstreamCancelled) or not isinstance(error, Exception):
         return "cancel"
     cause: BaseException | None = error
-    seen: set[int] = set()  # A cause may lead back to itself.
+    seen: set[int] = set()  # The chain of causes may have a cycle.
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, TimeoutError) or _is_clients_timeout(cause):
+        if isinstance(cause, TimeoutError) or _is_httpx_timeout(cause):
             return "timeout"
         seen.add(id(cause))
         cause = cause.__cause__
     return "error"
 
 
-def _is_clients_timeout(error: BaseException) -> bool:
-    """Return whether it is a timeout of httpx, or of httpx2, which OpenAI's client 3 uses."""
-    return any(kind.__name__ == "TimeoutException" for kind in type(error).__mro__)
+def _is_httpx_timeout(error: BaseException) -> bool:
+    """Return whether this is a timeout of httpx, or of httpx2, which OpenAI's client 3 uses."""
+    return any(base.__name__ == "TimeoutException" for base in type(error).__mro__)

@@ -1,8 +1,8 @@
-"""Links: from upstream text to the KV of a downstream prompt.
+"""Turn upstream text into the KV of a downstream prompt (:class:`Link`).
 
-While upstream agents write into a prompt's slots, its link sends whatever the stable
-frontier passes to the downstream engine, which prefills it (FlashAgents §3.1). A link never
-raises into the agents it serves: a failure ends the link and is reported as an event, and the
+While upstream agents write into a prompt's slots, its link sends the text before the stable
+frontier to the downstream engine, which prefills it (FlashAgents §3.1). A link never raises an
+exception in the agents it serves: a failure ends the link and is reported as an event, and the
 downstream request is computed as it would have been without the link.
 """
 
@@ -30,18 +30,19 @@ from flashmoa.observe import (
 
 logger = logging.getLogger(__name__)
 
-# What is sent ahead of a request: nothing, what is known of its prompt beforehand, or also the
-# text of its upstream agents as they write it.
+# How much of a prompt is sent before its request: nothing, the part that is known beforehand, or
+# also the text of its upstream agents as they write it.
 Ahead = Literal["nothing", "known", "text"]
 
 _LATE = "too late"
+# URLs of engines without the plugin that have been logged.
 _plain_engines: set[str] = set()
-# Which kinds of failure of which engine have been logged; each is logged once as a warning.
-_said: set[tuple[str, type[Exception]]] = set()
+# Failures that have been logged as a warning, by the engine's URL; each is logged so only once.
+_logged_failures: set[tuple[str, type[Exception]]] = set()
 
 
 class Link:
-    """One downstream prompt and the prompt stream it is sent to.
+    """Sends one downstream prompt to a prompt stream while upstream agents write it.
 
     Args:
         engine: the downstream agent's engine.
@@ -50,15 +51,15 @@ class Link:
         on_failure: what happens to the link when an upstream agent fails.
         unused_seconds: how long to wait for the downstream request once the prompt is
             complete; then the KV is released.
-        stream_ttl_seconds: after what time the engine releases the KV if this process vanishes;
-            by default the engine client's.
+        stream_ttl_seconds: how long the engine keeps the KV if this process vanishes; by default
+            as the engine client says.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         listener: receives the link's events.
 
-    Run :meth:`run` in a task group; cancelling it closes the stream.
+    Run :meth:`run` in a task group; cancelling it deletes the stream.
     """
 
-    def __init__(  # noqa: PLR0913 - users set them by name
+    def __init__(  # noqa: PLR0913 - all but the first three have a default
         self,
         engine: EngineClient,
         prompt: Prompt,
@@ -77,20 +78,20 @@ class Link:
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
         self._feed = PromptFeed(
-            engine, prompt, self._advance, ttl_seconds=stream_ttl_seconds, namespace=namespace
+            engine, prompt, self._report_state, ttl_seconds=stream_ttl_seconds, namespace=namespace
         )
-        self._over: str | None = None
+        self._end_reason: str | None = None
         # When each slot last received text, by the event loop's clock.
-        self._heard: dict[str, float] = {}
+        self._last_text_at: dict[str, float] = {}
 
     @property
     def is_over(self) -> bool:
-        return self._over is not None
+        return self._end_reason is not None
 
     @property
     def is_late(self) -> bool:
-        """Whether its request came before its stream was open."""
-        return self._over == _LATE
+        """Whether the request was sent before the stream was open."""
+        return self._end_reason == _LATE
 
     @property
     def stream_id(self) -> str | None:
@@ -105,7 +106,7 @@ class Link:
         """Add text to the open slot ``name``, if there is one."""
         for slot in self._open_slots(name):
             slot.append(text)
-        self._heard[name] = anyio.current_time()
+        self._last_text_at[name] = anyio.current_time()
         self._feed.changed()
 
     def close_slot(self, name: str) -> None:
@@ -115,7 +116,7 @@ class Link:
         self._feed.changed()
 
     def fail_slot(self, name: str, failure: Failure = "error") -> None:
-        """Act by the link's policy: the agent that writes slot ``name`` failed."""
+        """Act by the link's policy after the agent that writes slot ``name`` failed."""
         if self.is_over or not self.waits_for(name):
             return
         action = self._policy.action(failure)
@@ -134,7 +135,11 @@ class Link:
             self.end("abort")
 
     def become(self, prompt: Prompt) -> bool:
-        """Go on with a prompt in which more is certain; returns whether that was possible."""
+        """Replace the prompt by one in which more text is certain.
+
+        Return whether that was possible: not if the link has ended, the prompt is complete, or the
+        new one does not begin with the text that was sent.
+        """
         if self.is_over or self.prompt.is_complete:
             return False
         try:
@@ -145,66 +150,71 @@ class Link:
         return True
 
     def claim(self) -> str | None:
-        """Return the stream's id for the downstream request, which goes out now, if there is one.
+        """Return the id of the stream, if it is open, for the downstream request.
 
-        The link sends nothing more; the request carries the whole prompt.
+        Call this just before the request is sent. The link then sends nothing more, since the
+        request carries the whole prompt.
         """
         if self.is_over:
             return None
-        # A stream that is still being opened comes too late for its request.
+        # A stream that is still being opened is too late for the request.
         self.end("used" if self.stream_id is not None else _LATE)
         return self.stream_id
 
     def end(self, reason: str) -> None:
-        """End the link."""
+        """End the link.
+
+        Args:
+            reason: the reason in the link's ``LinkClosed`` event.
+        """
         if not self.is_over:
-            self._over = reason
+            self._end_reason = reason
             self._feed.stop()
 
     async def run(self) -> None:
-        """Open the stream, follow the frontier, and close the stream on every path."""
+        """Open the stream, append to it, and delete it in the end unless a request uses it."""
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch_stalls)
-                await self._send()
+                await self._feed_stream()
                 group.cancel_scope.cancel()
         except BaseException:
-            self._over = self._over if self.is_over else "closed"
+            self._end_reason = self._end_reason or "closed"
             raise
         finally:
             await self._release()
 
-    async def _send(self) -> None:
+    async def _feed_stream(self) -> None:
         try:
             await self._feed.run()
             if self.stream_id is not None:
-                await self._await_use()
+                await self._wait_for_request()
         except PluginMissing as error:
-            self._over = "plain engine"
+            self._end_reason = "plain engine"
             report_plain_engine(self.engine.url, error)
         except Exception as error:
-            # An append that arrives after the request finds the stream used; that is no failure.
+            # If the link has ended, its request overtook an append. That is not a failure.
             if not self.is_over:
-                self._over = f"{type(error).__name__}: {error}"
-                known = (self.engine.url, type(error)) in _said
-                _said.add((self.engine.url, type(error)))
-                level = logging.DEBUG if known else logging.WARNING
+                self._end_reason = f"{type(error).__name__}: {error}"
+                failure = (self.engine.url, type(error))
+                level = logging.DEBUG if failure in _logged_failures else logging.WARNING
+                _logged_failures.add(failure)
                 logger.log(level, "Link to %s ends: %s", self.agent, error)
 
     async def _watch_stalls(self) -> None:
-        allowed = self._policy.stall_seconds
+        stall_seconds = self._policy.stall_seconds
         while True:
             now = anyio.current_time()
-            heard = {n: at for n, at in self._heard.items() if self.waits_for(n)}
-            for name, at in heard.items():
-                if now - at >= allowed:
+            begun = {name: at for name, at in self._last_text_at.items() if self.waits_for(name)}
+            for name, at in begun.items():
+                if now - at >= stall_seconds:
                     self.fail_slot(name, "stall")
-            waiting = [at for at in heard.values() if now - at < allowed]
+            pausing = [at for at in begun.values() if now - at < stall_seconds]
             # A slot that gets its first text from now on cannot stall before this sleep ends.
-            await anyio.sleep(min(waiting, default=now) + allowed - now)
+            await anyio.sleep(min(pausing, default=now) + stall_seconds - now)
 
-    def _advance(self, state: StreamState) -> None:
-        """Report an answer of the engine; the first one says that the stream is open."""
+    def _report_state(self, state: StreamState) -> None:
+        """Report an answer of the engine as an event; the first answer opened the stream."""
         if state.next_seq == 0:
             upstream = tuple(slot.name for slot in self.prompt.slots)
             opened = LinkOpened(
@@ -221,15 +231,15 @@ class Link:
         )
         self._listener(advanced)
 
-    async def _await_use(self) -> None:
+    async def _wait_for_request(self) -> None:
         with anyio.move_on_after(self._unused_seconds):
             await self._feed.hold()
         self.end("unused")
 
     async def _release(self) -> None:
-        reason = self._over or "closed"
+        reason = self._end_reason or "closed"
         try:
-            # A used stream is closed by its request.
+            # The engine itself ends a stream that a request uses.
             if reason != "used":
                 await self.delete_stream()
         finally:
@@ -238,10 +248,13 @@ class Link:
             self._listener(closed)
 
     async def delete_stream(self) -> None:
-        """Delete the stream and release its KV, even when cancelled; harmless to repeat."""
+        """Delete the stream and release its KV, even if cancelled (see ``prompt_feed``).
+
+        Repeating this is harmless. Failures are only logged, since the stream expires anyway.
+        """
         try:
             await self._feed.delete()
-        except Exception as error:  # Even one of a client that has been closed.
+        except Exception as error:  # Not only EngineError: the HTTP client may be closed already.
             logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
 
     def _open_slots(self, name: str) -> list[Slot]:
@@ -249,7 +262,7 @@ class Link:
 
 
 def report_plain_engine(url: str, problem: PluginMissing) -> None:
-    """Log, once for each engine, that an engine without the plugin is used unlinked."""
+    """Log once for each engine that it runs without the plugin, so that nothing is linked."""
     if url not in _plain_engines:
         _plain_engines.add(url)
         logger.warning("%s. Its agents run unlinked.", problem)

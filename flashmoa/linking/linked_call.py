@@ -1,4 +1,4 @@
-"""One request of a linked agent, and what it tells the links that wait for its text."""
+"""Report a request of a linked agent, and feed its text to the links that wait for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class CallOwner(ABC):
     """The planner that a linked call reports to.
 
     Attributes:
-        listener: is told what happens.
-        streams: whether text is streamed into links, or only what is known beforehand sent.
+        listener: receives the events.
+        streams: whether text is streamed into links; if not, links only send what is known
+            beforehand.
     """
 
     listener: Listener
@@ -27,33 +28,33 @@ class CallOwner(ABC):
         """Return the links that wait for an agent's text."""
 
     @abstractmethod
-    def finished(self, call: LinkedCall) -> None:
-        """Note that what others get of a call is known in full."""
+    def call_finished(self, call: LinkedCall) -> None:
+        """Note that the text which other agents get from a call is complete."""
 
     @abstractmethod
-    def failed(self, call: LinkedCall) -> None:
-        """Note that what a call would have given to others is not known any more."""
+    def call_failed(self, call: LinkedCall) -> None:
+        """Note that other agents will not get the text of a call."""
 
     @abstractmethod
-    def held_back(self, call: LinkedCall, reason: str) -> None:
-        """Note that a call has ended and others were given nothing of it; links wait on."""
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
+        """Note that a call has ended without giving text to other agents; links keep waiting."""
 
     @abstractmethod
     def release(self, link: Link) -> None:
-        """Have the engine release a link's stream that its request did not use."""
+        """Release the stream of a link, which its request did not use, in the background."""
 
 
 class LinkedCall(CallObserver):
     """A request of an agent of a linked team.
 
     Args:
-        agent: who makes it.
-        own: the link to its prompt, which it claims.
-        rewritten: why others never get its text as it is, if so.
-        early: whether it came before a link to it was begun that would have been.
+        agent: the name of the agent that makes the request.
+        own_link: the link to the request's prompt, if there is one; the request claims its stream.
+        rewrite_reason: why other agents never get this text unchanged; ``None`` if they do.
+        missed_link: whether the request came before the planner had made its link.
 
     Attributes:
-        text: what others get of it.
+        text: the text that other agents get.
     """
 
     def __init__(
@@ -61,54 +62,54 @@ class LinkedCall(CallObserver):
         owner: CallOwner,
         agent: str,
         request: CallRequest,
-        own: Link | None,
+        own_link: Link | None,
         *,
-        rewritten: str | None,
-        early: bool,
+        rewrite_reason: str | None,
+        missed_link: bool,
     ) -> None:
         self.agent = agent
         self.text = Text(agent)
-        self.prompt_stream_id = own.claim() if own is not None else None
+        self.prompt_stream_id = own_link.claim() if own_link is not None else None
         self._owner = owner
-        self._own = own
-        self._held = rewritten or request.held
-        self._rewritten = rewritten is not None
+        self._own_link = own_link
+        self._hold_reason = rewrite_reason or request.hold_reason
+        self._is_rewritten = rewrite_reason is not None
         self._report = CallReporter(
             owner.listener, agent=agent, engine=request.engine, model=request.model
         )
-        late = early or (own is not None and own.is_late)
+        late = missed_link or (own_link is not None and own_link.is_late)
         self._report.started(self.prompt_stream_id, late=late)
 
     def on_text(self, text: str) -> None:
-        self._report.text()
-        if self._held is None and self._owner.streams:
+        self._report.text_arrived()
+        if self._hold_reason is None and self._owner.streams:
             self.text.write(text)
 
     def on_finish(self, result: CallResult) -> None:
-        """Complete the text, or end the links that were given something others will not get."""
+        """Complete the text, or end the links that were fed text which others will not get."""
         self._report.finished(result.text, result.usage, result.finish_reason)
         if not self._owner.streams:
             return
         written = self.text.written
-        is_forwarded = result.is_forwarded and not self._rewritten
+        is_forwarded = result.is_forwarded and not self._is_rewritten
         if is_forwarded and result.text.startswith(written):
             self.text.finish(result.text)
-            self._owner.finished(self)
+            self._owner.call_finished(self)
         elif written:
-            # A tool call, or text that is rewritten: what others get is something else.
+            # Other agents get something else: the result of a tool call, or a rewritten text.
             for link in self._owner.waiting_for(self.agent):
                 link.end("abort")
-            self._owner.failed(self)
+            self._owner.call_failed(self)
         else:
-            self._owner.held_back(self, self._held or "it calls tools")
+            self._owner.call_held_back(self, self._hold_reason or "it calls tools")
 
     def on_failure(self, error: BaseException) -> None:
         self._report.failed(error)
-        self._owner.failed(self)
+        self._owner.call_failed(self)
         self.text.fail(error)
-        # The request may not have reached the engine, which then still keeps its stream.
+        # If the request has not reached the engine, the engine still keeps the stream.
         self.release_stream()
 
     def release_stream(self) -> None:
-        if self._own is not None:
-            self._owner.release(self._own)
+        if self._own_link is not None:
+            self._owner.release(self._own_link)

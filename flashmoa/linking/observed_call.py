@@ -1,4 +1,4 @@
-"""One request of a model client, and everyone who hears of it."""
+"""Notify observers (:class:`CallObserver`) of one request of a model client."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from flashmoa.observe.calls import CallReporter
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """A request that is about to go out.
+    """A request that is about to be sent.
 
     Attributes:
-        engine: its engine's URL.
-        model: as the request names it.
-        held: why other agents do not get its text as it arrives; ``None`` if they do.
+        engine: the URL of its engine.
+        model: the model name in the request.
+        hold_reason: why other agents do not get its text as it arrives; ``None`` if they do.
     """
 
     engine: str
     model: str
-    held: str | None
+    hold_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class CallResult:
     """A complete answer.
 
     Attributes:
-        text: what the framework made of it; empty where there is none.
-        usage: as the engine says.
-        finish_reason: as OpenAI has it.
-        is_forwarded: whether other agents get this very text; not where it is a call of tools, or
-            is rewritten.
+        text: the text that the framework made of it; may be empty.
+        usage: the token usage that the engine reported, if it did.
+        finish_reason: OpenAI's ``finish_reason``.
+        is_forwarded: whether other agents get exactly this text; they do not if the answer is a
+            tool call, or is rewritten.
     """
 
     text: str
@@ -46,34 +46,33 @@ class CallResult:
 
 
 class CallObserver:
-    """Base of everything that hears of one request; it ignores all of it.
+    """Base class of the observers of one request. Its methods do nothing.
 
     Attributes:
-        prompt_stream_id: the prompt stream that it offers the request, if it has one.
+        prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
     """
 
     prompt_stream_id: str | None = None
 
     def on_text(self, text: str) -> None:
-        """Take the next piece of the answer."""
+        """Receive the next piece of the answer's text."""
 
     def on_finish(self, result: CallResult) -> None:
-        """Take the complete answer."""
+        """Receive the complete answer."""
 
     def on_failure(self, error: BaseException) -> None:
-        """Note that there will be no answer."""
+        """Note that the request failed with ``error``, or was cancelled."""
 
     def release_stream(self) -> None:
-        """Release the prompt stream: the request uses another one, or was never sent."""
+        """Release the offered prompt stream: the request uses another one, or failed."""
 
 
 class LinkedTeam(ABC):
-    """A team or workflow that is linked; its clients tell it of each of their requests."""
+    """A linked team or workflow. Its clients ask it to observe each of their requests."""
 
     @abstractmethod
     def observe(self, request: CallRequest) -> CallObserver | None:
-        """Return who hears of a request that is about to go out; ``None`` if the request is not
-        of this team."""
+        """Return an observer of a request; ``None`` if the request is not made by this team."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -81,13 +80,13 @@ class LinkedTeam(ABC):
 
 
 class ReportedCall(CallObserver):
-    """Tells a listener of a request that no linked team tells of."""
+    """Reports a request that no linked team observes."""
 
     def __init__(self, report: CallReporter) -> None:
         self._report = report
 
     def on_text(self, text: str) -> None:
-        self._report.text()
+        self._report.text_arrived()
 
     def on_finish(self, result: CallResult) -> None:
         self._report.finished(result.text, result.usage, result.finish_reason)
@@ -97,43 +96,50 @@ class ReportedCall(CallObserver):
 
 
 class ObservedCall:
-    """A context manager around one request, which tells its observers how it ends on every path.
+    """A context manager around one request, which notifies the request's observers.
+
+    If it is left without :meth:`finish`, it notifies them of a failure.
 
     Args:
-        held: see :class:`CallRequest`.
+        hold_reason: see :class:`CallRequest`.
 
     Attributes:
-        prompt_stream_id: the prompt stream that the request is to use, if any. Where several
-            observers offer one, the last one's is used; the others are told to release theirs.
+        prompt_stream_id: the id of the prompt stream that the request is to use, if any. If several
+            observers offer one, the last one's is used, and the others release theirs.
     """
 
-    def __init__(self, observers: Sequence[CallObserver], held: str | None) -> None:
+    def __init__(self, observers: Sequence[CallObserver], hold_reason: str | None) -> None:
         self._observers = observers
-        self._held = held
+        self._hold_reason = hold_reason
         self._finished = False
         self._body: WatchedBody | None = None
-        offering = [one for one in observers if one.prompt_stream_id is not None]
-        self.prompt_stream_id = offering[-1].prompt_stream_id if offering else None
-        for one in reversed(offering[:-1]):
-            one.release_stream()
+        offers = [observer for observer in observers if observer.prompt_stream_id is not None]
+        self.prompt_stream_id = offers[-1].prompt_stream_id if offers else None
+        for observer in reversed(offers[:-1]):
+            observer.release_stream()
 
     @property
     def usage(self) -> PromptUsage | None:
-        """What the engine has said of the request's tokens so far."""
+        """The token usage that the engine has reported; ``None`` until it has."""
         return self._body.usage if self._body is not None else None
 
-    def body(self, given: Mapping[str, Any]) -> WatchedBody:
-        """Return the request's ``extra_body``: with its prompt stream, and watched."""
-        body = dict(given)
+    def body(self, extra_body: Mapping[str, Any]) -> WatchedBody:
+        """Return the request's ``extra_body``, which names its prompt stream and is watched.
+
+        Args:
+            extra_body: the fields that the caller has set.
+        """
+        body = dict(extra_body)
         if self.prompt_stream_id is not None:
             body["prompt_stream_id"] = self.prompt_stream_id
-        # A held answer may be a call of tools, which a server may put otherwise in a stream.
-        taps = bool(self._observers) and self._held is None
+        # An answer that is held back may be a tool call, and servers may format tool calls in a
+        # stream in another way.
+        taps = bool(self._observers) and self._hold_reason is None
         self._body = WatchedBody(body, self._on_text, taps=taps)
         return self._body
 
     def finish(self, result: CallResult) -> None:
-        """Tell the observers that the answer is complete."""
+        """Notify the observers that the answer is complete."""
         self._finished = True
         for observer in self._observers:
             observer.on_finish(result)

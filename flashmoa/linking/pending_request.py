@@ -1,4 +1,4 @@
-"""A request that waits for texts, and the link that prefills its prompt meanwhile."""
+"""Prefill the prompt of a request while the texts in it are written (:class:`PendingRequest`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from flashmoa._concurrency import in_haste
+from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.link import Link, report_plain_engine
@@ -21,28 +21,28 @@ logger = logging.getLogger(__name__)
 
 Messages = TypeVar("Messages")
 
-# What is to be run while a request waits.
-Run = Callable[[], Coroutine[Any, Any, None]]
+# Work to run in the background while a request waits.
+Background = Callable[[], Coroutine[Any, Any, None]]
 
 
 class PendingRequest(Generic[Messages]):
     """A request that will be sent, whose prompt is prefilled as the texts in it are written.
 
     Args:
-        given: the request's messages, with marks for the texts.
-        texts: all that the messages mention; no two of a name.
-        fill: returns messages with a string in place of each mark.
-        policy: what becomes of the request when a text fails.
-        agent: who will send the request.
-        listener: is told what happens to its link.
-        streams: whether the texts go into its prompt as they are written, or only what stands
-            before the first of them is prefilled.
+        messages: the request's messages, with marks for the texts.
+        texts: every text whose mark is in the messages; their names must differ.
+        fill: replaces marks: ``fill(messages, {mark: string})``.
+        policy: the action when a text fails.
+        agent: the name of the agent that will send the request.
+        listener: receives the events of the request's link.
+        streams: whether texts are prefilled as they are written. ``False`` prefills only the
+            prompt before the first unfinished text.
         stream_ttl_seconds: see :class:`Link`.
     """
 
-    def __init__(  # noqa: PLR0913 - two places make it
+    def __init__(  # noqa: PLR0913 - the last three have a default
         self,
-        given: Messages,
+        messages: Messages,
         texts: Sequence[Text],
         fill: Callable[[Messages, Mapping[str, str]], Messages],
         policy: FailurePolicy,
@@ -52,7 +52,7 @@ class PendingRequest(Generic[Messages]):
         streams: bool = True,
         stream_ttl_seconds: float | None = None,
     ) -> None:
-        self._given = given
+        self._messages = messages
         self._fill = fill
         self._streams = streams
         self._stream_ttl_seconds = stream_ttl_seconds
@@ -62,11 +62,11 @@ class PendingRequest(Generic[Messages]):
         self._listener = listener
         self._link: Link | None = None
         self._engine = ""
-        # Until its prompt is rendered.
+        # The scope in which the prompt is being rendered.
         self._rendering: anyio.CancelScope | None = None
         self._is_late = False
-        # What it goes on with, by mark.
-        self._found: dict[str, str] = {}
+        # The strings that messages() has read, by mark.
+        self._read_texts: dict[str, str] = {}
 
     @property
     def is_waiting(self) -> bool:
@@ -75,24 +75,24 @@ class PendingRequest(Generic[Messages]):
 
     @property
     def is_late(self) -> bool:
-        """Whether it was claimed before its prompt stream was open."""
+        """Whether the request was claimed before its prompt stream was open."""
         return self._is_late or (self._link is not None and self._link.is_late)
 
     async def messages(self) -> Messages:
-        """Return the messages to send, once every text in them is there.
+        """Wait for the texts, and return the messages to send.
 
-        Raises: what a text failed with.
+        Raises: the exception that a text failed with, unless the policy is to finalize.
         """
         for text in self._texts:
-            self._found[text.mark] = await text.read(self._policy)
+            self._read_texts[text.mark] = await text.read(self._policy)
             if text.failure is not None:
-                self._go_on_without(text, text.failure)
-        return self._fill(self._given, self._found)
+                self._finalize(text, text.failure)
+        return self._fill(self._messages, self._read_texts)
 
     def claim(self) -> dict[str, Any]:
-        """Return what to add to the request's body (``extra_body`` of OpenAI's client).
+        """Return the fields to add to the request's body (``extra_body`` of OpenAI's client).
 
-        Call it when the request goes out: the link sends nothing more then.
+        Call this just before the request is sent; the link then sends nothing more.
         """
         self._is_late = self._stop_rendering()
         stream_id = self._link.claim() if self._link is not None else None
@@ -101,79 +101,81 @@ class PendingRequest(Generic[Messages]):
     async def release(self) -> None:
         """Release the prompt stream of a request that failed or will not be sent.
 
-        An engine that does not answer within 0.3 s lets the stream expire.
+        If the engine does not answer within 0.3 s, it lets the stream expire.
         """
-        await in_haste(self.abandon)
+        await run_cancelled(self.release_and_wait)
 
-    async def abandon(self) -> None:
-        """Release as :meth:`release`, but wait for the engine."""
+    async def release_and_wait(self) -> None:
+        """Release the stream as :meth:`release` does, but give the engine time to answer."""
         self._stop_rendering()
         if self._link is not None:
             self._link.end("abort")
             await self._link.delete_stream()
 
     async def delete_claimed_stream(self) -> None:
-        """Delete a stream that was claimed for a request that will not come any more.
+        """Delete a stream that was claimed for a request which will not be sent.
 
-        A link that is not over deletes its own as it ends.
+        A link that has not ended deletes its stream itself.
         """
         if self._link is not None and self._link.is_over:
             await self._link.delete_stream()
 
-    def link(
+    def prepare_link(
         self,
         engine: EngineClient,
         render: Callable[[Messages], Awaitable[str]],
         namespace: Mapping[str, str] | None = None,
-    ) -> Run:
-        """Link its prompt to the texts; returns what to run meanwhile.
+    ) -> Background:
+        """Return a function to run in the background, which links the prompt to the texts.
 
-        Nothing waits for that: a request that comes before its prompt is rendered goes out
-        unlinked. Where there can be no link, the reason is logged.
+        The request does not wait for it: if it is claimed before its prompt is rendered, it is sent
+        unlinked. If there can be no link, the reason is logged.
 
         Args:
-            render: the prompt of messages as their engine will render it.
-            namespace: of the request's KV; by default the engine client's.
+            engine: the engine that the request will be sent to.
+            render: returns the prompt of messages as the engine will render it.
+            namespace: the namespace of the request's KV; by default the engine client's.
         """
         self._engine = engine.url
         self._rendering = rendering = anyio.CancelScope()
-        waiting = [text for text in self._texts if not text.is_complete]
+        unfinished = [text for text in self._texts if not text.is_complete]
 
-        async def run() -> None:
+        async def render_and_link() -> None:
             prompt: Prompt | None = None
             with rendering:
-                prompt = await self._rendered(engine, render, waiting)
+                prompt = await self._render_prompt(engine, render, unfinished)
             if rendering.cancel_called:
                 return
             self._rendering = None
             if prompt is not None:
-                self._link = self._linked(engine, prompt, waiting, namespace)
+                self._link = self._make_link(engine, prompt, unfinished, namespace)
                 await self._link.run()
 
-        return run
+        return render_and_link
 
-    async def _rendered(
+    async def _render_prompt(
         self,
         engine: EngineClient,
         render: Callable[[Messages], Awaitable[str]],
-        waiting: Sequence[Text],
+        unfinished: Sequence[Text],
     ) -> Prompt | None:
-        placeholders = Placeholders(text.name for text in waiting)
-        shown = {text.mark: f"{text}" for text in self._texts}
-        shown |= {text.mark: placeholders.padded(text.name) for text in waiting}
+        placeholders = Placeholders(text.name for text in unfinished)
+        replacements = {text.mark: f"{text}" for text in self._texts}
+        replacements |= {text.mark: placeholders.padded(text.name) for text in unfinished}
         try:
-            return placeholders.build_prompt(await render(self._fill(self._given, shown)))
+            rendered = await render(self._fill(self._messages, replacements))
+            return placeholders.build_prompt(rendered)
         except PluginMissing as problem:
             report_plain_engine(engine.url, problem)
         except Exception as error:  # Linking must not cost the request.
             logger.warning("No link to %s this time: %s", self._agent, error)
         return None
 
-    def _linked(
+    def _make_link(
         self,
         engine: EngineClient,
         prompt: Prompt,
-        waiting: Sequence[Text],
+        unfinished: Sequence[Text],
         namespace: Mapping[str, str] | None,
     ) -> Link:
         link = Link(
@@ -185,26 +187,28 @@ class PendingRequest(Generic[Messages]):
             namespace=namespace,
             listener=self._listener,
         )
-        for text in waiting if self._streams else ():
-            if text.mark in self._found:  # Be it complete or not, nothing more of it is read.
-                link.feed(text.name, self._found[text.mark])
+        for text in unfinished if self._streams else ():
+            if text.mark in self._read_texts:
+                # messages() has already settled on this string, even if the text continues (policy
+                # "finalize" after a stall).
+                link.feed(text.name, self._read_texts[text.mark])
                 link.close_slot(text.name)
             else:
                 text.follow(link)
         return link
 
     def _stop_rendering(self) -> bool:
-        """Stop rendering the prompt; returns whether it was being rendered."""
+        """Stop rendering the prompt. Return whether it was being rendered."""
         if self._rendering is None:
             return False
         self._rendering.cancel()
         self._rendering = None
         return True
 
-    def _go_on_without(self, text: Text, failure: Failure) -> None:
-        """Take what has arrived of a text for all of it."""
+    def _finalize(self, text: Text, failure: Failure) -> None:
+        """End a failed text where it is: let the link do so, or report it if there is no link."""
         if self._link is not None:
-            self._link.fail_slot(text.name, failure)  # Unless it has noticed by itself.
+            self._link.fail_slot(text.name, failure)  # Does nothing if the slot is closed already.
             return
         self._listener(
             UpstreamFailed(

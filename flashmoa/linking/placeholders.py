@@ -1,4 +1,4 @@
-"""Placeholders for texts still being written, and the prompt that is rendered around them."""
+"""Render prompts around texts that are still being written (:class:`Placeholders`)."""
 
 from __future__ import annotations
 
@@ -9,52 +9,59 @@ from collections.abc import Iterable
 from flashmoa.errors import FlashMoAError
 from flashmoa.linking.prompt import Prompt, Slot
 
-# The name of a slot that never gets any text: what follows there is not certain yet.
+# The name of a slot that never gets any text, since the rest of its prompt is not certain yet.
 UNCERTAIN = "(not certain yet)"
 
-# White space around a placeholder shows what the chat template strips.
+# White space around a placeholder: if it is missing from the prompt, the chat template strips it.
 _MARGIN = "  "
 
 
 class NotForecastable(FlashMoAError):
-    """Raised when the prompt of a future request cannot be known; the message says why."""
+    """Raised when the prompt of a future request cannot be known; the message says why.
+
+    The message continues the sentence "AGENT runs unlinked: ...", so "it" is the agent.
+    """
 
 
 class Placeholders:
-    """One placeholder for each writer.
+    """Provides one placeholder for each writer, and cuts rendered prompts at them.
 
-    Put :meth:`padded` where the writer's text will be, have the engine render the messages, and
-    :meth:`build_prompt` cuts what it rendered at the placeholders.
+    Put :meth:`padded` where the writer's text will be, let the engine render the messages, and
+    give the rendered prompt to :meth:`build_prompt`.
     """
 
     def __init__(self, writers: Iterable[str]) -> None:
+        # The placeholders without their margins.
         self._cores = {name: f"[{secrets.token_hex(8)}]" for name in writers}
 
     def padded(self, writer: str) -> str:
-        """Return the text to render in place of what ``writer`` is writing."""
+        """Return the text to render in place of the text that ``writer`` is writing."""
         return f"{_MARGIN}{self._cores[writer]}{_MARGIN}"
 
     def build_prompt(self, *rendered: str) -> Prompt:
-        """Build the prompt that an engine has rendered, with a slot at each placeholder.
+        """Build a prompt from one that an engine rendered, with a slot at each placeholder.
 
-        A placeholder that was left out of the messages becomes no slot.
+        There is no slot for a placeholder that is not in the rendered prompt.
 
         Args:
-            rendered: the prompt as the engine's chat template renders it. Where it depends on
-                something that cannot be known, every possibility: only their common beginning
-                is certain, and the prompt ends there in an :data:`UNCERTAIN` slot.
+            rendered: the rendered prompt. If it depends on something that cannot be known, every
+                possible prompt: only their common beginning is certain, and the prompt ends there
+                in an :data:`UNCERTAIN` slot.
 
         Raises:
-            NotForecastable: the chat template shows a text more than once.
+            NotForecastable: if the chat template shows a text more than once.
         """
         first = rendered[0]
         if len(rendered) == 1:
-            return Prompt(self._segments(first, len(first)))
+            return Prompt(self._cut(first, len(first)))
         certain = len(os.path.commonprefix(rendered))  # noqa: RUF071
-        return Prompt([*self._segments(first, certain), Slot(UNCERTAIN)])
+        return Prompt([*self._cut(first, certain), Slot(UNCERTAIN)])
 
-    def _segments(self, rendered: str, certain: int) -> list[str | Slot]:
-        """Cut the first ``certain`` characters of a rendered prompt at the placeholders."""
+    def _cut(self, rendered: str, certain: int) -> list[str | Slot]:
+        """Cut the first ``certain`` characters of a rendered prompt at the placeholders.
+
+        If the template kept the margin on a side of a placeholder, its slot is not stripped there.
+        """
         places = sorted(
             (rendered.index(core), name, core)
             for name, core in self._cores.items()
@@ -75,6 +82,7 @@ class Placeholders:
 
 
 def _occurs_once(rendered: str, core: str, name: str) -> bool:
+    """Return whether a placeholder was rendered. Raises: NotForecastable if more than once."""
     if rendered.count(core) > 1:
         raise NotForecastable(f"the chat template shows {name}'s text more than once")
     return core in rendered

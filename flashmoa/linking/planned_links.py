@@ -1,4 +1,4 @@
-"""The links that a planner holds, each with the forecast it was made from."""
+"""Hold a planner's links, each with the forecast that it was made from (:class:`PlannedLinks`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoa.linking.prompt import Prompt
 
 _CHARACTERS_PER_TOKEN = 3
 
-# Agents that write at the same time, and so finish in any order.
+# Names of agents that write at the same time, and so finish in any order.
 Step = frozenset[str]
 
 
@@ -22,9 +22,9 @@ class Turn:
     """A call that may come.
 
     Attributes:
-        agent: who makes it.
-        after: who writes before it, in order, beginning with those who are writing now.
-        sure: whether it comes for certain, unless the team ends before.
+        agent: the agent that makes it.
+        after: the agents that write before it, in order, beginning with those that are writing now.
+        sure: whether it is certain to come, unless the team ends before.
     """
 
     agent: str
@@ -41,15 +41,17 @@ class Forecast:
     """What the agent of a turn will ask its model.
 
     Attributes:
-        engine: where its request will go.
-        placeholders: for the texts in it that are still being written.
-        renders: each renders one of the prompts that it may have; one where that is certain.
-            Each raises EngineError.
-        on_failure: what becomes of a link to it when a text in its prompt fails.
-        namespace: of the request's KV; by default the engine client's.
-        coming: how many messages the agent was to receive until its turn, as far as was known.
-        received_since: returns how many it has received since the forecast, or ``None`` where its
-            team was reset or it has had a turn. Without one, a forecast stays right.
+        engine: the engine that its request will be sent to.
+        placeholders: the placeholders for texts in the prompt that are still being written.
+        renders: functions that render the prompts which the request may have, a single one if that
+            is certain. They raise EngineError.
+        on_failure: what happens to a link to the prompt when a text in it fails.
+        namespace: the namespace of the request's KV; by default the engine client's.
+        expected_messages: number of messages that the agent was expected to receive before its
+            turn, as far as known.
+        received_since: returns the number of messages that the agent has received since the
+            forecast, or ``None`` if its team was reset or the agent has had a turn. Without this
+            function, the forecast always holds.
     """
 
     turn: Turn
@@ -58,34 +60,39 @@ class Forecast:
     renders: Sequence[Callable[[], Awaitable[str]]]
     on_failure: OnFailure = "abort"
     namespace: Mapping[str, str] | None = None
-    coming: int = 0
+    expected_messages: int = 0
     received_since: Callable[[], int | None] | None = None
 
     @property
     def is_of_this_run(self) -> bool:
-        """Whether its team was not reset, and its agent has had no turn, since it was made."""
+        """Whether, since this forecast, the team was not reset and the agent had no turn."""
         return self.received_since is None or self.received_since() is not None
 
     async def prompt(self) -> Prompt:
-        """Build the prompt. Raises: EngineError; NotForecastable."""
+        """Build the prompt.
+
+        Raises:
+            EngineError: if the engine cannot render it.
+            NotForecastable: if the chat template shows a text more than once.
+        """
         return self.placeholders.build_prompt(*[await render() for render in self.renders])
 
 
 class PlannedLinks:
-    """Links by the names of the agents linked to.
+    """Holds links and their forecasts, by the name of the agent linked to.
 
     Args:
-        streams: whether text is streamed into them.
+        streams: whether text is streamed into the links.
     """
 
     def __init__(self, *, streams: bool) -> None:
         self._streams = streams
         self._links: dict[str, tuple[Link, Forecast]] = {}
-        # Agents that could not be next when that was last looked at.
+        # Agents that could not be next at the last call of end_idle().
         self._idle: set[str] = set()
 
     def all(self) -> list[Link]:
-        """Return every link that is held."""
+        """Return every link."""
         return [link for link, _ in self._links.values()]
 
     def waiting_for(self, agent: str) -> list[Link]:
@@ -93,21 +100,24 @@ class PlannedLinks:
         return [link for link in self.all() if link.waits_for(agent)]
 
     def add(self, link: Link, forecast: Forecast) -> None:
-        """Hold a link that was made from a forecast."""
+        """Add a link that was made from a forecast."""
         self._links[forecast.turn.agent] = link, forecast
 
     def take(self, agent: str) -> Link | None:
-        """Give up the link to an agent's call that is here; end one made for another call."""
+        """Remove the link for a call of an agent, and return it.
+
+        A link that was made for a different call is ended instead, and ``None`` returned.
+        """
         link, forecast = self._links.pop(agent, (None, None))
-        if link is None or forecast is None or self._came_true(link, forecast):
+        if link is None or forecast is None or self._is_as_forecast(link, forecast):
             return link
         link.end("mispredicted")
         return None
 
-    def _came_true(self, link: Link, forecast: Forecast) -> bool:
-        """Return whether an agent that calls its model has received what its link was made for.
+    def _is_as_forecast(self, link: Link, forecast: Forecast) -> bool:
+        """Return whether an agent that calls its model has received the messages of the forecast.
 
-        It has not where the team was stopped before, and was run again or reset.
+        It has not if the team was stopped before that, and was run again or reset.
         """
         if forecast.received_since is None:
             return True
@@ -115,11 +125,11 @@ class PlannedLinks:
         if received is None or not self._streams:
             return received is not None
         if link.prompt.is_complete:
-            return received == forecast.coming
+            return received == forecast.expected_messages
         return received >= sum(not slot.is_open for slot in link.prompt.slots)
 
     def fits(self, turn: Turn) -> bool:
-        """Return whether there is a link for a turn that needs no new forecast."""
+        """Return whether there is a link for a turn whose forecast still holds."""
         link, forecast = self._links.get(turn.agent, (None, None))
         if link is None or forecast is None or (link.is_over and self._streams):
             return False
@@ -130,16 +140,17 @@ class PlannedLinks:
             return received is not None
         if received == 0 and forecast.turn == turn:
             return True
-        waits = {slot.name for slot in link.prompt.slots if slot.is_open}
-        if UNCERTAIN in waits:
+        awaited = {slot.name for slot in link.prompt.slots if slot.is_open}
+        if UNCERTAIN in awaited:
             return False
-        return waits == set(turn.writers) and received <= forecast.coming - len(waits)
+        most = forecast.expected_messages - len(awaited)
+        return awaited == set(turn.writers) and received <= most
 
     def extend(self, prompt: Prompt, forecast: Forecast) -> Link | None:
-        """Have the link to an agent go on with a newer forecast, in which more is certain.
+        """Update the link to an agent by a newer forecast, in which more text is certain.
 
-        Returns: the link; ``None`` where there is none, or it had to be ended because something
-            else was sent already.
+        Return the link. Return ``None`` if there is none, or if it had to be ended because the new
+        prompt does not begin with the text that was sent.
         """
         agent = forecast.turn.agent
         link, _ = self._links.get(agent, (None, None))
@@ -152,9 +163,9 @@ class PlannedLinks:
         return link
 
     def are_of_this_run(self) -> bool:
-        """Return whether there are any, and the team was not reset since they were made."""
+        """Return whether there are links and the team was not reset since they were made."""
         forecasts = [forecast for _, forecast in self._links.values()]
-        return bool(forecasts) and all(one.is_of_this_run for one in forecasts)
+        return bool(forecasts) and all(forecast.is_of_this_run for forecast in forecasts)
 
     def end(self, agent: str, reason: str) -> None:
         """End the link to an agent, if there is one."""
@@ -167,41 +178,42 @@ class PlannedLinks:
             self.end(agent, reason)
 
     def end_idle(self, possible: set[str]) -> None:
-        """End links to all agents but these, if these alone were possible the last time, too.
+        """End the links to agents that are missing from ``possible`` for the second time in a row.
 
-        A manager that is just asking several agents to speak has not asked all of them yet.
+        Once is not enough, since a manager asks several agents to speak one after the other.
         """
         idle = self._links.keys() - possible
         for name in idle & self._idle:
             self.end(name, "unused")
         self._idle = idle
 
-    def unsure(self) -> Iterable[Link]:
+    def uncertain(self) -> Iterable[Link]:
         """Return the links to agents that may but need not be next."""
         return [link for link, forecast in self._links.values() if not forecast.turn.sure]
 
 
 class KvShare:
-    """The share of engines' KV pools that links get which may never be used.
+    """Limits the KV of links that may never be used, to a share of each engine's KV pool.
 
     Args:
-        share: of each engine's KV pool, between 0 and 1.
+        share: the share, between 0 and 1.
     """
 
     def __init__(self, share: float) -> None:
         self._share = share
-        # Tokens, by the engine's URL.
+        # Sizes of the KV pools in tokens, by the engine's URL.
         self._pools: dict[str, int] = {}
 
     async def has_room(self, engine: EngineClient, prompt: Prompt, others: Iterable[Link]) -> bool:
-        """Return whether a prompt fits beside those of other such links.
+        """Return whether a prompt fits into an engine's share alongside the prompts of ``others``.
 
-        Raises: EngineError.
+        Raises: EngineError if the engine does not report the size of its KV pool.
         """
         if engine.url not in self._pools:
             self._pools[engine.url] = sum(rank.total for rank in (await engine.info()).kv)
-        there = [one for one in others if one.engine.url == engine.url and not one.is_over]
-        characters = sum(len(one.stable()) for one in [*(link.prompt for link in there), prompt])
+        links = [link for link in others if link.engine.url == engine.url and not link.is_over]
+        prompts = [*(link.prompt for link in links), prompt]
+        characters = sum(len(other.stable()) for other in prompts)
         return characters <= _CHARACTERS_PER_TOKEN * self._share * self._pools[engine.url]
 
 

@@ -1,4 +1,4 @@
-"""The planner: a link to everyone who may call next, kept up to date while agents write."""
+"""Keep a link to each agent that may call next, while other agents write (:class:`LinkPlanner`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from flashmoa._concurrency import Repeated, TaskHost
+from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.linking.link import Ahead, Link, report_plain_engine
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
@@ -27,102 +27,108 @@ END_POLL_SECONDS = 0.2
 
 
 class LinkPlanner(CallOwner):
-    """The links of one team; each agent framework has a subclass that answers for its teams:
-    :meth:`upcoming`, who may call next, and :meth:`forecast`, what they will send.
+    """Plans the links of one team.
+
+    Each agent framework has a subclass, which knows which agents may call next (:meth:`upcoming`)
+    and what they will send (:meth:`forecast`).
 
     Args:
-        ahead: what is sent ahead of requests.
-        kv_share: of an engine's KV pool, for links to agents that need not be next.
-        listener: is told what happens.
+        listener: receives the events.
+        ahead: how much of a prompt is sent before its request.
+        kv_share: the share of an engine's KV pool for links to agents that need not be next.
 
-    Everything here runs in the background of the agents' calls: no call waits for a link, and
-    whatever goes wrong costs the link alone.
+    Planning runs in the background of the agents' calls: no call waits for a link, and a failure
+    costs only the link.
     """
 
     def __init__(self, listener: Listener, *, ahead: Ahead = "text", kv_share: float = 1.0) -> None:
         self.listener = listener
         self.streams = ahead == "text"
-        self.host = TaskHost()
+        self.host = TaskHost("A link failed; its agents run unlinked")
         self._ahead: Ahead = ahead
         self._links = PlannedLinks(streams=self.streams)
         self._run = RunState()
         self._kv_share = KvShare(kv_share)
-        # What has been declined, by agent and reason: once is enough to say so.
-        self._said: set[tuple[str, str]] = set()
-        self._planning = Repeated(self.host, self._plan)
-        self._watching = Repeated(self.host, self._watch_end)
+        # Unlinked agents, each with a reason that has been reported; a reason is reported once.
+        self._reported_declines: set[tuple[str, str]] = set()
+        self._planning = SingleFlight(self.host, self._plan)
+        self._watching = SingleFlight(self.host, self._watch_end)
 
     @property
     @abstractmethod
     def is_running(self) -> bool:
-        """Whether the team's run goes on."""
+        """Whether the team is running."""
 
     @abstractmethod
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         """Return the turns that may follow, the likeliest first.
 
         Args:
-            caller: who called last.
+            caller: the agent that called last.
         """
 
     @abstractmethod
     async def forecast(self, turn: Turn) -> Forecast | None:
-        """Return what the agent of a turn will send; ``None`` where that is not known yet.
+        """Return what the agent of a turn will send; ``None`` if that is not known yet.
 
-        Raises: NotForecastable, and whatever the agent's own code raises.
+        Raises:
+            NotForecastable: if it cannot be known.
+            Exception: any that the agent's own code raises.
         """
 
     def possible(self) -> set[str]:
-        """Return agents whose links are kept though :meth:`upcoming` does not name them."""
+        """Return the agents whose links are kept although :meth:`upcoming` does not name them."""
         return set()
 
     def take_link(self, agent: str) -> Link | None:
-        """Return the link to the prompt of a call that is here, and hold it no longer."""
+        """Remove the link to the prompt of a call that is about to be sent, and return it."""
         return self._links.take(agent)
 
     async def after_run(self) -> None:
-        """Do what is to be done when a run has ended."""
+        """Do nothing; a subclass may plan for the team's next run when a run has ended."""
 
     def begin(
-        self, agent: str, request: CallRequest, *, rewritten: str | None, linkable: bool = True
+        self, agent: str, request: CallRequest, *, rewrite_reason: str | None, linkable: bool = True
     ) -> LinkedCall:
-        """Note a call that goes out.
+        """Return the observer of a call that is about to be sent, and plan the calls after it.
 
         Args:
-            rewritten: see :class:`LinkedCall`.
+            rewrite_reason: see :class:`LinkedCall`.
             linkable: whether there can be a link to the agent at all.
         """
         run = self._run
         run.changes += 1
-        own = self.take_link(agent)
+        own_link = self.take_link(agent)
         attempt = run.attempts.get(agent)
-        missed = attempt is Attempt.UNFINISHED or (attempt is None and self._planning.is_running)
-        early = own is None and missed and linkable
-        run.attempt_ended(agent)
-        call = LinkedCall(self, agent, request, own, rewritten=rewritten, early=early)
+        unplanned = attempt is Attempt.UNFINISHED or (attempt is None and self._planning.is_running)
+        missed_link = own_link is None and unplanned and linkable
+        run.drop_unfinished_attempt(agent)
+        call = LinkedCall(
+            self, agent, request, own_link, rewrite_reason=rewrite_reason, missed_link=missed_link
+        )
         for link in self.waiting_for(agent):
             call.text.follow(link)
-        run.call(call)
+        run.add_call(call)
         self.plan()
         return call
 
     def plan(self) -> None:
-        """Have the links brought up to date, once for all reasons there are by then."""
+        """Bring the links up to date in the background."""
         if self._ahead != "nothing":
-            self._planning.want()
-            self._watching.ensure()
+            self._planning.request()
+            self._watching.start_if_idle()
 
     def waiting_for(self, agent: str) -> list[Link]:
         return self._links.waiting_for(agent)
 
-    def finished(self, call: LinkedCall) -> None:
-        """Note that what others get of a call is known in full."""
+    def call_finished(self, call: LinkedCall) -> None:
+        """Do nothing; a subclass may plan again now that the text is complete."""
 
-    def failed(self, call: LinkedCall) -> None:
+    def call_failed(self, call: LinkedCall) -> None:
         if self._run.running.get(call.agent) is call:
             del self._run.running[call.agent]
 
-    def held_back(self, call: LinkedCall, reason: str) -> None:
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
         for link in self.waiting_for(call.agent):
             self.listener(
                 LinkWaits(
@@ -131,13 +137,13 @@ class LinkPlanner(CallOwner):
             )
 
     def release(self, link: Link) -> None:
-        self.host.finish(link.delete_stream)
+        self.host.start_cleanup(link.delete_stream)
 
     def end_all(self, reason: str) -> None:
-        """End every link: no call will come any more that could use one."""
-        self._planning.withdraw()
+        """End every link, since no call that could use one will come."""
+        self._planning.drop_pending()
         self._links.end_all(reason)
-        self._run.end()
+        self._run.end_run()
 
     async def _plan(self) -> None:
         await anyio.sleep(DELIVERY_SECONDS)
@@ -147,24 +153,28 @@ class LinkPlanner(CallOwner):
         await self.link_all(turns, changes)
 
     async def link_all(self, turns: Sequence[Turn], changes: int) -> None:
-        """Have a link for each of these turns, as long as nothing has changed since ``changes``."""
+        """Make a link for each turn that has none; stop if the run has changed.
+
+        Args:
+            changes: the run's ``changes`` when ``turns`` were determined.
+        """
         for turn in turns:
             if changes != self._run.changes:
                 return
             await self._link(turn, changes)
 
     async def _watch_end(self) -> None:
-        """Poll whether the run goes on: a team does not tell that it has ended."""
-        ended = 0
-        # Once more after the end, for those who read what the team has said.
-        while ended < 2:
+        """Poll until the run has ended, since a team does not report its end. End all links."""
+        polls_after_end = 0
+        # Two polls, since an agent may call its model with the team's messages after the end.
+        while polls_after_end < 2:
             await anyio.sleep(END_POLL_SECONDS)
-            ended = 0 if self.is_running else ended + 1
+            polls_after_end = 0 if self.is_running else polls_after_end + 1
         self.end_all("unused")
         self.host.start(self.after_run)
 
     async def _link(self, turn: Turn, changes: int) -> None:
-        """Have a link for a turn that may come, made from what was known at ``changes``."""
+        """Make a link for one turn of :meth:`link_all` if it has none."""
         agent, attempts = turn.agent, self._run.attempts
         if attempts.get(agent) is Attempt.PLAIN_ENGINE:
             return
@@ -172,18 +182,19 @@ class LinkPlanner(CallOwner):
         try:
             if self._links.fits(turn):
                 return
-            # Until there is a link; what keeps it from being made from here on is haste.
+            # The attempt stays unfinished until there is a link. If it is given up from here on,
+            # the agents were faster.
             attempts.setdefault(agent, Attempt.UNFINISHED)
-            if not self._run.is_now(turn):
+            if not self._run.is_current(turn):
                 return
             forecast = await self.forecast(turn)
             if forecast is None:
-                self._run.attempt_ended(agent)
+                self._run.drop_unfinished_attempt(agent)
                 return
             prompt = await forecast.prompt()
             if attempts.get(agent) is Attempt.DECLINED:
                 attempts[agent] = Attempt.UNFINISHED
-            if changes != self._run.changes or not self._run.is_now(turn):
+            if changes != self._run.changes or not self._run.is_current(turn):
                 return
             if link := self._links.extend(prompt, forecast):
                 self._follow_running(link)
@@ -196,22 +207,22 @@ class LinkPlanner(CallOwner):
             if forecast is not None:
                 report_plain_engine(forecast.engine.url, problem)
         except EngineError as error:
-            self._run.attempt_ended(agent)
+            self._run.drop_unfinished_attempt(agent)
             logger.warning("No link to %s this time: %s", agent, error)
         except Exception as error:
-            # The agent's own code: its tools, its context. It must not cost the others theirs.
+            # The agent's own code failed, in its tools or its context. Other agents stay linked.
             self._decline(agent, f"its next prompt could not be told: {error!r}")
 
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
         if not turn.sure and not await self._kv_share.has_room(
-            engine, prompt, self._links.unsure()
+            engine, prompt, self._links.uncertain()
         ):
-            self._run.attempt_ended(turn.agent)
+            self._run.drop_unfinished_attempt(turn.agent)
             reason = "likelier agents hold the share of the KV pool for links that may go unused"
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
-        if changes != self._run.changes or not self._run.is_now(turn):
+        if changes != self._run.changes or not self._run.is_current(turn):
             return
         link = Link(
             engine,
@@ -222,7 +233,7 @@ class LinkPlanner(CallOwner):
             listener=self.listener,
         )
         self._links.add(link, forecast)
-        self._run.attempt_ended(turn.agent)
+        self._run.drop_unfinished_attempt(turn.agent)
         self._follow_running(link)
         self.host.start(link.run)
 
@@ -232,11 +243,11 @@ class LinkPlanner(CallOwner):
                 call.text.follow(link)
 
     def _decline(self, agent: str, reason: str) -> None:
-        """Do without a link to an agent this time; each reason is said once."""
+        """Leave an agent unlinked this time; report each reason once."""
         self._run.attempts[agent] = Attempt.DECLINED
         self._links.end(agent, "unused")
-        if (agent, reason) in self._said:
+        if (agent, reason) in self._reported_declines:
             return
-        self._said.add((agent, reason))
+        self._reported_declines.add((agent, reason))
         logger.warning("%s runs unlinked: %s", agent, reason)
         self.listener(LinkDeclined(agent=agent, engine="", reason=reason))

@@ -1,10 +1,10 @@
-"""Prompts whose text is partly still being written.
+"""Assemble prompts whose text is partly still being written (:class:`Prompt`).
 
 A prompt is a sequence of segments, text or :class:`Slot`; a slot is text that an upstream
-agent is still producing (Faster-MoA: ``S_prefix, o1, o2, o3, S_suffix``). Its *stable
-frontier* is the end of the longest prefix whose positions can no longer change: everything up
-to and into the first slot that is still open (FlashAgents §4.2). Only that is ever sent for
-prefill; what later slots hold waits here until the slots before them close. Pure, no I/O.
+agent is still writing (Faster-MoA: ``S_prefix, o1, o2, o3, S_suffix``). The *stable frontier*
+is the end of the longest prefix whose positions can no longer change: everything up to and
+into the first slot that is still open (FlashAgents §4.2). Only that prefix is ever sent for
+prefill; the text of later slots waits here until the slots before them close. No I/O.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Slot:
     """Text that an upstream agent is still writing.
 
     Attributes:
-        name: its writer's name.
-        strip_start, strip_end: whether the chat template strips white space there. Trailing
-            white space is then withheld until more text shows that it was not trailing.
+        name: the name of its writer.
+        strip_start, strip_end: whether the chat template strips white space at the start, and at
+            the end. Trailing white space is then withheld until more text follows it.
     """
 
     name: str
@@ -34,13 +34,16 @@ class Slot:
         return self._open
 
     def append(self, text: str) -> None:
-        """Add text at the end. Raises: ValueError if the slot is closed."""
+        """Add text at the end.
+
+        Raises: ValueError if the slot is closed.
+        """
         if not self._open:
             raise ValueError(f"slot {self.name!r} is closed; nothing can be added to it")
         self._text += text
 
     def close(self) -> None:
-        """Close the slot: no more text will come; harmless to repeat."""
+        """Close the slot, since no more text will come. Repeating this is harmless."""
         self._open = False
 
     def stable(self) -> str:
@@ -50,15 +53,18 @@ class Slot:
 
 
 class Prompt:
-    """Segments in order. Not safe to change from two threads.
+    """A sequence of segments, whose text is taken piece by piece. Not thread-safe.
 
     Args:
-        segments: text and slots; a slot may appear once.
+        segments: texts and slots; a slot may appear once.
+
+    Raises:
+        ValueError: if a slot appears twice.
     """
 
     def __init__(self, segments: Iterable[str | Slot]) -> None:
         self.segments = tuple(segments)
-        self.slots = tuple(part for part in self.segments if isinstance(part, Slot))
+        self.slots = tuple(segment for segment in self.segments if isinstance(segment, Slot))
         if len(set(map(id, self.slots))) != len(self.slots):
             raise ValueError("a slot appears twice; give every place in a prompt its own slot")
         self._taken = 0
@@ -81,10 +87,10 @@ class Prompt:
         return "".join(parts)
 
     def become(self, other: Prompt) -> None:
-        """Go on as ``other``, in which more is certain.
+        """Replace the segments by those of ``other``, in which more text is certain.
 
         Raises:
-            ValueError: ``other`` does not begin with what was taken already; the prompt is then
+            ValueError: if ``other`` does not begin with the text that was taken; the prompt is then
                 unchanged.
         """
         taken = self.stable()[: self._taken]
@@ -93,7 +99,7 @@ class Prompt:
         self.segments, self.slots = other.segments, other.slots
 
     def take(self) -> str:
-        """Return what the stable frontier has passed since the last call; may be empty."""
+        """Return the text that the stable frontier has passed since the last call; may be empty."""
         text = self.stable()
         new = text[self._taken :]
         self._taken = len(text)

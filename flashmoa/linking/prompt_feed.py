@@ -1,4 +1,19 @@
-"""Sends a growing prompt to its prompt stream, at the pace that the engine asks for."""
+"""Send a growing prompt to its prompt stream, at the pace that the engine asks for.
+
+How streams are released: a prompt stream holds KV in its engine until a request uses it, it is
+deleted, or it expires. Therefore whoever opens a stream also deletes it, but nobody waits long for
+an engine that does not answer:
+
+- Opening and deleting a stream are shielded from cancellation (``PromptFeed._run_shielded``), since
+  a stream whose id never arrives could not be deleted. Once cancelled, both together may take
+  ``_RELEASE_SECONDS``. If the engine has not answered by then, it lets the stream expire.
+- A :class:`~flashmoa.linking.link.Link` deletes its stream when it ends, also if it is cancelled,
+  unless a request has claimed the stream.
+- A request that claimed a stream and then failed or was never sent has the stream deleted: by
+  :class:`~flashmoa.linking.pending_request.PendingRequest`, or by the link's planner.
+- Closing whatever runs them (``TaskHost.close``, leaving a ``Workflow``) cancels all links and
+  deletions at once, so that closing takes ``_RELEASE_SECONDS`` however many streams there are.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +35,54 @@ from flashmoa.errors import (
 
 logger = logging.getLogger(__name__)
 
-# The request usually follows the end at once and carries the rest along; sending it as well
-# would only keep the client from sending the request.
+# The request usually follows as soon as the prompt is complete, and brings the rest of the prompt
+# along. An append just before it would only delay the request.
 _GRACE_SECONDS = 0.01
 _OPEN_SECONDS = 10.0
 _DELETE_SECONDS = 5.0
-# How long opening and deleting may take, together, once their task is cancelled, as the canceller
-# waits for them. An engine that has not answered by then lets the stream expire.
-_LEAVING_SECONDS = 0.3
-# In each such part of a stream's time to live its engine hears from the client.
-_SIGN_OF_LIFE = 1 / 3
+_RELEASE_SECONDS = 0.3
+# The engine receives something at least once in this part of a stream's time to live.
+_KEEP_ALIVE_PART = 1 / 3
 
 
-class Growing(Protocol):
+class PromptSource(Protocol):
     """A prompt that only grows: :class:`flashmoa.linking.prompt.Prompt`, or one of token ids."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the prompt will not grow any more."""
         ...
 
     def take(self) -> str | Sequence[int]:
-        """Return what has come since the last call; empty if nothing has."""
+        """Return what was added since the last call; may be empty."""
         ...
 
 
 class PromptFeed:
-    """One prompt stream that follows one growing prompt.
+    """Feeds one growing prompt to one prompt stream.
 
     Args:
-        engine: where the prompt will be used.
+        engine: the engine that will use the prompt.
         prompt: text as a chat template renders it, special tokens included, or token ids.
-        told: is called with each answer, the first one when the stream is open.
-        add_special_tokens: whether the text has none yet.
+        on_state: called with each answer of the engine; the first one opens the stream.
+        add_special_tokens: whether the engine is to add special tokens to the text.
         ttl_seconds: how long the engine keeps the stream of a client that has vanished; by
             default the client's ``stream_ttl_seconds``.
-        namespace: of the stream's KV; by default the client's.
+        namespace: the namespace of the stream's KV; by default the client's.
 
-    Run :meth:`run` in a task, and then :meth:`hold` where the stream is not used at once; say
-    :meth:`changed` when the prompt has grown.
+    Run :meth:`run` in a task, and then :meth:`hold` if the stream is not used at once. Call
+    :meth:`changed` whenever the prompt has grown.
 
     Attributes:
-        stream_id: set once the stream is open; the request that uses it names it. Unless such a
+        stream_id: the stream's id, once it is open, for the request that uses it. Unless such a
             request was sent, :meth:`delete` must be called after :meth:`run`.
     """
 
     def __init__(
         self,
         engine: EngineClient,
-        prompt: Growing,
-        told: Callable[[StreamState], None] = lambda _: None,
+        prompt: PromptSource,
+        on_state: Callable[[StreamState], None] = lambda _: None,
         *,
         add_special_tokens: bool = False,
         ttl_seconds: float | None = None,
@@ -79,13 +92,13 @@ class PromptFeed:
         self._namespace = namespace
         self._engine = engine
         self._ttl = engine.stream_ttl_seconds if ttl_seconds is None else ttl_seconds
-        # When the engine has to be told something, by the event loop's clock.
-        self._due = float("inf")
-        # Until when a cancelled caller waits.
-        self._leave_by = float("inf")
+        # Both by the event loop's clock: when the engine must receive something again, and until
+        # when a cancelled caller waits for the engine.
+        self._keep_alive_at = float("inf")
+        self._release_deadline = float("inf")
         self._prompt = prompt
-        self._told = told
-        self._special = add_special_tokens
+        self._on_state = on_state
+        self._add_special_tokens = add_special_tokens
         self._changed = anyio.Event()
         self._stopped = False
         self._stopping = anyio.Event()
@@ -95,7 +108,7 @@ class PromptFeed:
         self._changed.set()
 
     def stop(self) -> None:
-        """Send nothing more: the request is here, or the stream is not wanted any longer."""
+        """Send nothing more: the request is about to be sent, or the stream is not needed."""
         self._stopped = True
         self._stopping.set()
         self._changed.set()
@@ -104,89 +117,92 @@ class PromptFeed:
         """Open the stream, and append until the prompt is complete or the feed is stopped.
 
         Raises:
-            EngineError: whatever the engine's routes raise. Not for what a stopped feed had
-                under way: an append that its own request overtook finds the stream used.
+            EngineError: if a request to the engine fails; not if the feed was stopped and the
+                stream is gone, since then its request has overtaken an append.
         """
         first = self._prompt.take()
         if self._stopped or not first:
             return
         state = await self._open(first)
-        self._told(state)
+        self._on_state(state)
         try:
-            await self._follow(state)
+            await self._append_all(state)
         except StreamGone:
             if not self._stopped:
                 raise
 
     async def hold(self) -> None:
-        """Keep the open stream until the feed is stopped, though nothing more is appended.
+        """Keep the open stream alive until the feed is stopped, though nothing is appended.
 
         Raises:
-            StreamGone, StreamUnknown: the engine does not have it any more.
+            StreamGone, StreamUnknown: if the engine does not have the stream any more.
         """
-        await self._alive_until(self._stopping.wait)
+        await self._keep_alive_during(self._stopping.wait)
 
     async def delete(self) -> None:
-        """Delete the stream and release its KV, even when cancelled; harmless to repeat.
+        """Delete the stream and release its KV, even if cancelled (see the module's docstring).
+
+        Repeating this is harmless.
 
         Raises:
-            EngineError: the engine cannot be asked; it will let the stream expire.
+            EngineError: if the engine cannot be reached; the stream then expires.
         """
         if (stream_id := self.stream_id) is not None:
-            await self._see_through(lambda: self._engine.delete_stream(stream_id), _DELETE_SECONDS)
+            await self._run_shielded(lambda: self._engine.delete_stream(stream_id), _DELETE_SECONDS)
 
     async def _open(self, first: str | Sequence[int]) -> StreamState:
-        """Open the stream, even when cancelled: a stream that the engine has opened must be known
-        here by its id, or it could not be deleted."""
-        opened: list[StreamState] = []
+        states: list[StreamState] = []
 
-        async def ask() -> None:
+        async def open_stream() -> None:
             is_text = isinstance(first, str)
             state = await self._engine.open_stream(
                 text=first if isinstance(first, str) else None,
                 input_ids=None if isinstance(first, str) else first,
-                add_special_tokens=self._special if is_text else None,
+                add_special_tokens=self._add_special_tokens if is_text else None,
                 ttl_seconds=self._ttl,
                 namespace=self._namespace,
             )
-            # From here on it is given back on every path.
+            # From here on the stream is deleted on every path.
             self.stream_id = state.id
-            opened.append(state)
+            states.append(state)
 
-        await self._see_through(ask, _OPEN_SECONDS)
-        if not opened:
+        await self._run_shielded(open_stream, _OPEN_SECONDS)
+        if not states:
             raise EngineTimeout(f"{self._engine.url} did not open a stream in time")
-        self._is_heard()
-        return opened[0]
+        self._postpone_keep_alive()
+        return states[0]
 
-    async def _see_through(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
-        """Do something for so long at most; once cancelled, for as long as leaving may take."""
-        deadline = min(anyio.current_time() + seconds, self._leave_by)
-        doing = anyio.CancelScope(deadline=deadline, shield=True)
-        problems: list[Exception] = []
+    async def _run_shielded(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
+        """Run ``work`` for at most ``seconds``, and if cancelled, until the release deadline.
 
-        async def do() -> None:
+        Raises: the exception of ``work``.
+        """
+        deadline = min(anyio.current_time() + seconds, self._release_deadline)
+        shield = anyio.CancelScope(deadline=deadline, shield=True)
+        failures: list[Exception] = []
+
+        async def run() -> None:
             try:
-                with doing:
+                with shield:
                     await work()
-            except Exception as problem:
-                problems.append(problem)
+            except Exception as error:
+                failures.append(error)
             is_done.set()
 
         is_done = anyio.Event()
         async with anyio.create_task_group() as group:
-            group.start_soon(do)
+            group.start_soon(run)
             try:
                 await is_done.wait()
             except anyio.get_cancelled_exc_class():
-                leave_by = anyio.current_time() + _LEAVING_SECONDS
-                self._leave_by = min(self._leave_by, leave_by)
-                doing.deadline = min(deadline, self._leave_by)
+                release_deadline = anyio.current_time() + _RELEASE_SECONDS
+                self._release_deadline = min(self._release_deadline, release_deadline)
+                shield.deadline = min(deadline, self._release_deadline)
                 raise
-        if problems:
-            raise problems[0]
+        if failures:
+            raise failures[0]
 
-    async def _follow(self, state: StreamState) -> None:
+    async def _append_all(self, state: StreamState) -> None:
         seq = 0
         while not self._stopped:
             if seq and self._prompt.is_complete:
@@ -201,49 +217,52 @@ class PromptFeed:
                     state.id, seq, text=text or None, input_ids=ids or None, end=end
                 )
                 seq += 1
-                self._is_heard()
-                self._told(state)
+                self._postpone_keep_alive()
+                self._on_state(state)
                 if end:
                     return
                 with anyio.move_on_after(state.pace_seconds):
-                    await self._completed()
+                    await self._wait_until_complete()
             else:
-                await self._alive_until(self._next_change)
+                await self._keep_alive_during(self._wait_for_change)
 
-    async def _completed(self) -> None:
+    async def _wait_until_complete(self) -> None:
         while not self._stopped and not self._prompt.is_complete:
-            await self._next_change()
+            await self._wait_for_change()
 
-    async def _next_change(self) -> None:
+    async def _wait_for_change(self) -> None:
         await self._changed.wait()
         self._changed = anyio.Event()
 
-    def _is_heard(self) -> None:
+    def _postpone_keep_alive(self) -> None:
         """Note that the engine has just received something."""
-        self._due = anyio.current_time() + self._ttl * _SIGN_OF_LIFE
+        self._keep_alive_at = anyio.current_time() + self._ttl * _KEEP_ALIVE_PART
 
-    async def _alive_until(self, happens: Callable[[], Awaitable[object]]) -> None:
-        """Wait for something, and keep the stream alive meanwhile."""
+    async def _keep_alive_during(self, wait: Callable[[], Awaitable[object]]) -> None:
+        """Run ``wait()``, and keep the stream alive until it returns."""
         while True:
-            with anyio.CancelScope(deadline=self._due):
-                await happens()
+            with anyio.CancelScope(deadline=self._keep_alive_at):
+                await wait()
                 return
             await self._keep_alive()
 
     async def _keep_alive(self) -> None:
-        """Keep the stream alive. An engine that cannot be asked may be back before it expires.
+        """Tell the engine to keep the stream.
 
-        Raises: StreamGone, StreamUnknown.
+        If the engine cannot be reached, it may be reachable again before the stream expires.
+
+        Raises:
+            StreamGone, StreamUnknown: if the engine does not have the stream any more.
         """
         assert self.stream_id is not None
         try:
-            with anyio.move_on_after(self._ttl * _SIGN_OF_LIFE):
+            with anyio.move_on_after(self._ttl * _KEEP_ALIVE_PART):
                 await self._engine.keep_alive(self.stream_id)
         except (StreamGone, StreamUnknown):
             if not self._stopped:
                 raise
         except PluginMissing:
-            self._ttl = float("inf")  # Its plugin does not know this yet.
+            self._ttl = float("inf")  # This version of the plugin cannot keep streams alive.
         except EngineError as error:
-            logger.debug("Stream %s is not heard of: %s", self.stream_id, error)
-        self._is_heard()
+            logger.debug("Stream %s could not be kept alive: %s", self.stream_id, error)
+        self._postpone_keep_alive()

@@ -1,4 +1,4 @@
-"""What a planner knows of its team's current run: who is writing, and who has no link, and why."""
+"""Record which agents of a team are writing, and why an agent has no link (:class:`RunState`)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from flashmoa.linking.planned_links import Turn
 class Attempt(Enum):
     """How the last attempt to link an agent that has no link ended."""
 
-    # It goes on, or the agent's writers were done before it could end.
+    # The attempt has not ended, or was given up because a writer or another call was faster.
     UNFINISHED = auto()
-    # Its next prompt could not be told.
+    # The agent's next prompt could not be forecast.
     DECLINED = auto()
-    # Its engine has no plugin; it is asked again in the team's next run.
+    # The agent's engine has no plugin. The next attempt is made in the team's next run.
     PLAIN_ENGINE = auto()
 
 
 @dataclass(slots=True)
 class RunState:
-    """What the planner knows of the team's current run.
+    """What a planner knows about its team's current run.
 
     Attributes:
-        running: by agent, the calls whose text has not been delivered to the others yet.
-        caller: who called last; "" before the first call.
-        attempts: by agent, why it has no link; nothing where none was tried, or one was made.
-        changes: counts what makes a plan out of date: a call, the end of a run. Every
-            plan compares it after each await.
+        running: by agent, the calls whose text has not been delivered to the other agents yet.
+        caller: the agent that called last; empty before the first call.
+        attempts: by agent, why it has no link; without agents that have one, or for which none
+            was tried.
+        changes: number of events that make a plan out of date: calls, and ends of runs. A plan
+            compares it after each ``await``.
     """
 
     running: dict[str, LinkedCall] = field(default_factory=dict[str, LinkedCall])
@@ -37,32 +38,33 @@ class RunState:
     attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     changes: int = 0
 
-    def call(self, call: LinkedCall) -> None:
-        """Note a call that has begun.
+    def add_call(self, call: LinkedCall) -> None:
+        """Add a call that has begun, and drop those that are complete.
 
-        Calls that were complete before have been delivered, or another agent is waited for.
+        The text of a complete call has been delivered by now, unless its team waits for another
+        agent.
         """
-        self.running = {n: c for n, c in self.running.items() if not c.text.is_complete}
-        self.running[call.agent] = call
+        incomplete = [other for other in self.running.values() if not other.text.is_complete]
+        self.running = {other.agent: other for other in [*incomplete, call]}
         self.caller = call.agent
 
-    def end(self) -> None:
-        """Note that the run has ended."""
+    def end_run(self) -> None:
+        """Forget the run, and the attempts that the next run repeats."""
         self.changes += 1
         self.running.clear()
         for agent, attempt in list(self.attempts.items()):
             if attempt is not Attempt.DECLINED:
                 del self.attempts[agent]
 
-    def is_now(self, turn: Turn) -> bool:
-        """Return whether those who are to be writing before a turn still are.
+    def is_current(self, turn: Turn) -> bool:
+        """Return whether the agents that write first before a turn are still writing.
 
-        Else their messages are on the way, and the call that follows has links planned again.
+        If not, their messages are being delivered, and the next call has the links planned again.
         """
-        now = [self.running.get(name) for name in turn.after[0]] if turn.after else []
-        return all(call is None or not call.text.is_complete for call in now)
+        calls = [self.running.get(name) for name in turn.after[0]] if turn.after else []
+        return all(call is None or not call.text.is_complete for call in calls)
 
-    def attempt_ended(self, agent: str) -> None:
-        """Note that an attempt to link an agent ended, not for haste."""
+    def drop_unfinished_attempt(self, agent: str) -> None:
+        """Forget an unfinished attempt to link an agent: it has ended, or the agent has called."""
         if self.attempts.get(agent) is Attempt.UNFINISHED:
             del self.attempts[agent]

@@ -1,4 +1,4 @@
-"""Texts that are being written, the marks that stand for them, and the links that read them."""
+"""Hold texts that are still being written (:class:`Text`), and find and fill in their marks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import anyio
 
-from flashmoa.linking.failure_policy import Failure, FailurePolicy, failure_of
+from flashmoa.linking.failure_policy import Failure, FailurePolicy, classify_failure
 from flashmoa.linking.link import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
@@ -19,14 +19,14 @@ _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
 class Text:
     """A text that is being written.
 
-    In a string it shows its text once that is complete, and a mark before. Pass such a string
-    on as it is, in messages for the same workflow; do not parse, cut or display it.
+    In an f-string it becomes the text if that is complete, otherwise a mark. Pass a string with
+    marks on unchanged, in messages for the same workflow; do not parse, cut or display it.
 
-    As a context manager it is for its writer: leaving it closes the text, or fails it with the
-    exception that was raised.
+    The writer can use it as a context manager: leaving it closes the text, or fails the text with
+    the exception that was raised.
 
     Attributes:
-        mark: stands for the text in strings until it is complete.
+        mark: the string that stands for the text in other strings until it is complete.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,35 +59,38 @@ class Text:
             self.fail(error)
 
     async def __aiter__(self) -> AsyncGenerator[str]:
-        """Yield its pieces from the first one on, as they are written.
+        """Yield its pieces, from the first one on, as they are written.
 
-        Raises: what the text failed with.
+        Raises: the exception that the text failed with, after the last piece.
         """
-        given = 0
-        while given < len(self._parts) or not self._done:
-            if given < len(self._parts):
-                given += 1
-                yield self._parts[given - 1]
+        yielded = 0
+        while yielded < len(self._parts) or not self._done:
+            if yielded < len(self._parts):
+                yielded += 1
+                yield self._parts[yielded - 1]
             else:
                 await self._changed.wait()
         self._raise_if_failed()
 
     @property
     def written(self) -> str:
-        """What has been written so far."""
+        """The text so far."""
         return "".join(self._parts)
 
     @property
     def failure(self) -> Failure | None:
-        """How it failed; ``None`` where it is complete. A text that is not over counts as stalled,
-        for a reader that goes on with what has arrived."""
+        """How the text failed; ``None`` if it is complete.
+
+        A text that is still being written counts as stalled: that is how a reader sees it that
+        continues with the text so far.
+        """
         if not self._done:
             return "stall"
-        return None if self._error is None else failure_of(self._error)
+        return None if self._error is None else classify_failure(self._error)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be written: it is complete, or failed."""
+        """Whether the text has ended: it is complete or has failed."""
         return self._done
 
     @property
@@ -95,46 +98,49 @@ class Text:
         return self._done and self._error is None
 
     async def complete(self) -> str:
-        """Return the whole text, once it is complete. Raises: what it failed with."""
+        """Wait until the text is complete, and return it.
+
+        Raises: the exception that the text failed with.
+        """
         while not self._done:
             await self._changed.wait()
         self._raise_if_failed()
         return self.written
 
     async def read(self, policy: FailurePolicy) -> str:
-        """Return the text as a reader with that policy gets it.
+        """Wait for the text as a reader with this policy does, and return it.
 
-        Raises: what it failed with, unless the policy goes on with what has arrived.
+        Raises: the exception that the text failed with, unless the policy is to finalize.
         """
-        allowed = policy.stall_seconds if policy.stall == "finalize" else None
+        max_pause = policy.stall_seconds if policy.stall == "finalize" else None
         while not self._done:
-            with anyio.move_on_after(allowed if self._parts else None) as waiting:
+            with anyio.move_on_after(max_pause if self._parts else None) as pause:
                 await self._changed.wait()
-            if waiting.cancelled_caught:
+            if pause.cancelled_caught:
                 return self.written
-        if self._error is not None and policy.action(failure_of(self._error)) == "abort":
+        if self._error is not None and policy.action(classify_failure(self._error)) == "abort":
             self._raise_if_failed()
         return self.written
 
     def write(self, piece: str) -> None:
-        """Add the next piece; does nothing once the text is over."""
+        """Add the next piece; do nothing if the text has ended."""
         if self._done:
             return
         self._parts.append(piece)
         for link in self._links:
             link.feed(self.name, piece)
-        self._tell()
+        self._notify_readers()
 
     def close(self) -> None:
-        """Complete the text with what has been written; harmless to repeat."""
+        """Complete the text as it is now. Repeating this is harmless."""
         for link in self._links:
             link.close_slot(self.name)
         self._end()
 
     def finish(self, whole: str) -> None:
-        """Complete the text as ``whole``: write what is missing, and close it.
+        """Complete the text as ``whole``: write the rest of it, and close the text.
 
-        If ``whole`` does not begin with what was written so far, links to it end.
+        If ``whole`` does not begin with the text so far, links that were fed the text end.
         """
         if whole.startswith(self.written):
             if whole != self.written:
@@ -146,18 +152,21 @@ class Text:
         self.close()
 
     def fail(self, error: BaseException) -> None:
-        """Fail the text for good; links that wait for it act by their policy."""
+        """End the text with a failure; each link that waits for it acts by its policy.
+
+        Do nothing if the text has ended.
+        """
         if self._done:
             return
         self._error = error
         for link in self._links:
-            link.fail_slot(self.name, failure_of(error))
+            link.fail_slot(self.name, classify_failure(error))
         self._end()
 
     def follow(self, link: Link) -> None:
-        """Feed a link from the text's beginning on, and with what is written later.
+        """Feed the whole text to a link: what is written already, and what will be.
 
-        May be repeated after the link's prompt became another one, whose slots are empty.
+        Call this again if the link's prompt is replaced, since the new prompt's slots are empty.
         """
         if link not in self._links:
             self._links.append(link)
@@ -166,46 +175,47 @@ class Text:
         if self.is_complete:
             link.close_slot(self.name)
         elif self._error is not None:
-            link.fail_slot(self.name, failure_of(self._error))
+            link.fail_slot(self.name, classify_failure(self._error))
 
     def _raise_if_failed(self) -> None:
-        """Raise what the text failed with, without the frames that earlier readers have added."""
+        """Raise the text's error, without the traceback frames that earlier readers have added."""
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def _end(self) -> None:
         self._done = True
         self._links.clear()
-        self._tell()
+        self._notify_readers()
 
-    def _tell(self) -> None:
+    def _notify_readers(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 
 
-def marks(value: Any) -> list[str]:
-    """Return the marks in the strings of a value, in their order.
+def find_marks(value: Any) -> list[str]:
+    """Return the marks in the strings of a value, in order, each one once.
 
     Args:
-        value: a string, or lists, tuples and mappings of values.
+        value: a string, or lists, tuples and mappings of such values.
     """
-    return list(dict.fromkeys(mark for one in _strings(value) for mark in _MARK.findall(one)))
+    found = (mark for string in _strings(value) for mark in _MARK.findall(string))
+    return list(dict.fromkeys(found))
 
 
-def mentioned(value: Any, texts: Mapping[str, Text]) -> list[Text]:
-    """Return those of ``texts``, by their marks, that a value mentions; see :func:`marks`."""
-    return [texts[mark] for mark in marks(value) if mark in texts]
+def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
+    """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`."""
+    return [texts[mark] for mark in find_marks(value) if mark in texts]
 
 
-def replaced(value: Any, by: Mapping[str, str]) -> Any:
-    """Return a value (see :func:`marks`) with the marks in its strings replaced."""
+def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
+    """Return a value (see :func:`find_marks`) with marks replaced; others stay."""
     if isinstance(value, str):
-        return _MARK.sub(lambda found: by.get(found.group(), found.group()), value)
+        return _MARK.sub(lambda mark: replacements.get(mark.group(), mark.group()), value)
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return {key: replaced(one, by) for key, one in items}
+        return {key: replace_marks(item, replacements) for key, item in items}
     if isinstance(value, list | tuple):
-        return [replaced(one, by) for one in cast("list[Any]", value)]
+        return [replace_marks(item, replacements) for item in cast("list[Any]", value)]
     return value
 
 
@@ -213,8 +223,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in cast("Mapping[Any, Any]", value).values():
-            yield from _strings(one)
+        for item in cast("Mapping[Any, Any]", value).values():
+            yield from _strings(item)
     elif isinstance(value, list | tuple):
-        for one in cast("list[Any]", value):
-            yield from _strings(one)
+        for item in cast("list[Any]", value):
+            yield from _strings(item)

@@ -1,4 +1,4 @@
-"""The agents of a mixture or a debate: models on engines, and what one answer of them needs."""
+"""Agents of a mixture or a debate: ``Model``, and helpers for reading and timing its answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.moa.results import AgentAnswer, MixtureFailed
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 
-# Tokens of context kept free for an aggregator whose max_tokens is not set.
-_RESERVE = 1024
-# The context length of each engine, asked for once; ``None``: the engine has no plugin to say it.
-_CONTEXTS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
+# Tokens of context that are kept free for an answer whose max_tokens is not set.
+_DEFAULT_ANSWER_TOKENS = 1024
+# The context length that each engine reported; None for an engine without the plugin.
+_CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Model:
 
     @property
     def max_tokens(self) -> int | None:
-        """Return how many tokens an answer may have, if ``sampling`` limits it."""
+        """Return how many tokens an answer may have, ``None`` if ``sampling`` does not limit it."""
         return self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
 
     async def free_tokens(
@@ -47,52 +47,56 @@ class Model:
 
         Args:
             empty_prompt: the prompt without the answers.
-            answer_limits: how many tokens each answer can have, if that is known.
+            answer_limits: for each answer, how many tokens it can have; ``None`` if unknown.
 
-        Returns: ``None`` if the answers certainly fit, or if the engine does not say how long its
-            context is.
+        Returns: ``None`` if the answers certainly fit, or if the engine does not report how long
+            its context is.
 
-        Raises: EngineError.
+        Raises: EngineError if the engine cannot tokenise the prompt.
         """
         context = await self.context_length()
         if context is None:
             return None
-        free = context - (self.max_tokens or _RESERVE)
+        free = context - (self.max_tokens or _DEFAULT_ANSWER_TOKENS)
         if None not in answer_limits:
             needed = sum(limit or 0 for limit in answer_limits)
             if needed + _upper_bound(empty_prompt) <= free:
                 return None
-        return max(0, free - await self._count(empty_prompt))
+        return max(0, free - await self._count_tokens(empty_prompt))
 
     async def context_length(self) -> int | None:
-        """Return the engine's context length in tokens, ``None`` if it does not say."""
-        if self.engine not in _CONTEXTS:
+        """Return the engine's context length in tokens, ``None`` if it does not report it."""
+        if self.engine not in _CONTEXT_LENGTHS:
             try:
-                _CONTEXTS[self.engine] = (await self.engine.info()).context_length
+                _CONTEXT_LENGTHS[self.engine] = (await self.engine.info()).context_length
             except PluginMissing:
-                _CONTEXTS[self.engine] = None
+                _CONTEXT_LENGTHS[self.engine] = None
             except EngineError:
                 return None
-        return _CONTEXTS[self.engine]
+        return _CONTEXT_LENGTHS[self.engine]
 
     async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
-        """Return whether a context has room for a prompt and a whole answer after it."""
-        free = context - (self.max_tokens or _RESERVE)
+        """Return whether a context has room for a prompt and a whole answer after it.
+
+        Args:
+            context: number of tokens in the context.
+        """
+        free = context - (self.max_tokens or _DEFAULT_ANSWER_TOKENS)
         if _upper_bound(prompt) <= free:
             return True
         try:
-            return await self._count(prompt) <= free
+            return await self._count_tokens(prompt) <= free
         except EngineError:
-            return True  # If there is too little room, the request itself will fail and say so.
+            return True  # If there is too little room, the engine will refuse the request itself.
 
-    async def _count(self, prompt: Sequence[Mapping[str, Any]]) -> int:
+    async def _count_tokens(self, prompt: Sequence[Mapping[str, Any]]) -> int:
         template_args = self.sampling.get("chat_template_kwargs")
         return len(await self.engine.tokenize_chat(list(prompt), template_args=template_args))
 
 
 def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:
     """Return how many tokens a prompt can have at most."""
-    # No token is shorter than a byte; a chat template adds less than the rest.
+    # A token has at least one byte, and a chat template adds fewer than 256 tokens.
     return sum(len(str(message["content"]).encode()) for message in prompt) + 256
 
 
@@ -101,13 +105,13 @@ async def room_for_answers(
     empty_prompt: Sequence[Mapping[str, Any]],
     answer_limits: Sequence[int | None],
 ) -> int | None:
-    """Return how many tokens of answers fit into the prompt of every reader; ``None``: all do.
+    """Return how many tokens of answers fit into the prompt of every reader; ``None``: all fit.
 
-    Takes what :meth:`Model.free_tokens` takes. An engine that cannot be asked is left out: if it
-    has too little room, its request will fail and say so.
+    The arguments are those of :meth:`Model.free_tokens`. An engine that does not answer is left
+    out. If it has too little room, it will refuse the reader's request itself.
     """
     rooms: list[int] = []
-    for reader in {(one.engine.url, one.model): one for one in readers}.values():
+    for reader in {(reader.engine.url, reader.model): reader for reader in readers}.values():
         try:
             room = await reader.free_tokens(empty_prompt, answer_limits)
         except EngineError:
@@ -121,12 +125,12 @@ async def read_with_timeout(text: Text, stall_seconds: float | None) -> AsyncGen
     """Yield a text's pieces as they are written.
 
     Args:
-        stall_seconds: how long to wait for the next piece once the text has begun; ``None``: for
-            ever.
+        stall_seconds: how long to wait for the next piece once the text has begun; ``None`` for
+            no limit.
 
     Raises:
-        TimeoutError: no piece came for so long.
-        Exception: what the text failed with.
+        TimeoutError: if no piece was written for ``stall_seconds``.
+        Exception: the text's error, if it failed.
     """
     pieces, timeout, piece = aiter(text), None, None
     while True:
@@ -141,18 +145,18 @@ async def read_with_timeout(text: Text, stall_seconds: float | None) -> AsyncGen
 
 
 @contextmanager
-def raise_as_mixture_failed(who: str) -> Generator[None]:
-    """Turn the failure of the agent that writes the answer into a :class:`MixtureFailed`."""
+def raise_as_mixture_failed(agent: str) -> Generator[None]:
+    """Turn an error of the agent that writes the last answer into a :class:`MixtureFailed`."""
     try:
         yield
     except (MixtureFailed, UpstreamCancelled):
         raise
     except Exception as error:
-        raise MixtureFailed(f"{who} failed: {error}") from error
+        raise MixtureFailed(f"{agent} failed: {error}") from error
 
 
 class CallTimes:
-    """The times at which agents' calls began and ended, noted by listening to a workflow."""
+    """Records when agents' calls began and ended, as the listener of a workflow."""
 
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
@@ -160,7 +164,7 @@ class CallTimes:
         self._finished: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        """Note the time of an event (a ``Listener``)."""
+        """Record the time of an event."""
         if isinstance(event, CallStarted):
             self._started[event.agent] = event.at
         elif isinstance(event, FirstToken):

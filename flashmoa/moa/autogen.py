@@ -1,4 +1,4 @@
-"""A Mixture-of-Agents as one agent of an AutoGen team."""
+"""Make a Mixture-of-Agents one agent of an AutoGen team (``MoAAgent``)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from flashmoa.moa.results import MixtureResult
 
 
 class MoAAgent(BaseChatAgent):
-    """An agent that answers with a mixture; in a team it is an agent like any other.
+    """Answers with a mixture; in a team it is an agent like any other.
 
-    Messages of other agents are user messages to it, and its own are assistant messages. Its
-    message's ``metadata`` counts the agents that were used, left out and failed; its usage adds
-    up all agents.
+    The mixture gets messages of other agents as user messages, and this agent's own as assistant
+    messages. The ``metadata`` of an answer counts the mixture's agents that were used, left out
+    and failed. Its usage adds up the tokens of all of them.
 
     Args:
-        system_message: stands before the conversation, for every agent of the mixture.
+        system_message: system message before the conversation, for every agent of the mixture.
         model_client_stream: send the pieces of the last answer as they are written.
     """
 
@@ -48,8 +48,8 @@ class MoAAgent(BaseChatAgent):
         super().__init__(name, description)
         self._mixture = mixture
         self._system = [{"role": "system", "content": system_message}] if system_message else []
-        self._talk: list[Message] = []
-        self._streams = model_client_stream
+        self._conversation: list[Message] = []
+        self._sends_pieces = model_client_stream
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
@@ -62,8 +62,8 @@ class MoAAgent(BaseChatAgent):
         """Answer the messages with the mixture.
 
         Raises:
-            MixtureFailed: as :meth:`MixtureOfAgents.answer`.
-            CancelledError: the token was cancelled.
+            MixtureFailed: if :meth:`MixtureOfAgents.answer` raises it.
+            CancelledError: if the token was cancelled.
         """
         async for item in self.on_messages_stream(messages, cancellation_token):
             if isinstance(item, Response):
@@ -73,39 +73,40 @@ class MoAAgent(BaseChatAgent):
     async def on_messages_stream(
         self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
     ) -> AsyncGenerator[BaseAgentEvent | BaseChatMessage | Response]:
-        """Yield the pieces of the answer, if asked to, and its response.
+        """Yield the pieces of the answer, if ``model_client_stream`` is set, and its response.
 
         Raises: as :meth:`on_messages`.
         """
-        self._talk += [{"role": "user", "content": one.to_model_text()} for one in messages]
-        async with self._mixture.answering([*self._system, *self._talk]) as run:
+        texts = [message.to_model_text() for message in messages]
+        self._conversation += [{"role": "user", "content": text} for text in texts]
+        async with self._mixture.answering([*self._system, *self._conversation]) as run:
             cancellation_token.add_callback(run.cancel)
             try:
                 async for piece in run:
-                    if self._streams:
+                    if self._sends_pieces:
                         yield ModelClientStreamingChunkEvent(content=piece, source=self.name)
                 result = await run.result()
             except UpstreamCancelled:
                 raise asyncio.CancelledError from None
-        self._talk.append({"role": "assistant", "content": result.text})
-        yield Response(chat_message=self._message(result))
+        self._conversation.append({"role": "assistant", "content": result.text})
+        yield Response(chat_message=self._make_message(result))
 
-    def _message(self, result: MixtureResult) -> TextMessage:
-        agents = [one for layer in result.layers for one in layer]
-        usage = [one.usage for one in agents if one.usage is not None]
+    def _make_message(self, result: MixtureResult) -> TextMessage:
+        agents = [agent for layer in result.layers for agent in layer]
+        usages = [agent.usage for agent in agents if agent.usage is not None]
         return TextMessage(
             content=result.text,
             source=self.name,
             models_usage=RequestUsage(
-                prompt_tokens=sum(one.prompt_tokens for one in usage),
-                completion_tokens=sum(one.completion_tokens for one in usage),
+                prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+                completion_tokens=sum(usage.completion_tokens for usage in usages),
             ),
             metadata={
-                status: str(sum(one.status == status for one in agents))
+                status: str(sum(agent.status == status for agent in agents))
                 for status in ("used", "left out", "failed")
             },
         )
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None:
         """Forget the conversation."""
-        self._talk.clear()
+        self._conversation.clear()

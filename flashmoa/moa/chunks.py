@@ -1,4 +1,4 @@
-"""Texts cut into chunks while they are being written, and the prompts that grow by them."""
+"""Cut texts into chunks while they are written (``ChunkedText``), for prompts that grow by them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flashmoa.moa.results import MixtureFailed
 logger = logging.getLogger(__name__)
 
 # Chunks are cut by characters, not by tokens, so that they do not depend on how a server's events
-# divide a text. A token is taken for so many characters.
+# divide a text. This is the assumed length of a token.
 CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The lengths of chunks, in tokens of four characters.
+    """Yields the lengths of chunks, in tokens of four characters.
 
-    The first chunk has ``first`` tokens, each later one ``growth`` times as many as the one
-    before, at most ``largest``. The paper's first chunk has 8; it does not give the later ones.
+    The first chunk has ``first`` tokens, and each later one ``growth`` times those of the chunk
+    before it, at most ``largest``. The paper's first chunk has 8; it does not give the later ones.
 
     Raises: ValueError if a number is out of its range.
     """
@@ -54,13 +54,13 @@ class Steps:
 
     Attributes:
         schedule: how long the chunks are.
-        order: how chunks stand in the prompt. ``contiguous``: each text in one piece, so that
-            much of the prompt moves in every round. ``rounds``: the chunks of one round after
-            those of the round before, so that only the answer so far moves, which stands behind
-            them. ``interleaved``: each round's chunks and what was written from them, in turns of
-            the conversation, each of which begins with the last words of the one before; except
-            for these words nothing is computed twice.
-        drop_repeats: leave out what the beginning of a chunk repeats of the answer's end.
+        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so that
+            a large part of the prompt moves in every round. ``rounds``: the chunks of one round
+            after those of the round before, so that only the answer so far moves, which follows
+            them. ``interleaved``: each round's chunks and the part of the answer that was written
+            from them, as turns of the conversation. Each part begins with the last words of the
+            one before it. Except for these words, nothing is computed twice.
+        drop_repeats: drop the beginning of a part if it repeats the end of the answer so far.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -69,15 +69,15 @@ class Steps:
 
 
 class ChunkedText:
-    """A text that is cut into chunks; each chunk is a text of its own, complete with its round.
+    """Cuts a text into chunks, one for each round of a staircase. Each chunk is a separate text.
 
     Args:
-        title: stands before each chunk.
-        stall_seconds: how long to wait for the next piece once the text has begun; ``None``: for
-            ever.
+        title: text before each chunk.
+        stall_seconds: how long to wait for the next piece once the text has begun; ``None`` for
+            no limit.
 
     Attributes:
-        problem: why the text ended before it was complete, if it did.
+        problem: why the text ended before it was complete; empty if it did not.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class ChunkedText:
         self._title = title
         self._schedule = schedule
         self._chunks: list[Text] = []
-        # How many chunks the text has, once that is known.
+        # The number of chunks; None until the text has ended.
         self._count: int | None = None
 
     @property
     def failed(self) -> bool:
-        """Return whether the text ended without anything in it."""
+        """Return whether the text ended without any chunk."""
         return self._count == 0
 
     def chunk(self, number: int) -> Text:
@@ -131,12 +131,12 @@ class ChunkedText:
                     if left == 0:
                         self.chunk(number).close()
         except UpstreamCancelled:
-            pass  # The chunks so far are what readers get.
+            pass  # Readers get the chunks that were written.
         except Exception as error:
             self.problem = str(error) or type(error).__name__
             logger.warning("%s ends early: %s", self.source.name, self.problem)
             if isinstance(self.source, Answer):
-                self.source.cancel()  # An answer that stalled is not read on.
+                self.source.cancel()  # Nobody will read the rest of an answer that stalled.
         self._count = number + 1
         if self.failed and not self.problem:
             self.problem = "it answered nothing"
@@ -157,20 +157,20 @@ class GrowingPrompt:
         """Return the messages of a round, from 0.
 
         Args:
-            written: the agent's own chunks of the rounds before.
+            written: the parts of the answer that the agent wrote in the rounds before.
         """
         rounds = [
-            [f"{source.chunk(earlier)}" for source in self.sources] for earlier in range(number + 1)
+            [f"{source.chunk(round_)}" for source in self.sources] for round_ in range(number + 1)
         ]
-        texts = [f"{text}" for text in written]
-        return staircase_messages(self.steps.order, self.prompt, self.question, rounds, texts)
+        parts = [f"{text}" for text in written]
+        return staircase_messages(self.steps.order, self.prompt, self.question, rounds, parts)
 
-    def is_complete_with(self, number: int) -> bool:
-        """Return whether it is known that no chunks will come after that round, from 0."""
+    def is_last_round(self, number: int) -> bool:
+        """Return whether it is certain that no chunks follow those of a round, from 0."""
         return all(source.ends_before(number + 1) for source in self.sources)
 
     def raise_if_all_failed(self) -> None:
         """Raise MixtureFailed if no source has written anything."""
-        if all(source.failed for source in self.sources):
-            problems = "; ".join(f"{one.source.name}: {one.problem}" for one in self.sources)
-            raise MixtureFailed(f"no agent answered; {problems}")
+        if all(chunked.failed for chunked in self.sources):
+            problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
+            raise MixtureFailed(f"no agent answered; {'; '.join(problems)}")

@@ -1,4 +1,4 @@
-"""A cluster: agents that are read together, and the way of their answers into readers' prompts."""
+"""Copy the answers of agents that are read together into their readers' prompts (``Cluster``)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from flashmoa.moa.results import AgentAnswer, Decision, MixtureFailed
 
 logger = logging.getLogger(__name__)
 
-# How many tokens the answers of a cluster may have together; None: any number.
+# Returns how many tokens the answers of a cluster may have together; None: any number.
 Room = Callable[[], Awaitable[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSlot:
-    """The place of an answer in its readers' prompts, behind ``title``; if the answer is left
-    out, ``absent`` stands there instead of both."""
+    """The place of an answer in its readers' prompts.
+
+    Attributes:
+        text: the title and the answer, or ``absent`` if the answer is left out.
+        title: text before the answer.
+    """
 
     text: Text
     title: str = ""
@@ -32,12 +36,15 @@ class AnswerSlot:
 
 @dataclass(slots=True)
 class Member:
-    """An agent that is read, with a slot for each form in which prompts have its answer."""
+    """An agent whose answer is read, with a slot for each form of the answer in prompts.
+
+    Attributes:
+        used: whether its readers get its answer; ``None`` until that is decided.
+    """
 
     answer: Answer
     record: AgentAnswer
     slots: Sequence[AnswerSlot]
-    # Whether its readers are given its answer; None while that is open.
     used: bool | None = None
 
     @property
@@ -47,7 +54,7 @@ class Member:
         return usage.completion_tokens if usage is not None else len(self.answer.written)
 
     def write(self, piece: str, *, first: bool) -> None:
-        """Append a piece of the answer to the slots, the first one behind the title."""
+        """Append a piece of the answer to the slots; the first one after the title."""
         for slot in self.slots:
             slot.text.write(slot.title + piece if first else piece)
 
@@ -68,21 +75,22 @@ class Member:
 
 
 class Cluster:
-    """Agents with the same readers, in the order of their slots.
+    """Copies the answers of agents with the same readers into their slots.
 
-    An answer flows into its slots, behind their titles, while it is written. An answer that
-    fails, stalls or is empty is left out. If none remains, the slots of the last one fail.
+    An answer is copied while it is written. An answer that fails, stalls or is empty is left out.
+    If all answers are left out, the slots of the last one fail.
 
     Args:
-        room: is asked how many tokens there are for all answers together.
-        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``:
-            for ever.
-        scores: decides about early exit, if anything does.
-        leave: is called with each member that the cluster no longer waits for.
+        members: the agents, in the order of their slots.
+        room: returns how many tokens the prompts have for all answers together.
+        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``
+            for no limit.
+        scores: decides about early exit; ``None``: every member is waited for.
+        leave: called with each member that early exit leaves out.
 
     Attributes:
-        last: the member that was waited for longest.
-        deciding: seconds from its answer until the readers were given it, if answers are scored.
+        last: the member whose answer came last.
+        deciding: seconds from that answer until the readers got it, if answers are scored.
     """
 
     def __init__(
@@ -97,14 +105,14 @@ class Cluster:
         self.decisions: list[Decision] = []
         self.deciding = 0.0
         self.last = members[-1]
-        self._last_came = 0.0
+        self._last_arrival = 0.0
         self._is_scored = scores is not None
         self._members = members
         self._room = room
         self._stall_seconds = stall_seconds
         self._scores = scores
         self._leave = leave
-        self._left = False
+        self._has_exited_early = False
         self._scoring = anyio.Lock()
 
     async def run(self) -> None:
@@ -113,35 +121,38 @@ class Cluster:
         share = None if room is None else room // len(self._members)
         async with anyio.create_task_group() as group:
             for member in self._members:
-                group.start_soon(self._follow, member, share, group.cancel_scope)
+                group.start_soon(self._process, member, share, group.cancel_scope)
         if self._is_scored:
-            self.deciding = time.perf_counter() - self._last_came
+            self.deciding = time.perf_counter() - self._last_arrival
         used = [member for member in self._members if member.used]
         if room is not None:
-            _cut(used, room)
+            _cut_to_fit(used, room)
         for slot in (slot for member in used for slot in member.slots):
             slot.text.close()
 
-    async def _follow(self, member: Member, share: int | None, all_: anyio.CancelScope) -> None:
+    async def _process(self, member: Member, share: int | None, run: anyio.CancelScope) -> None:
+        """Copy a member's answer, and end the cluster's run if no other answer is needed."""
         problem = await self._copy(member, share)
         if member.used is None:
-            self.last, self._last_came = member, time.perf_counter()
+            self.last, self._last_arrival = member, time.perf_counter()
         if problem is not None:
-            self._drop(member, problem)
+            self._leave_out(member, problem)
         else:
             member.used = True
             if share is None or member.tokens <= share:
                 member.finish(member.answer.written)
-        waiting = any(one.used is None for one in self._members)
-        # Once all answers are there, decisions under way are pointless and are cancelled, too.
-        if not waiting or (member.used and await self._suffices(member)):
-            all_.cancel()
+        # When all answers have arrived, pending decisions are cancelled: they decide nothing.
+        if not self._undecided() or (member.used and await self._exits_early_with(member)):
+            run.cancel()
+
+    def _undecided(self) -> list[Member]:
+        """Return the members whose answers are still waited for."""
+        return [member for member in self._members if member.used is None]
 
     async def _copy(self, member: Member, share: int | None) -> str | None:
-        """Copy an answer into its slots as it comes, as far as there is certainly room.
+        """Copy an answer into its slots while it is written, up to ``share`` pieces.
 
-        Returns: why its readers are not given it, ``""`` if it was cancelled; ``None`` if they
-        are.
+        Returns: why the answer is left out, ``""`` if it was cancelled; ``None`` if it is used.
         """
         count = 0
         try:
@@ -158,24 +169,24 @@ class Cluster:
         called = member.answer.finish_reason == "tool_calls"
         return "it called a tool" if called else "it answered nothing"
 
-    def _drop(self, member: Member, problem: str) -> None:
-        """Settle that readers are not given an answer."""
+    def _leave_out(self, member: Member, problem: str) -> None:
+        """Leave an answer out, unless it is decided already whether it is used."""
         if member.used is not None:
             return
         member.used = False
         if problem:
             member.record.status, member.record.problem = "failed", problem
             logger.warning("%s is left out: %s", member.answer.name, problem)
-        if any(one.used is not False for one in self._members):
+        if any(other.used is not False for other in self._members):
             member.leave_out()
         else:
             member.fail(MixtureFailed(f"no agent answered; {member.answer.name}: {problem}"))
 
-    async def _suffices(self, member: Member) -> bool:
-        """Score an answer; if the complete ones suffice, drop the others and return True."""
+    async def _exits_early_with(self, member: Member) -> bool:
+        """Score an answer. Leave out the others and return True if the complete ones suffice."""
         if self._scores is None:
             return False
-        began = time.perf_counter()
+        started = time.perf_counter()
         async with self._scoring:
             try:
                 quality = await self._scores.add(member.answer.written, member.answer.logprobs)
@@ -183,22 +194,22 @@ class Cluster:
                 logger.warning("No early exit: the answers cannot be compared: %s", error)
                 self._scores = None
                 return False
-            waiting = [one for one in self._members if one.used is None]
-            if not waiting:
+            undecided = self._undecided()
+            if not undecided:
                 return False  # The embedder could not be cancelled and finished too late.
-            left = not self._left and self._scores.suffice(quality)
-            seconds = time.perf_counter() - began
-            of = len(self._members)
-            self.decisions.append(Decision(len(self._scores), of, quality, left, seconds))
-        if left:
-            self._left = True
-            for one in waiting:
-                self._drop(one, "")
-                self._leave(one)
-        return left
+            exits = not self._has_exited_early and self._scores.suffice(quality)
+            seconds = time.perf_counter() - started
+            count = len(self._members)
+            self.decisions.append(Decision(len(self._scores), count, quality, exits, seconds))
+        if exits:
+            self._has_exited_early = True
+            for other in undecided:
+                self._leave_out(other, "")
+                self._leave(other)
+        return exits
 
 
-def _cut(used: Sequence[Member], room: int) -> None:
+def _cut_to_fit(used: Sequence[Member], room: int) -> None:
     """Complete the slots of answers, each cut to its fair share of the room."""
     shares = fair_shares([member.tokens for member in used], room)
     for member, share in zip(used, shares, strict=True):
@@ -210,10 +221,10 @@ def _cut(used: Sequence[Member], room: int) -> None:
 
 
 def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return how much of each answer can stay so that all fit into ``room``.
+    """Return to which lengths answers must be cut so that all fit into ``room``.
 
-    Short answers stay whole and leave what they do not need to the longer ones, which are cut to
-    one length (max-min fairness). All numbers have the same unit, tokens or characters.
+    Short answers stay whole. The room that they do not need goes to the longer ones, which are cut
+    to one length (max-min fairness). All numbers have the same unit, tokens or characters.
     """
     shares = [0] * len(lengths)
     left = max(0, room)

@@ -1,6 +1,6 @@
-"""The TOML file that describes a Mixture-of-Agents.
+"""Read the TOML file that describes a Mixture-of-Agents (``MixtureConfig``).
 
-name = "moa"                         # the model name that clients ask for
+name = "moa"                         # the model name in clients' requests
 topology = "9-3-1"                   # or 9x9x1, all-to-all; the default is a tree
 layout = "question-first"            # or answers-first
 
@@ -33,11 +33,11 @@ from flashmoa.moa.prompts import AggregationPrompt, Layout
 
 
 class ConfigError(FlashMoAError):
-    """Raised when a file does not describe a mixture; says what is wrong in it and where."""
+    """Raised when a file does not describe a mixture; the message names the wrong key."""
 
 
 class _Table(BaseModel):
-    """A table of the file, which refuses keys that it does not know."""
+    """A table of the file. Unknown keys in it are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -91,8 +91,8 @@ class MixtureConfig(_Table):
         """Read a file.
 
         Raises:
-            OSError: it cannot be read.
-            ConfigError: it does not describe a mixture.
+            OSError: if it cannot be read.
+            ConfigError: if it does not describe a mixture.
         """
         try:
             return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -100,8 +100,8 @@ class MixtureConfig(_Table):
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
         except ValidationError as error:
             problems = [
-                f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}"
-                for one in error.errors()
+                f"{'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
+                for problem in error.errors()
             ]
             raise ConfigError(f"{path}: {'; '.join(problems)}") from error
 
@@ -112,12 +112,12 @@ class MixtureConfig(_Table):
             stack: closes the clients of its engines.
 
         Raises:
-            ConfigError: its parts do not fit together.
-            FlashMoAError: a package for ``embedder = "local"`` is missing.
+            ConfigError: if the parts of the file do not fit together.
+            FlashMoAError: if a package for ``embedder = "local"`` is missing.
         """
         engines: dict[tuple[str, str | None], EngineClient] = {}
 
-        async def engine(url: str, api_key: str | None = None) -> EngineClient:
+        async def connect(url: str, api_key: str | None = None) -> EngineClient:
             if (url, api_key) not in engines:
                 client = EngineClient(url, api_key=api_key)
                 engines[url, api_key] = await stack.enter_async_context(client)
@@ -126,9 +126,9 @@ class MixtureConfig(_Table):
         try:
             layers = [
                 [
-                    Model(await engine(one.engine, one.api_key), one.model, one.sampling)
-                    for one in layer.models
-                    for _ in range(one.repeat)
+                    Model(await connect(model.engine, model.api_key), model.model, model.sampling)
+                    for model in layer.models
+                    for _ in range(model.repeat)
                 ]
                 for layer in self.layers
             ]
@@ -136,13 +136,13 @@ class MixtureConfig(_Table):
             if self.instruction is not None:
                 prompt = AggregationPrompt(self.layout, self.instruction)
             early_exit = None
-            if (chosen := self.early_exit) is not None:
+            if (table := self.early_exit) is not None:
                 embedder: Embedder
-                if chosen.embedder == "local":
+                if table.embedder == "local":
                     embedder = LocalEmbedder()
                 else:
-                    embedder = EngineEmbedder(await engine(chosen.embedder))
-                early_exit = EarlyExit(embedder, **chosen.model_dump(exclude={"embedder"}))
+                    embedder = EngineEmbedder(await connect(table.embedder))
+                early_exit = EarlyExit(embedder, **table.model_dump(exclude={"embedder"}))
             return MixtureOfAgents(layers, self.topology, prompt=prompt, early_exit=early_exit)
         except ValueError as error:
             raise ConfigError(str(error)) from error

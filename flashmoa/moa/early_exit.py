@@ -1,8 +1,7 @@
-"""Early exit: go on with the answers that are complete when they are good enough.
+"""Decide when complete answers suffice (``EarlyExit``), so that the other agents can be cancelled.
 
 Faster-MoA Algorithm 1 scores the complete answers of a cluster by how confident they are and how
-much they agree; the agents that still write may then be cancelled. Line numbers are those of the
-algorithm.
+much they agree. Line numbers in this module are those of the algorithm.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Quality:
 
     Attributes:
         confidence: root mean square of the answers' confidences (line 5).
-        agreement: mean similarity of the answers, weighted by confidence, P (line 13).
-        balance: how near P is to the wanted similarity, B (line 14). Answers that are all the
-            same add nothing to each other; answers that have nothing in common do not convince.
+        agreement: P, the answers' mean similarity, weighted by confidence (line 13).
+        balance: B, how near P is to the target similarity (line 14). Answers that are all alike
+            add nothing to each other; answers that have nothing in common are not reliable.
         score: Q (line 15).
     """
 
@@ -43,17 +42,17 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
-    """The policy that decides whether a cluster's remaining agents are worth waiting for.
+    """Decides whether a cluster's remaining agents are worth waiting for.
 
     Args:
-        embedder: gives the embeddings by which answers are compared.
-        tau: the wanted similarity (0.7 in the paper).
-        rule: ``sample`` leaves with probability Q, as in the paper; ``threshold`` leaves when Q
-            is at least ``threshold``.
-        min_answers: never leave before so many answers are complete.
+        embedder: computes the embeddings by which answers are compared.
+        tau: target similarity (0.7 in the paper).
+        rule: ``sample`` exits with probability Q, as in the paper; ``threshold`` exits when Q is
+            at least ``threshold``.
+        min_answers: number of complete answers before which no exit is possible.
         diagonal: count each answer as similar to itself, as Algorithm 1's loops do. A single
-            answer then has P = 1, so a cluster may well leave with one answer.
-        seed: of the random numbers that ``sample`` draws.
+            answer then has P = 1, so that a cluster often exits with one answer.
+        seed: seed of the random numbers that ``sample`` draws.
 
     Raises: ValueError if a number is out of its range.
     """
@@ -76,23 +75,23 @@ class EarlyExit:
 
     @classmethod
     def as_published(cls, embedder: Embedder, seed: int = 0) -> EarlyExit:
-        """Return the policy that follows Algorithm 1 to the letter."""
+        """Return the policy that follows Algorithm 1 exactly."""
         return cls(embedder, min_answers=1, diagonal=True, seed=seed)
 
     def applies_to(self, agents: int) -> bool:
-        """Return whether a cluster of so many agents can be left early at all."""
+        """Return whether a cluster of that number of agents can exit early."""
         return agents > self.min_answers
 
 
 @dataclass(slots=True)
 class ScoredAnswers:
-    """The complete answers of one cluster, in the order in which they were completed."""
+    """Scores the complete answers of one cluster, in the order in which they were completed."""
 
     policy: EarlyExit
     rng: random.Random
     _confidences: list[float] = field(default_factory=list[float])
     _embeddings: list[Embedding] = field(default_factory=list[Embedding])
-    # Row i: similarities to the answers before i.
+    # Row i has the similarities of answer i to the answers before it.
     _similarities: list[list[float]] = field(default_factory=list[list[float]])
 
     def __len__(self) -> int:
@@ -104,25 +103,25 @@ class ScoredAnswers:
         Args:
             logprobs: natural log-probabilities of the answer's tokens.
 
-        Raises: what the embedder raises.
+        Raises: Exception if the embedder raises it.
         """
-        new = normalised(await self.policy.embedder.embed(text))
+        new = normalise(await self.policy.embedder.embed(text))
         self._similarities.append([frobenius_cosine(old, new) for old in self._embeddings])
         self._embeddings.append(new)
         self._confidences.append(confidence(logprobs))
         policy = self.policy
-        return quality(
+        return compute_quality(
             self._confidences, self._similarities, tau=policy.tau, diagonal=policy.diagonal
         )
 
-    def suffice(self, found: Quality) -> bool:
-        """Return whether to go on without the other answers; ``sample`` draws a number."""
+    def suffice(self, quality: Quality) -> bool:
+        """Decide whether to continue without the other answers. The rule ``sample`` is random."""
         policy = self.policy
         if len(self._confidences) < policy.min_answers:
             return False
         if policy.rule == "threshold":
-            return found.score >= policy.threshold
-        return self.rng.random() < found.score
+            return quality.score >= policy.threshold
+        return self.rng.random() < quality.score
 
 
 def confidence(logprobs: Sequence[float]) -> float:
@@ -130,7 +129,7 @@ def confidence(logprobs: Sequence[float]) -> float:
     return math.exp(sum(logprobs) / len(logprobs)) if logprobs else 0.0
 
 
-def quality(
+def compute_quality(
     confidences: Sequence[float],
     similarities: Sequence[Sequence[float]],
     *,
@@ -140,17 +139,17 @@ def quality(
     """Compute lines 5 and 12 to 15 of Algorithm 1.
 
     Args:
-        similarities: of each answer to those before it: row ``i`` has ``i`` numbers.
+        similarities: similarities of each answer to those before it; row ``i`` has ``i`` numbers.
         diagonal: see :class:`EarlyExit`. Without it, a single answer has the score 0.
     """
-    mean = (sum(one * one for one in confidences) / len(confidences)) ** 0.5
+    mean = (sum(value**2 for value in confidences) / len(confidences)) ** 0.5
     pairs = [
         (confidences[i] * confidences[j], similarity)
         for i, row in enumerate(similarities)
         for j, similarity in enumerate(row)
     ]
     if diagonal:
-        pairs += [(one * one, 1.0) for one in confidences]
+        pairs += [(value**2, 1.0) for value in confidences]
     weight = sum(product for product, _ in pairs)
     if weight <= 0:
         return Quality(mean, 0.0, 0.0, 0.0)
@@ -159,10 +158,11 @@ def quality(
     return Quality(mean, agreement, balance, (mean * balance) ** 0.5)
 
 
-def normalised(embedding: Embedding) -> Embedding:
+def normalise(embedding: Embedding) -> Embedding:
     """Scale columns to length 1, so that ``X.T @ X`` is the features' correlation (lines 1, 2).
 
-    Takes and returns ``[n, hidden]``.
+    Args:
+        embedding: an array of shape ``[n, hidden]``, as is the result.
     """
     lengths = np.linalg.norm(embedding, axis=0, keepdims=True)
     return (embedding / np.maximum(lengths, _TINY)).astype(np.float32)
@@ -171,14 +171,17 @@ def normalised(embedding: Embedding) -> Embedding:
 def frobenius_cosine(one: Embedding, other: Embedding) -> float:
     """Return the Frobenius cosine similarity, in [0, 1], of two embeddings (lines 8, 9).
 
-    Takes :func:`normalised` embeddings, ``[n, hidden]`` and ``[m, hidden]``. With
-    ``Corr = X.T @ X``, ``<Corr_u, Corr_v>`` is ``||X_u @ X_v.T||**2``: ``n * m`` products of
-    ``hidden`` numbers instead of ``hidden**2`` of ``n``, and no ``hidden x hidden`` matrix.
+    With ``Corr = X.T @ X``, ``<Corr_u, Corr_v>`` is ``||X_u @ X_v.T||**2``. This takes ``n * m``
+    products of ``hidden`` numbers instead of ``hidden**2`` products of ``n`` numbers, and no
+    ``hidden x hidden`` matrix.
+
+    Args:
+        one, other: results of :func:`normalise`, ``[n, hidden]`` and ``[m, hidden]``.
     """
-    both = _squares(one @ other.T)
-    alone = (_squares(one @ one.T) * _squares(other @ other.T)) ** 0.5
-    return min(1.0, both / alone) if alone > _TINY else 0.0
+    product = _sum_of_squares(one @ other.T)
+    norms = (_sum_of_squares(one @ one.T) * _sum_of_squares(other @ other.T)) ** 0.5
+    return min(1.0, product / norms) if norms > _TINY else 0.0
 
 
-def _squares(matrix: NDArray[np.float32]) -> float:
+def _sum_of_squares(matrix: NDArray[np.float32]) -> float:
     return float(np.sum(np.square(matrix, dtype=np.float64)))

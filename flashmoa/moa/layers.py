@@ -1,4 +1,4 @@
-"""The agents of one question in layers: their requests, who reads them and their records."""
+"""Run the agents of one question in layers (``AgentLayers``, ``StaircaseLayers``)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flashmoa.observe import Listener
 
 
 class AgentLayers:
-    """Layers of agents that read whole answers; each agent is named ``LAYER.PLACE``, from 1.
+    """Runs layers of agents that read whole answers. Agents are named ``LAYER.PLACE``, from 1.
 
     Args:
-        times: listens to the workflow.
-        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``:
-            for ever.
+        times: a listener of the workflow.
+        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``
+            for no limit.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class AgentLayers:
         self._stall_seconds = stall_seconds
         self._records: list[list[AgentAnswer]] = []
         self._answers: list[list[Answer]] = []
-        # How many clusters still wait for an agent.
+        # The number of clusters that still wait for an agent's answer.
         self._waiting: dict[Answer, int] = {}
 
     def ask(self, layer: int, model: Model, messages: Sequence[Message], **more: Any) -> Answer:
-        """Add an agent to a layer; its request goes out when all answers in it are complete.
+        """Add an agent to a layer. Its request is sent when all answers in it are complete.
 
         Args:
-            layer: from 0; a layer that is not there yet must be the next one.
+            layer: number of the layer, from 0; at most one above the last layer that has agents.
             more: parameters of the request besides the model's sampling.
         """
         if layer == len(self._answers):
@@ -54,20 +54,24 @@ class AgentLayers:
         self._records[layer].append(AgentAnswer(layer, place, model.model, model.engine.url))
         return answer
 
-    def member(self, layer: int, place: int, *forms: tuple[str, str]) -> Member:
-        """Return an agent as a member of a cluster.
+    def make_member(self, layer: int, place: int, *forms: tuple[str, str]) -> Member:
+        """Make an agent, by its layer and place from 0, a member of a cluster.
 
         Args:
-            forms: for each slot, what stands before the answer and what stands there without one.
+            forms: for each slot, the text before the answer, and the text in place of both if the
+                answer is left out.
         """
         answer = self._answers[layer][place]
         slots = [AnswerSlot(self._flow.version(answer), title, absent) for title, absent in forms]
         return Member(answer, self._records[layer][place], slots)
 
-    def follow(
+    def start_cluster(
         self, members: Sequence[Member], room: Room, scores: ScoredAnswers | None = None
     ) -> Cluster:
-        """Have the answers of a cluster flow into their slots. Takes what :class:`Cluster` does."""
+        """Start to copy the answers of members into their slots.
+
+        The arguments are those of :class:`Cluster`.
+        """
         for member in members:
             self._waiting[member.answer] = self._waiting.get(member.answer, 0) + 1
         cluster = Cluster(
@@ -88,7 +92,7 @@ class AgentLayers:
             member.answer.cancel()
 
     def cancel(self) -> None:
-        """Stop every agent; does nothing to those that have finished."""
+        """Stop every agent that has not finished."""
         for layer in self._answers:
             for answer in layer:
                 answer.cancel()
@@ -104,16 +108,16 @@ class AgentLayers:
 
 
 class StaircaseLayers:
-    """Layers of agents of which each writes along with the one before, chunk by chunk.
+    """Runs layers of agents that each read the layer before, chunk by chunk, while it writes.
 
     Agents are named ``LAYER.PLACE``, from 1, and the requests of a writer ``LAYER.PLACE.ROUND``.
 
     Args:
-        models: the first layer's, which answer the question each by itself.
-        times: listens to the workflow.
-        listener: is called with the events of later layers; the workflow has its own.
+        models: the models of the first layer. Each of them reads only the question.
+        times: a listener of the workflow.
+        listener: called with the events of later layers; the workflow has its own listener.
         stall_seconds: how long to wait for the next piece of a first layer's answer, once it has
-            begun; ``None``: for ever.
+            begun; ``None`` for no limit.
     """
 
     def __init__(  # noqa: PLR0913 - all are parts of one question
@@ -135,24 +139,25 @@ class StaircaseLayers:
         self._is_cancelled = False
         self._first = AgentLayers(flow, times)
         self._first_answers = [self._first.ask(0, model, question) for model in models]
-        # Of every layer but the last, the answers as the next layer reads them.
+        # The answers of every layer but the last, cut into the chunks that the next layer reads.
         self._chunked: list[list[ChunkedText]] = []
         self._writers: list[list[IncrementalWriter]] = []
 
     @property
     def answers(self) -> list[list[Text]]:
         """Return the agents' answers by layer."""
-        return [[*self._first_answers], *([one.answer for one in layer] for layer in self._writers)]
+        later = [[writer.answer for writer in layer] for layer in self._writers]
+        return [[*self._first_answers], *later]
 
     def add(
         self, prompts: Sequence[AggregationPrompt], models: Sequence[Model]
     ) -> list[IncrementalWriter]:
-        """Add a layer of agents that write along with the last layer so far.
+        """Add a layer of agents that read the last layer so far while it writes.
 
         Args:
-            prompts: one for each model; their titles of answers are the same.
+            prompts: a prompt for each model. All prompts give answers the same titles.
         """
-        # Writers wait for their own sources, and therefore may pause.
+        # Agents after the first layer may pause, as they wait for their own sources.
         stall_seconds = None if self._writers else self._stall_seconds
         sources: list[ChunkedText] = []
         for number, answer in enumerate(self.answers[-1], 1):
@@ -172,10 +177,10 @@ class StaircaseLayers:
         return writers
 
     def cancel(self) -> None:
-        """Stop every agent; does nothing to those that have finished."""
+        """Stop every agent that has not finished."""
         self._is_cancelled = True
         self._first.cancel()
-        for writer in (one for layer in self._writers for one in layer):
+        for writer in (writer for layer in self._writers for writer in layer):
             writer.cancel()
 
     async def records(self) -> list[list[AgentAnswer]]:
@@ -183,7 +188,7 @@ class StaircaseLayers:
 
         Raises: UpstreamCancelled after :meth:`cancel`, unless all had finished before.
         """
-        problems = [[await self._problem(answer) for answer in layer] for layer in self.answers]
+        problems = [[await self._wait_for(answer) for answer in layer] for layer in self.answers]
         records = [*self._first.records()]
         for number, layer in enumerate(self._writers, 1):
             records.append([writer.record(number, place) for place, writer in enumerate(layer)])
@@ -197,8 +202,8 @@ class StaircaseLayers:
                 record.status = "used" if is_used else "failed"
         return records
 
-    async def _problem(self, answer: Text) -> str:
-        """Wait for an answer and return what went wrong with it, ``""`` if nothing did."""
+    async def _wait_for(self, answer: Text) -> str:
+        """Wait for an answer. Return why it failed or is not usable, ``""`` if it is usable."""
         try:
             text = await answer
         except Exception as error:

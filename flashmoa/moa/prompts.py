@@ -1,4 +1,4 @@
-"""The prompts of aggregators and debaters; pure."""
+"""Build prompts of aggregators (``AggregationPrompt``) and debaters (``DebatePrompt``); pure."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class AggregationPrompt:
     """The prompt of an aggregator, with a numbered slot for each answer it reads.
 
     Attributes:
-        layout: ``answers-first`` is the usual form: the answers stand in the system message and
-            the conversation follows them, so it cannot be prefilled before the answers are
-            complete. ``question-first`` has the conversation first and the answers at its end:
-            everything but the answers stands at a fixed position.
-        instruction: says what to do with the answers.
-        heading: stands before each answer; ``{number}`` counts from 1.
-        closing: stands after the last answer.
+        layout: ``answers-first`` is the usual form: the answers are in the system message, and
+            the conversation follows them, so that it cannot be prefilled before the answers are
+            complete. ``question-first`` has the conversation first and the answers at its end, so
+            that everything but the answers has a fixed position.
+        instruction: text before the answers, which tells the model what to do with them.
+        heading: text before each answer; ``{number}`` counts from 1.
+        closing: text after the last answer.
     """
 
     layout: Layout = "answers-first"
@@ -54,7 +54,7 @@ class AggregationPrompt:
     closing: str = ""
 
     def title(self, number: int) -> str:
-        """Return what stands before the answer of that number, from 1."""
+        """Return the text before an answer, by its number from 1."""
         return self.heading.replace("{number}", str(number))
 
     def messages(self, question: Question, slots: Sequence[str]) -> Messages:
@@ -63,22 +63,21 @@ class AggregationPrompt:
         Args:
             slots: the answers, each with its title before it, or the marks that stand for them.
 
-        Raises: ValueError as :func:`conversation`.
+        Raises: ValueError if :func:`conversation` raises it.
         """
-        talk = conversation(question)
-        system = talk.pop(0)["content"] if talk[0]["role"] == "system" else ""
+        messages = conversation(question)
+        system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
         answers = "".join(slots) + self.closing
         instruction = f"{system}\n\n{self.instruction}" if system else self.instruction
         if self.layout == "answers-first":
-            return [{"role": "system", "content": instruction + answers}, *talk]
-        last = talk.pop()
-        asked = {**last, "content": f"{last['content']}{answers}"}
-        return [{"role": "system", "content": instruction}, *talk, asked]
+            return [{"role": "system", "content": instruction + answers}, *messages]
+        *before, last = messages
+        last = {**last, "content": f"{last['content']}{answers}"}
+        return [{"role": "system", "content": instruction}, *before, last]
 
 
 class AnswerForms(NamedTuple):
-    """A debater's answer of one round, or the mark for it, in the forms that prompts have: as
-    the debater itself reads it, and as the others do."""
+    """A debater's answer of one round, or its mark, as the debater and as the others read it."""
 
     own: str
     others: str
@@ -88,18 +87,18 @@ class AnswerForms(NamedTuple):
 class DebatePrompt:
     """The prompts of a debate.
 
-    A debater's own answers are its assistant messages; the answers of the others stand together
-    in the user message after each.
+    A debater's own answers are its assistant messages. The user message after each of them has the
+    answers of the others.
 
     Attributes:
-        instruction: stands before the others' answers, where it can be prefilled first.
-        heading: stands before each of them; ``{number}`` is the debater's, from 1.
-        absent: stands for a debater's own answer of a round in which it failed.
-        memory: ``all`` earlier rounds, as published, so that a prompt begins with the prompt of
-            the round before; or only the ``last`` one, which needs less context.
-        staircase_instruction: stands instead of ``instruction`` on a staircase, where answers are
-            read before they are complete and a debater's own stands among the others;
-            ``{number}`` is the reader's.
+        instruction: text before the others' answers, so that it can be prefilled first.
+        heading: text before each of these answers; ``{number}`` is the debater's number, from 1.
+        absent: text in place of a debater's own answer in a round in which it failed.
+        memory: which earlier rounds a prompt has. ``all``, as published, so that it begins with
+            the prompt of the round before; or only the ``last`` one, which needs less context.
+        staircase_instruction: takes the place of ``instruction`` on a staircase, where answers are
+            read before they are complete and a debater's own answer is among the others;
+            ``{number}`` is the reader's number.
         aggregation: the prompt of an aggregator that concludes the debate.
     """
 
@@ -113,7 +112,7 @@ class DebatePrompt:
     )
 
     def title(self, number: int) -> str:
-        """Return what stands before the answer of that debater, from 1."""
+        """Return the text before a debater's answer, by the debater's number from 1."""
         return self.heading.replace("{number}", str(number))
 
     def messages(
@@ -123,27 +122,27 @@ class DebatePrompt:
 
         Args:
             question: a conversation.
-            place: the debater's, from 0.
+            place: number of the debater, from 0.
             rounds: the earlier rounds, each with every debater's answer.
         """
-        talk = [dict(message) for message in question]
-        for answers in self.remembered(rounds):
-            others = [one.others for number, one in enumerate(answers) if number != place]
-            talk += [
+        messages = [dict(message) for message in question]
+        for answers in self.select_rounds(rounds):
+            others = [answer.others for number, answer in enumerate(answers) if number != place]
+            messages += [
                 {"role": "assistant", "content": answers[place].own},
                 {"role": "user", "content": self.instruction + "".join(others)},
             ]
-        return talk
+        return messages
 
     def on_staircase(self, place: int) -> AggregationPrompt:
-        """Return the prompt of a debater, from 0, on a staircase."""
+        """Return the prompt on a staircase of a debater, by its number from 0."""
         instruction = self.staircase_instruction.replace("{number}", str(place + 1))
         return AggregationPrompt("question-first", instruction, self.heading)
 
-    def remembered(
+    def select_rounds(
         self, rounds: Sequence[Sequence[AnswerForms]]
     ) -> Sequence[Sequence[AnswerForms]]:
-        """Return those of the earlier rounds that the prompt has."""
+        """Return the earlier rounds that the prompt has, by ``memory``."""
         return rounds if self.memory == "all" else rounds[-1:]
 
 
@@ -151,16 +150,16 @@ def conversation(question: Question) -> Messages:
     """Return a question as messages. Raises: ValueError if its last message is not a user's."""
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
-    talk = [dict(message) for message in question]
-    if not talk:
+    messages = [dict(message) for message in question]
+    if not messages:
         raise ValueError("the question has no messages; its last message must be a user's")
-    role, content = talk[-1].get("role"), talk[-1].get("content")
+    role, content = messages[-1].get("role"), messages[-1].get("content")
     if role != "user" or not isinstance(content, str):
         raise ValueError(
             f"the last message of the question has role {role!r} and content of type "
             f"{type(content).__name__}; it must have role 'user' and a string"
         )
-    return talk
+    return messages
 
 
 def staircase_messages(
@@ -172,14 +171,12 @@ def staircase_messages(
 ) -> Messages:
     """Return an agent's messages in a round on a staircase (Staircase Streaming).
 
-    Chunks that are not contiguous have their titles with them, so that an empty one is not
-    mentioned.
-
     Args:
         order: see :class:`flashmoa.moa.Steps`.
-        rounds: this round's chunks and those of the rounds before, by proposer.
-        written: the agent's own chunk of each round before. Only ``interleaved`` has them in the
-            prompt; otherwise they are not part of what is returned.
+        rounds: the chunks of all proposers in each round, up to this one. Unless the order is
+            ``contiguous``, they include their titles, so that an empty chunk has no title.
+        written: the part of the answer that the agent wrote in each round before. Only
+            ``interleaved`` messages have these parts.
     """
     if order == "contiguous":
         texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
@@ -187,19 +184,19 @@ def staircase_messages(
         return prompt.messages(question, slots)
     if order == "rounds":
         return prompt.messages(question, [chunk for chunks in rounds for chunk in chunks])
-    talk = prompt.messages(question, rounds[0])
+    messages = prompt.messages(question, rounds[0])
     for chunks, text in zip(rounds[1:], written, strict=True):
-        talk += [
+        messages += [
             {"role": "assistant", "content": text},
             {"role": "user", "content": "".join(chunks)},
         ]
-    return talk
+    return messages
 
 
 def last_words(text: str, count: int = 8) -> str:
-    """Return the end of a text, from one of its last words on, with the white space after it.
+    """Return the last ``count`` words of a text, with the white space after them.
 
-    A text without spaces between words gives as many characters as ``count`` words may have.
+    At most ``10 * count`` characters are returned, as a text may have no spaces between words.
     """
     words = [word.start() for word in re.finditer(r"\S+", text)]
     begin = words[-count] if len(words) > count else 0

@@ -1,4 +1,4 @@
-"""A filter for texts that go on after an interruption and repeat their own end; pure."""
+"""Drop words that the continuation of a text repeats from its end (``RepeatFilter``); pure."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import re
 
 _WORD = re.compile(r"\S+")
 
-# A repetition has at least so many different words. Shorter ones may well be meant: "0, 0, 0",
-# "New York, New York".
+# Repetitions with fewer different words are kept, as they may be intended: "0, 0, 0", "New York,
+# New York".
 _MIN_DIFFERENT_WORDS = 3
 
 
 class RepeatFilter:
-    """Passes on the next part of a text as it comes, without the words that it repeats.
+    """Filters the next part of a text while it is written: drops the words that it repeats.
 
-    It drops the longest beginning of the part that is, word for word, the end of what was written
-    before, if there are at least three different words in it. Words are separated by white space
-    of any kind and length. The last word written may have been cut off; a repetition then goes on
-    in the middle of it. The whole text reads as if the part stood in place of what it repeats.
-    Texts without spaces between words stay as they are.
+    It drops the longest beginning of the part that equals, word for word, the end of the text
+    before it, if that has at least three different words. Words are separated by white space of
+    any kind and length. The last word before the part may have been cut off; then a repetition may
+    complete it. Texts without spaces between words are not changed.
 
     Args:
         written: the text before the part.
 
     Attributes:
-        held: what is held back because it may become a repetition.
-        dropped: the repetition that was found.
+        held: the text that is held back because it may become a repetition.
+        dropped: the repetition that was found; empty if there was none.
     """
 
     def __init__(self, written: str) -> None:
@@ -35,25 +34,25 @@ class RepeatFilter:
         self._is_cut = not written[-1:].isspace()
         # Indexes of written words at which a repetition may have begun.
         self._starts = _possible_starts(self._written)
-        # In the part: how many words were compared, and the offsets where they and a repetition
-        # end.
-        self._words = 0
-        self._compared = 0
-        self._repeated = 0
+        # The number of the part's words that were compared, and the offset in the part of their
+        # end. The offset of the longest repetition's end, 0 if none was found.
+        self._compared_words = 0
+        self._compared_end = 0
+        self._repetition_end = 0
         self._skips_space = False
 
     def add(self, piece: str) -> str:
-        """Take the next piece of the part and return what can be passed on."""
+        """Add the next piece of the part. Return the text that is certain to be kept."""
         self.held += piece
-        for word in list(_WORD.finditer(self.held, self._compared)):
+        for word in list(_WORD.finditer(self.held, self._compared_end)):
             if word.end() == len(self.held):  # The word may not be complete.
                 return "" if self._may_repeat(word.group()) else self._release()
             self._compare(word)
         return "" if self._starts else self._release()
 
     def end(self) -> str:
-        """End the part and return what can be passed on."""
-        for word in _WORD.finditer(self.held, self._compared):
+        """End the part. Return the rest of the text that is kept."""
+        for word in _WORD.finditer(self.held, self._compared_end):
             self._compare(word)
         return self._release()
 
@@ -61,48 +60,49 @@ class RepeatFilter:
         last = len(self._written) - 1
         still_possible: list[int] = []
         for start in self._starts:
-            at = start + self._words
-            if not self._matches(at, word.group()):
+            index = start + self._compared_words
+            if not self._matches(index, word.group()):
                 continue
-            if at < last:
+            if index < last:
                 still_possible.append(start)
             else:  # A whole repetition, longer than any found before.
-                self._repeated = word.start() + len(self._written[last])
+                self._repetition_end = word.start() + len(self._written[last])
         self._starts = still_possible
-        self._words += 1
-        self._compared = word.end()
+        self._compared_words += 1
+        self._compared_end = word.end()
 
-    def _matches(self, at: int, word: str) -> bool:
-        if at == len(self._written) - 1 and self._is_cut:
-            return word.startswith(self._written[at])
-        return word == self._written[at]
+    def _matches(self, index: int, word: str) -> bool:
+        """Return whether a word equals the written word at an index, or completes it."""
+        if index == len(self._written) - 1 and self._is_cut:
+            return word.startswith(self._written[index])
+        return word == self._written[index]
 
     def _may_repeat(self, beginning: str) -> bool:
         """Return whether a word with that beginning may belong to a repetition."""
         return any(
-            self._written[at].startswith(beginning) or self._matches(at, beginning)
-            for at in (start + self._words for start in self._starts)
+            self._written[index].startswith(beginning) or self._matches(index, beginning)
+            for index in (start + self._compared_words for start in self._starts)
         )
 
     def _release(self) -> str:
-        """Return what is held without the repetition found, if any, and stop comparing."""
-        passed, self.held, self._starts = self.held, "", []
-        if self._repeated:
-            self.dropped, passed = passed[: self._repeated], passed[self._repeated :]
-            self._repeated = 0
-            # White space was written already, so that before the rest of the part is left out.
+        """Stop comparing. Return the held text without the repetition."""
+        kept, self.held, self._starts = self.held, "", []
+        if self._repetition_end:
+            self.dropped, kept = kept[: self._repetition_end], kept[self._repetition_end :]
+            self._repetition_end = 0
+            # If the text before ends with white space, that at the rest's beginning is dropped.
             self._skips_space = not self._is_cut
         if self._skips_space:
-            passed = passed.lstrip()
-            self._skips_space = not passed
-        return passed
+            kept = kept.lstrip()
+            self._skips_space = not kept
+        return kept
 
 
 def _possible_starts(words: list[str]) -> list[int]:
-    """Return the indexes from which on there are enough different words."""
-    different: set[str] = set()
+    """Return the indexes of words that enough different words follow, themselves included."""
+    different_words: set[str] = set()
     for index in range(len(words) - 1, -1, -1):
-        different.add(words[index])
-        if len(different) == _MIN_DIFFERENT_WORDS:
+        different_words.add(words[index])
+        if len(different_words) == _MIN_DIFFERENT_WORDS:
             return list(range(index + 1))
     return []

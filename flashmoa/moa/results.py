@@ -1,4 +1,4 @@
-"""The results of mixtures, staircases and debates, and the records of their agents."""
+"""Results of mixtures, staircases and debates, with the records of their agents."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Status = Literal["used", "left out", "failed"]
 
 
 class MixtureFailed(FlashMoAError):
-    """Raised when no answer could be made. ``__cause__`` is what one of the agents failed with."""
+    """Raised when no answer could be made. ``__cause__`` is the error of one of the agents."""
 
 
 @dataclass(slots=True)
 class StaircaseRound:
-    """One chunk of an answer that was written on a staircase; times in Unix seconds.
+    """Records one round of an agent on a staircase; times in Unix seconds.
 
     Attributes:
-        text: what the chunk adds to the answer.
-        dropped: what was written besides and left out, since it repeats the end of the answer.
-        finish_reason: ``length`` if the request ended with its chunk, ``stop`` if the agent took
-            its answer for complete. It is asked again in the next round, as long as there is one.
-        out_of_room: whether the next chunks did not fit into the context. This round is then the
-            last one; it ends the answer from the chunks that had been read before.
+        text: the part of the answer that was written in this round.
+        dropped: text that was dropped since it repeated the end of the answer so far.
+        finish_reason: ``length`` if the part reached its maximal length, ``stop`` if the agent
+            considered its answer complete. If there is a next round, it is asked again.
+        out_of_room: whether this round's chunks did not fit into the context. Then this round is
+            the last one, and completes the answer from the chunks of the rounds before.
     """
 
     asked: float
@@ -41,15 +41,15 @@ class StaircaseRound:
 
 @dataclass(slots=True)
 class AgentAnswer:
-    """What one agent wrote; times in Unix seconds.
+    """Records the answer of one agent; times in Unix seconds.
 
     Attributes:
-        layer, place: its position in the topology, from 0; in a debate, its round and debater.
-        status: ``used`` if its readers were given it, ``left out`` if it was cancelled because
-            the complete answers sufficed, ``failed`` with ``problem``.
-        finish_reason: as OpenAI defines it, if the agent finished.
-        cut_tokens: how many tokens of its end its readers were not given, for lack of room.
-        steps: its rounds, if it wrote on a staircase; ``usage`` then adds up all its requests.
+        layer, place: position in the topology, from 0; in a debate, the round and the debater.
+        status: ``used`` if the agent's readers got the answer, ``left out`` if the agent was
+            cancelled because the complete answers sufficed, ``failed`` with ``problem``.
+        finish_reason: finish reason in OpenAI's sense, if the agent finished.
+        cut_tokens: how many tokens were cut from its end because readers' contexts were too short.
+        steps: the agent's rounds on a staircase; ``usage`` then adds up all its requests.
     """
 
     layer: int
@@ -70,12 +70,13 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether a cluster went on without the agents that were still writing.
+    """Records whether a cluster continued without the agents that were still writing.
 
     Attributes:
-        answers: how many answers were complete, ``of`` so many agents.
-        left: whether it did.
-        seconds: from the answer's completion to the decision, including the waits for the
+        answers: number of answers that were complete.
+        of: number of agents in the cluster.
+        left: whether it continued without the others.
+        seconds: time from the answer's completion to the decision, including the waits for the
             embedder and for the cluster's earlier decisions.
     """
 
@@ -88,16 +89,17 @@ class Decision:
 
 @dataclass(slots=True)
 class MixtureResult:
-    """One answer, and how it came about.
+    """The answer of a mixture, and the records of its agents and decisions.
 
     Attributes:
-        finish_reason: the last aggregator's, as OpenAI defines it.
-        layers: every agent's answer, as in the topology.
-        decisions: about early exit, except those that the cluster's last answer overtook.
-        deciding: seconds by which decisions delayed the answer: the sum along its critical path
-            of the time from a cluster's last answer until its readers were given it, whatever the
-            wait was for. The critical path goes from the last aggregator back through the layers,
-            each time by way of the answer that came last.
+        finish_reason: the last aggregator's finish reason in OpenAI's sense.
+        layers: every agent's answer, by layer and place.
+        decisions: decisions about early exit, except those that were cancelled because the
+            cluster's last answer had arrived.
+        deciding: seconds by which decisions delayed the answer: the sum along the critical path
+            of the time from a cluster's last answer until its readers got it, for whatever reason.
+            The critical path leads from the last aggregator back through the layers, in each layer
+            through the answer that came last.
     """
 
     text: str
@@ -117,9 +119,9 @@ class StaircaseResult:
     """The answer of a staircase, its proposers' answers and its rounds.
 
     Attributes:
-        time_to_first_token: from the question to the answer's first token, seconds.
-        seconds: from the question to the answer's last token.
-        tokens: how many the aggregator wrote, including those that were dropped.
+        time_to_first_token: seconds from the question to the answer's first token.
+        seconds: seconds from the question to the answer's last token.
+        tokens: number of tokens that the aggregator wrote, including dropped ones.
     """
 
     text: str
@@ -137,19 +139,18 @@ class StaircaseResult:
     @property
     def dropped_words(self) -> int:
         """Return how many words were left out because they repeated the end of the answer."""
-        return sum(len(one.dropped.split()) for one in self.rounds)
+        return sum(len(round_.dropped.split()) for round_ in self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """How a debate was decided.
+    """The outcome of a vote.
 
     Attributes:
-        ballots: what was extracted from each debater's last answer; ``None`` if there was no
-            answer or nothing in it.
-        winner: the most common ballot; ``None`` if no answer has one.
-        count: how many debaters gave it.
-        place: the first debater who gave it, from 0.
+        ballots: the ballot in each debater's last answer; ``None`` if it has none or is empty.
+        winner: the most common ballot; ``None`` if there is no ballot.
+        count: number of debaters with that ballot.
+        place: the first debater with that ballot, from 0.
     """
 
     ballots: tuple[str | None, ...]
@@ -160,12 +161,13 @@ class Vote:
 
 @dataclass(slots=True)
 class DebateResult:
-    """The answer of a debate, and how it came about.
+    """The answer of a debate, and the records of its agents.
 
     Attributes:
-        finish_reason: of the answer that ``text`` is, as OpenAI defines it.
+        text: the answer that won the vote, or the aggregator's.
+        finish_reason: finish reason of that answer in OpenAI's sense.
         rounds: every answer of every round, by debater.
-        vote: on the last round's answers, unless an aggregator concluded.
+        vote: the vote on the last round's answers; ``None`` if an aggregator concluded.
         aggregate: the aggregator's answer, if one concluded.
     """
 
@@ -177,9 +179,11 @@ class DebateResult:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Return the seconds from the first request to the first token of the aggregator's answer
-        or, without an aggregator, of the last round."""
+        """Return the seconds from the first request to the answer's first token.
+
+        After a vote, it is the first token of the last round.
+        """
         last = self.rounds[-1] if self.aggregate is None else [self.aggregate]
-        began = [one.started for one in self.rounds[0] if one.started is not None]
-        first = [one.first_token for one in last if one.first_token is not None]
-        return min(first) - min(began) if first and began else None
+        starts = [record.started for record in self.rounds[0] if record.started is not None]
+        first = [record.first_token for record in last if record.first_token is not None]
+        return min(first) - min(starts) if first and starts else None

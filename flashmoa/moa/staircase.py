@@ -1,8 +1,8 @@
-"""Staircase streaming: the aggregator begins when every proposer has written a few words.
+"""Let an aggregator answer in rounds while its proposers write (``Staircase``, arXiv 2510.05059).
 
-In rounds: each proposer's next chunk goes to the aggregator, which writes a chunk of its own
-answer from what has arrived and waits for the next ones (Staircase Streaming, arXiv 2510.05059).
-So its first token waits for the proposers' first chunks and not for their whole answers.
+In each round, the next chunk of every proposer's answer is added to the aggregator's prompt, and
+the aggregator writes a part of its own answer from the chunks so far. Its first token waits for
+the proposers' first chunks, and not for their whole answers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flashmoa.observe import Listener, both, contained, ignore
 
 
 class Staircase:
-    """A layer of proposers and an aggregator that writes along with them.
+    """Runs a layer of proposers, and an aggregator that writes while they do.
 
     Args:
-        prompt: the aggregator's. With an order other than ``contiguous`` its layout should be
-            ``question-first``, the default, since only what stands at the end can grow.
-        schedule, order, drop_repeats: as in :class:`Steps`.
-        ahead: what of the aggregator's prompts is prefilled before its requests.
-        listener: is called with every event.
+        prompt: the aggregator's prompt. With an order other than ``contiguous`` its layout should
+            be ``question-first``, the default, since only the end of a prompt can grow.
+        schedule, order, drop_repeats: see :class:`Steps`.
+        ahead: which part of the aggregator's prompts is prefilled before its requests.
+        listener: called with every event.
 
-    Raises: ValueError without proposers.
+    Raises: ValueError if there are no proposers.
     """
 
     def __init__(  # noqa: PLR0913 - all but the models have a default
@@ -62,15 +62,15 @@ class Staircase:
             question: a text, or messages of which the last is a user's.
 
         Raises:
-            ValueError: the last message is not a user's.
-            MixtureFailed: no proposer could answer, or the aggregator could not.
+            ValueError: if the last message is not a user's.
+            MixtureFailed: if no proposer could answer, or the aggregator could not.
         """
         async with self.answering(question) as run:
             return await run.result()
 
     @asynccontextmanager
     async def answering(self, question: Question) -> AsyncGenerator[StaircaseRun]:
-        """Give the answer as it is written; leaving the context ends every agent that writes.
+        """Answer a question and yield the run. Leaving the context stops every agent.
 
         Raises: as :meth:`answer`.
         """
@@ -85,12 +85,12 @@ class Staircase:
 
 
 class StaircaseRun:
-    """One question on a staircase; ``async for`` yields the pieces of the answer."""
+    """Answers one question on a staircase; ``async for`` yields the pieces of the answer."""
 
     def __init__(
         self, staircase: Staircase, flow: Workflow, question: Messages, times: CallTimes
     ) -> None:
-        self._began = time.time()
+        self._started = time.time()
         self._layers = StaircaseLayers(
             flow,
             question,
@@ -102,31 +102,34 @@ class StaircaseRun:
         [self._writer] = self._layers.add([staircase.prompt], [staircase.aggregator])
 
     async def __aiter__(self) -> AsyncGenerator[str]:
-        """Yield the pieces of the aggregator's answer. Raises: MixtureFailed."""
+        """Yield the pieces of the aggregator's answer. Raises: as :meth:`result`."""
         with raise_as_mixture_failed("the aggregator"):
             async for piece in self._writer.answer:
                 yield piece
 
     async def result(self) -> StaircaseResult:
-        """Return the result when the answer is complete. Raises: MixtureFailed."""
+        """Return the result when the answer is complete.
+
+        Raises: MixtureFailed if no proposer could answer, or the aggregator could not.
+        """
         with raise_as_mixture_failed("the aggregator"):
             await self._writer.answer
         return self.partial_result
 
     @property
     def partial_result(self) -> StaircaseResult:
-        """Return the result as far as it is written."""
-        writer, began = self._writer, self._began
-        ended = writer.rounds[-1].finished if writer.answer.is_over and writer.rounds else None
+        """Return the result with the part of the answer that is written."""
+        writer, started = self._writer, self._started
+        finished = writer.rounds[-1].finished if writer.answer.is_over and writer.rounds else None
         return StaircaseResult(
             writer.answer.written,
             [proposal.written for proposal in self._layers.answers[0]],
             writer.rounds,
-            (writer.first_token or began) - began,
-            (ended or time.time()) - began,
+            (writer.first_token or started) - started,
+            (finished or time.time()) - started,
             writer.tokens,
         )
 
     def cancel(self) -> None:
-        """Stop every agent; does nothing to those that have finished."""
+        """Stop every agent that has not finished."""
         self._layers.cancel()

@@ -1,8 +1,8 @@
-"""Who reads whom in a Mixture-of-Agents; pure.
+"""Describe which agents of a Mixture-of-Agents read which others (``Topology``); pure.
 
-The agents of the first layer read the question only, those of a later layer read some agents of
-the layer before, and the last layer is one agent. In the dense form every agent reads the whole
-layer before; in a tree each agent reads a cluster of its own and need not wait for other clusters
+The agents of the first layer read only the question. Those of a later layer read agents of the
+layer before. The last layer is one agent. In the dense form every agent reads the whole layer
+before; in a tree each agent reads a separate cluster of it and need not wait for other clusters
 (Faster-MoA §4.1).
 """
 
@@ -17,7 +17,7 @@ from typing import Self
 # The agents that one agent reads, by their places in the layer before.
 Reads = tuple[int, ...]
 Layer = tuple[Reads, ...]
-# A cluster: the layer of its readers, and what they read.
+# Identifies a cluster: the layer of its readers, and the agents that they read.
 ClusterKey = tuple[int, Reads]
 
 
@@ -28,14 +28,14 @@ class Topology:
     ``layers[0]`` are the proposers, ``layers[-1]`` is the last aggregator alone, and
     ``layers[i][j]`` are the places in layer ``i - 1`` of the agents that agent ``j`` reads.
 
-    Raises: ValueError if an agent is read by no one, reads no one in a later layer, or reads one
-        that is not there or twice; if the last layer is not one agent.
+    Raises: ValueError if no agent reads an agent, if an agent of a later layer reads no agent, one
+        twice, or one that does not exist, or if the last layer is not one agent.
     """
 
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        _check(self.layers)
+        _check_layers(self.layers)
 
     @classmethod
     def dense(cls, *widths: int) -> Self:
@@ -57,9 +57,10 @@ class Topology:
             if width > before:
                 raise ValueError(
                     f"a layer of {width} agents follows one of {before}; in a tree each agent "
-                    "reads a cluster of its own, so a layer cannot be larger than the one before"
+                    "reads a separate cluster, so a layer cannot be larger than the one before"
                 )
-            layers.append(_clusters([before // width + (n < before % width) for n in range(width)]))
+            sizes = [before // width + (n < before % width) for n in range(width)]
+            layers.append(_make_clusters(sizes))
         return cls(tuple(layers))
 
     @classmethod
@@ -68,7 +69,7 @@ class Topology:
         if not sizes:
             raise ValueError("there are no cluster sizes; give at least those of the first layer")
         layers: list[Layer] = [((),) * sum(sizes[0])]
-        layers += [_clusters(layer) for layer in sizes]
+        layers += [_make_clusters(layer) for layer in sizes]
         return cls(tuple(layers))
 
     @classmethod
@@ -107,7 +108,7 @@ class Topology:
         return path
 
 
-def _clusters(sizes: Sequence[int]) -> Layer:
+def _make_clusters(sizes: Sequence[int]) -> Layer:
     ends = list(accumulate(sizes, initial=0))
     return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
 
@@ -120,7 +121,7 @@ def _check_widths(widths: Sequence[int]) -> None:
         )
 
 
-def _check(layers: Sequence[Layer]) -> None:
+def _check_layers(layers: Sequence[Layer]) -> None:
     if len(layers) < 2:
         raise ValueError(f"there are {len(layers)} layers; proposers and one more are needed")
     for place, reads in enumerate(layers[0]):
@@ -135,13 +136,14 @@ def _check(layers: Sequence[Layer]) -> None:
                     f"agent {place} of layer {number} reads {reads}; it must read at least one "
                     "agent, and none twice"
                 )
-        read, there = {place for reads in layer for place in reads}, set(range(len(before)))
-        if missing := read - there:
+        read = {place for reads in layer for place in reads}
+        existing = set(range(len(before)))
+        if missing := read - existing:
             raise ValueError(
                 f"layer {number} reads agents {sorted(missing)}, but layer {number - 1} has only "
                 f"{len(before)} agents, counted from 0"
             )
-        if unread := there - read:
+        if unread := existing - read:
             raise ValueError(
                 f"no agent reads agents {sorted(unread)} of layer {number - 1}; leave them out or "
                 f"let layer {number} read them"

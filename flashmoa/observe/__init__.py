@@ -1,4 +1,4 @@
-"""Watching: typed events and what is made of them."""
+"""Observe runs: typed events, and listeners that receive them."""
 
 from flashmoa.observe.events import (
     CallEvent,

@@ -1,7 +1,7 @@
-"""Events as attributes and measurements in OpenTelemetry's GenAI semantic conventions.
+"""Turn events into attributes and measurements of OpenTelemetry's GenAI semantic conventions.
 
 Source: open-telemetry/semantic-conventions-genai, docs/gen-ai (spans, agent spans, metrics), all
-of it in development. What the conventions have no name for is under ``flashmoa.``. OpenTelemetry
+of which is in development. Names that the conventions lack begin with ``flashmoa.``. OpenTelemetry
 need not be installed for this module.
 """
 
@@ -37,52 +37,56 @@ MODEL = "gen_ai.request.model"
 FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 STREAM = "flashmoa.link.stream_id"
 REASON = "flashmoa.link.reason"
-# The conventions' list of providers has no inference engine; others are named freely.
+# The conventions list no inference engine as provider; any other name is allowed.
 _PROVIDER = {"gen_ai.provider.name": "sglang"}
 UNKNOWN_ERROR = "_OTHER"
-# The buckets that the conventions give for the histograms.
+# Bucket boundaries that the conventions give for the histograms.
 _SECONDS = [0.01 * 2**power for power in range(14)]
 _TOKENS = [float(4**power) for power in range(14)]
 _TOOL_CALLS = ("tool_calls", "function_calls")
-# Any other end of a link is an error.
+# Reasons for which a link ends; any other one is an error.
 _ORDINARY_ENDS = frozenset(
     {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
 )
 
 
-def request(call: CallStarted) -> Attributes:
-    """Return the attributes of a span, or of a measurement, of a model call."""
+def call_attributes(call: CallStarted) -> Attributes:
+    """Return the attributes that a model call's span and its measurements have in common."""
     return {OPERATION: "chat", **_PROVIDER, **_model(call), **_server(call.engine)}
 
 
-def own_request(call: CallStarted) -> Attributes:
-    """Return what only its span says."""
+def call_span_attributes(call: CallStarted) -> Attributes:
+    """Return the attributes that only a model call's span has."""
     stream: Attributes = {STREAM: call.stream_id} if call.stream_id is not None else {}
     return {AGENT: call.agent, "flashmoa.link.late": call.late, **stream}
 
 
-def agent(event: Event) -> Attributes:
+def agent_attributes(event: Event) -> Attributes:
     """Return the attributes of a span of an agent's turn."""
     model = _model(event) if isinstance(event, CallStarted) else {}
     return {OPERATION: "invoke_agent", **_PROVIDER, AGENT: event.agent, **model}
 
 
-def is_agent(attributes: Mapping[str, object], name: str) -> bool:
+def is_agent_span(attributes: Mapping[str, object], name: str) -> bool:
     """Return whether these are the attributes of a span of that agent's turn."""
     return attributes.get(OPERATION) == "invoke_agent" and attributes.get(AGENT) == name
 
 
-def answer(call: CallFinished, content: bool) -> Attributes:
-    """Return what a call's span says once it is over; with ``content`` also the answer."""
-    found: Attributes = {} if call.usage is None else _usage(call.usage)
+def answer_attributes(call: CallFinished, content: bool) -> Attributes:
+    """Return the attributes that a call's span gets when the answer is complete.
+
+    Args:
+        content: whether to include the text of the answer.
+    """
+    attributes: Attributes = {} if call.usage is None else _usage_attributes(call.usage)
     if call.finish_reason is not None:
-        found["gen_ai.response.finish_reasons"] = (call.finish_reason,)
+        attributes["gen_ai.response.finish_reasons"] = (call.finish_reason,)
     if content and call.text:
         reason = "tool_call" if call.finish_reason in _TOOL_CALLS else call.finish_reason or ""
         parts = [{"type": "text", "content": call.text}]
         message = {"role": "assistant", "parts": parts, "finish_reason": reason}
-        found["gen_ai.output.messages"] = json.dumps([message], ensure_ascii=False)
-    return found
+        attributes["gen_ai.output.messages"] = json.dumps([message], ensure_ascii=False)
+    return attributes
 
 
 def error_type(call: CallFailed) -> str:
@@ -91,10 +95,10 @@ def error_type(call: CallFailed) -> str:
 
 
 def prompt_sources(usage: PromptUsage) -> dict[str, int]:
-    """Return a prompt's tokens by where their KV came from.
+    """Return the number of a prompt's tokens by where their KV came from.
 
-    They were computed by the call's link before it (``streamed``), in the cache for another reason
-    (``cached``), or computed when the call came (``late``).
+    ``streamed``: computed by the call's link before the call; ``cached``: in the cache for another
+    reason; ``late``: computed when the call came.
     """
     if usage.cached_tokens is None:
         return {}
@@ -103,7 +107,7 @@ def prompt_sources(usage: PromptUsage) -> dict[str, int]:
     return {"streamed": streamed, "cached": usage.cached_tokens - streamed, "late": late}
 
 
-def link(opened: LinkOpened) -> Attributes:
+def link_attributes(opened: LinkOpened) -> Attributes:
     """Return the attributes of a link's span."""
     return {
         AGENT: opened.agent,
@@ -114,12 +118,12 @@ def link(opened: LinkOpened) -> Attributes:
 
 
 def link_error(reason: str) -> str | None:
-    """Return the class of the error that a link ended with, ``None`` without one."""
+    """Return the class name of the error that a link ended with; ``None`` if it was no error."""
     return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
 
 
-def happening(event: Event) -> tuple[str, Attributes] | None:
-    """Return the name and the attributes of a span event about a link."""
+def span_event(event: Event) -> tuple[str, Attributes] | None:
+    """Return the name and the attributes of the span event for an event of a link, if any."""
     match event:
         case LinkAdvanced():
             return "flashmoa.link.advanced", {
@@ -157,8 +161,8 @@ def _server(url: str) -> Attributes:
     return {"server.address": where.hostname, "server.port": port}
 
 
-def _usage(usage: PromptUsage) -> Attributes:
-    found: dict[str, int | str | None] = {
+def _usage_attributes(usage: PromptUsage) -> Attributes:
+    values: dict[str, int | str | None] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
@@ -167,7 +171,7 @@ def _usage(usage: PromptUsage) -> Attributes:
         "flashmoa.usage.late_tokens": usage.late_tokens,
         "flashmoa.link.status": usage.prompt_stream.status if usage.prompt_stream else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Meters:
@@ -198,31 +202,32 @@ class Meters:
             "Prompt tokens, by where their KV came from: streamed, cached or late.",
         )
         self._links = meter.create_counter(
-            "flashmoa.links", "{link}", "Links that are over, by why they ended."
+            "flashmoa.links", "{link}", "Links that have ended, by the reason."
         )
 
-    def finished(self, call: CallStarted, first_token: float | None, event: CallFinished) -> None:
+    def record_answer(
+        self, call: CallStarted, first_token: float | None, event: CallFinished
+    ) -> None:
         """Record an answered call; ``first_token`` in Unix seconds."""
-        of = request(call)
-        self._took(call, event, of)
+        attributes = call_attributes(call)
+        self._record_duration(call, event, attributes)
         if first_token is not None:
-            self._first_chunk.record(first_token - call.at, of)
+            self._first_chunk.record(first_token - call.at, attributes)
         if event.usage is not None:
             types = {"input": event.usage.prompt_tokens, "output": event.usage.completion_tokens}
             for kind, tokens in types.items():
-                self._tokens.record(tokens, {**of, "gen_ai.token.type": kind})
+                self._tokens.record(tokens, {**attributes, "gen_ai.token.type": kind})
             for source, tokens in prompt_sources(event.usage).items():
-                self._prompt.add(tokens, {**of, "flashmoa.prompt.source": source})
+                self._prompt.add(tokens, {**attributes, "flashmoa.prompt.source": source})
 
-    def failed(self, call: CallStarted, event: CallFailed) -> None:
+    def record_failure(self, call: CallStarted, event: CallFailed) -> None:
         """Record a call that failed."""
-        kind = error_type(event)
-        self._took(call, event, {**request(call), ERROR_TYPE: kind})
+        self._record_duration(call, event, {**call_attributes(call), ERROR_TYPE: error_type(event)})
 
-    def link_over(self, event: LinkClosed) -> None:
+    def record_link_end(self, event: LinkClosed) -> None:
         """Record how a link ended."""
         error = link_error(event.reason)
         self._links.add(1, {REASON: error or event.reason})
 
-    def _took(self, call: CallStarted, end: CallEvent, of: Attributes) -> None:
-        self._duration.record(end.at - call.at, of)
+    def _record_duration(self, call: CallStarted, end: CallEvent, attributes: Attributes) -> None:
+        self._duration.record(end.at - call.at, attributes)

@@ -1,4 +1,6 @@
-"""The calls of a run: reporting one, finding them among events, and whose text each one read."""
+"""Report one call (``CallReporter``), reconstruct a run's calls from events (``calls``), and find
+whose text flowed into which call (``handoffs``).
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,22 @@ from flashmoa.observe.events import (
 
 
 class CallReporter:
-    """Reports one call to a listener; the call may fail before its request goes out."""
+    """Reports one call to a listener; the call may fail before its request is sent."""
 
     def __init__(self, listener: Listener, *, agent: str, engine: str, model: str) -> None:
         self._listener = listener
         self._model = model
-        self._begun = False
-        self._call = _Names(agent=agent, engine=engine, call_id=secrets.token_hex(8))
+        self._has_text = False
+        self._call = _CallFields(agent=agent, engine=engine, call_id=secrets.token_hex(8))
 
     def started(self, stream_id: str | None, *, late: bool) -> None:
-        """Report that the request goes out."""
+        """Report that the request is about to be sent; see :class:`CallStarted`."""
         self._listener(CallStarted(**self._call, model=self._model, stream_id=stream_id, late=late))
 
-    def text(self) -> None:
-        """Report the first token, once some of the answer has arrived."""
-        if not self._begun:
-            self._begun = True
+    def text_arrived(self) -> None:
+        """Report the first token; call it whenever a piece of the answer has arrived."""
+        if not self._has_text:
+            self._has_text = True
             self._listener(FirstToken(**self._call))
 
     def finished(self, text: str, usage: PromptUsage | None, finish_reason: str | None) -> None:
@@ -52,7 +54,7 @@ class CallReporter:
         self._listener(CallFailed(**self._call, error=repr(error), error_type=kind))
 
 
-class _Names(TypedDict):
+class _CallFields(TypedDict):
     agent: str
     engine: str
     call_id: str
@@ -60,7 +62,7 @@ class _Names(TypedDict):
 
 @dataclass(slots=True)
 class Call:
-    """What the events say of one call; times in Unix seconds."""
+    """Holds what the events say of one call; times in Unix seconds."""
 
     started: CallStarted
     first_token: float | None = None
@@ -68,33 +70,36 @@ class Call:
 
     @property
     def agent(self) -> str:
-        """Whose call it is."""
+        """The name of the agent that makes the call."""
         return self.started.agent
 
     @property
     def finished(self) -> CallFinished | None:
-        """Its complete answer; ``None`` where it failed, or has not ended."""
+        """The complete answer; ``None`` if the call failed, or has not ended."""
         return self.ended if isinstance(self.ended, CallFinished) else None
 
     @property
     def usage(self) -> PromptUsage | None:
-        """How its prompt was computed; ``None`` where that is not known."""
+        """How the engine computed the prompt; ``None`` if that is not known."""
         return self.finished.usage if self.finished is not None else None
 
 
 def calls(events: Iterable[Event]) -> list[Call]:
-    """Return the calls among events, in the order in which they started."""
-    found: dict[str, Call] = {}
+    """Return the calls among events, in the order in which they started.
+
+    A call without ``CallStarted``, which failed before its request was sent, is left out.
+    """
+    by_id: dict[str, Call] = {}
     for event in events:
         if isinstance(event, CallStarted):
-            found[event.call_id] = Call(event)
-        elif isinstance(event, CallEvent) and event.call_id in found:
-            call = found[event.call_id]
+            by_id[event.call_id] = Call(event)
+        elif isinstance(event, CallEvent) and event.call_id in by_id:
+            call = by_id[event.call_id]
             if isinstance(event, FirstToken):
                 call.first_token = event.at
             elif isinstance(event, CallFinished | CallFailed):
                 call.ended = event
-    return list(found.values())
+    return list(by_id.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +114,30 @@ class Handoff:
 def handoffs(events: Sequence[Event]) -> dict[str, list[Handoff]]:
     """Return the handoffs into each linked call, by its ``call_id``.
 
-    A link names the agents whose text it gets, in the order of its prompt. The writer is the last
-    call of such an agent that had begun to write before the linked call went out, and had not ended
-    before the link was opened. Its text flows as it is written once all text before it is complete.
+    For each agent named in the link (``upstream``, in the prompt's order) the writer is its latest
+    call that had produced text before the reader was sent and was still writing when the link was
+    opened. Text can only flow in prompt order: a span starts at the writer's first token, or when
+    the text before it in the prompt is complete, whichever is later.
     """
-    opened = {event.stream_id: event for event in events if isinstance(event, LinkOpened)}
+    links = {event.stream_id: event for event in events if isinstance(event, LinkOpened)}
     by_agent: defaultdict[str, list[Call]] = defaultdict(list)
-    found = calls(events)
-    for call in found:
+    readers = calls(events)
+    for call in readers:
         by_agent[call.agent].append(call)
     result: dict[str, list[Handoff]] = {}
-    for call in found:
-        link = opened.get(call.started.stream_id or "")
+    for reader in readers:
+        link = links.get(reader.started.stream_id or "")
         if link is None:
             continue
         names = dict.fromkeys(link.upstream)
-        writers = [_writer(by_agent[name], link, call) for name in names]
-        result[call.started.call_id] = _in_turn([one for one in writers if one is not None])
+        writers = [_find_writer(by_agent[name], link, reader) for name in names]
+        result[reader.started.call_id] = _sequential_handoffs(
+            [writer for writer in writers if writer is not None]
+        )
     return result
 
 
-def _writer(candidates: Sequence[Call], link: LinkOpened, reader: Call) -> Call | None:
+def _find_writer(candidates: Sequence[Call], link: LinkOpened, reader: Call) -> Call | None:
     for call in reversed(candidates):
         token, ended = call.first_token, call.ended
         if token is None or call is reader or token > reader.started.at:
@@ -139,12 +147,13 @@ def _writer(candidates: Sequence[Call], link: LinkOpened, reader: Call) -> Call 
     return None
 
 
-def _in_turn(writers: Sequence[Call]) -> list[Handoff]:
+def _sequential_handoffs(writers: Sequence[Call]) -> list[Handoff]:
+    """Return the span in which each writer's text flowed, given the writers in prompt order."""
     complete = 0.0
-    found: list[Handoff] = []
+    spans: list[Handoff] = []
     for call in writers:
         start = max(call.first_token or 0.0, complete)
         end = call.ended.at if call.ended is not None else start
         complete = max(start, end)
-        found.append(Handoff(call.started.call_id, start, complete))
-    return found
+        spans.append(Handoff(call.started.call_id, start, complete))
+    return spans

@@ -1,7 +1,7 @@
-"""Everything that happens, as one stream of typed events.
+"""Define the events that are reported during a run, and the listeners that receive them.
 
-Times are Unix seconds (``time.time()``), so that events of several processes on one machine
-line up. A ``Listener`` gets them: the timeline, the benchmarks, a user's logger.
+Times are Unix seconds (``time.time()``), so that events of several processes on one machine can be
+compared. A ``Listener`` is any function of one event: a trace, OpenTelemetry, a user's logger.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class CallEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted(CallEvent):
-    """An agent's request goes out; ``stream_id`` is set if it uses a prompt stream.
+    """An agent's request is about to be sent; ``stream_id`` is set if it uses a prompt stream.
 
-    ``model`` is named as in the request. ``late`` says that the request came before its stream,
-    since its link was still being made.
+    ``model`` is the model name in the request. ``late``: the request came before its stream was
+    open, since its link was still being made.
     """
 
     model: str = ""
@@ -52,9 +52,9 @@ class FirstToken(CallEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFinished(CallEvent):
-    """The answer is complete; ``text`` is empty where it is a tool call.
+    """The answer is complete; ``text`` is empty if it is a tool call.
 
-    ``finish_reason`` says why it ended, in the client's words (``stop``, ``length``...).
+    ``finish_reason`` is the client's value (``stop``, ``length``...).
     """
 
     text: str = ""
@@ -80,7 +80,10 @@ class LinkOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkAdvanced(Event):
-    """More of a prompt was sent; how many of its tokens are certain, and how many have their KV."""
+    """More of a prompt was sent.
+
+    ``received_tokens`` are certain; for ``prefilled_tokens`` the engine has computed the KV.
+    """
 
     stream_id: str
     received_tokens: int
@@ -89,7 +92,7 @@ class LinkAdvanced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkWaits(Event):
-    """The link to ``agent`` does not get the text of ``upstream`` as it is written; says why."""
+    """The link to ``agent`` does not get the text of ``upstream`` as it is written."""
 
     upstream: str
     reason: str
@@ -99,7 +102,8 @@ class LinkWaits(Event):
 class UpstreamFailed(Event):
     """The link to ``agent`` waits for ``upstream``, which failed.
 
-    ``failure`` is ``error``, ``cancel``, ``timeout`` or ``stall``; ``action`` is the policy's.
+    ``failure`` is ``error``, ``cancel``, ``timeout`` or ``stall``; ``action`` is what the failure
+    policy says for it: ``abort`` or ``finalize``.
     """
 
     upstream: str
@@ -109,14 +113,14 @@ class UpstreamFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkDeclined(Event):
-    """There is no link to ``agent`` this time; says why."""
+    """There is no link to ``agent`` this time; ``engine`` may be empty."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClosed(Event):
-    """The link is over.
+    """The link has ended.
 
     ``reason`` is ``used``, ``abort``, ``mispredicted``, ``unused``, ``closed``, or an error.
     """
@@ -129,7 +133,7 @@ Listener = Callable[[Event], None]
 
 
 def contained(listener: Listener) -> Listener:
-    """Wrap a listener so that its exceptions are logged and go no further."""
+    """Return a listener that logs the exceptions of another one instead of raising them."""
     if listener is ignore:
         return ignore
 
@@ -142,12 +146,12 @@ def contained(listener: Listener) -> Listener:
     return listen
 
 
-def both(one: Listener, other: Listener) -> Listener:
-    """Join two listeners."""
+def both(first: Listener, second: Listener) -> Listener:
+    """Return a listener that passes each event on to two listeners."""
 
     def listen(event: Event) -> None:
-        one(event)
-        other(event)
+        first(event)
+        second(event)
 
     return listen
 

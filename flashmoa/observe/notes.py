@@ -1,4 +1,4 @@
-"""What went wrong or otherwise than planned in a run, and why."""
+"""Note what failed in a run, or did not go as planned, and why (``notes``)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NoteKind = Literal[
     "failed", "upstream failed", "mispredicted", "late", "declined", "waits", "ended"
 ]
 
-# How a link ends that served its call, or ended with its team.
-_ORDINARY = ("used", "closed")
+# Reasons for which a link ends that need no note: its call used it, or its team was closed.
+_ORDINARY_REASONS = ("used", "closed")
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One remark; ``engine`` is empty where the event names none: of an agent without a link."""
+    """One remark; ``engine`` is empty if the event names none, as for an agent without a link."""
 
     at: float
     agent: str
@@ -37,12 +37,11 @@ class Note:
 
 def notes(events: Sequence[Event]) -> list[Note]:
     """Return the notes of a run in the order of their times."""
-    found = [note for event in events if (note := _of_event(event)) is not None]
-    found += [note for call in calls(events) if (note := _of_call(call)) is not None]
-    return sorted(found, key=lambda note: note.at)
+    made = [_note_event(event) for event in events] + [_note_call(call) for call in calls(events)]
+    return sorted([note for note in made if note is not None], key=lambda note: note.at)
 
 
-def _of_event(event: Event) -> Note | None:
+def _note_event(event: Event) -> Note | None:
     def note(kind: NoteKind, text: str) -> Note:
         return Note(event.at, event.agent, event.engine, kind, text)
 
@@ -59,19 +58,19 @@ def _of_event(event: Event) -> Note | None:
             )
         case LinkClosed(reason="mispredicted"):
             return note("mispredicted", "the conversation took another course; the link was closed")
-        case LinkClosed() if event.reason not in _ORDINARY:
+        case LinkClosed() if event.reason not in _ORDINARY_REASONS:
             return note("ended", f"the link ended: {event.reason}")
         case _:
             return None
 
 
-def _of_call(call: Call) -> Note | None:
+def _note_call(call: Call) -> Note | None:
     started = call.started
     stream = call.usage.prompt_stream if call.usage is not None else None
     if stream is not None and stream.status == "mispredicted":
         text = "its prompt differs from its stream; the engine computed the rest with the request"
         return Note(started.at, call.agent, started.engine, "mispredicted", text)
     if started.late:
-        text = "its request went out before its prompt stream was open"
+        text = "its request was sent before its prompt stream was open"
         return Note(started.at, call.agent, started.engine, "late", text)
     return None

@@ -1,8 +1,9 @@
-"""A run as OpenTelemetry spans and metrics, in the names of its GenAI semantic conventions.
+"""Turn a run into OpenTelemetry spans and metrics, named by its GenAI semantic conventions.
 
-Spans: ``invoke_agent {agent}``, where the current span is not that already (AutoGen makes its
-own), around ``chat {model}``; beside that, for each prompt stream, ``link {agent}`` from its
-opening to its end, with one ``prefill`` per piece that the engine computed ahead.
+Spans: ``chat {model}`` for each call, inside ``invoke_agent {agent}``, which is made unless the
+current span is one already (AutoGen makes its own). In the latter there is also, for each prompt
+stream, ``link {agent}`` from its opening to its end, with one ``prefill`` for each piece that the
+engine computed ahead.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ except ImportError as missing:
         "OpenTelemetry is not installed; pip install 'flashmoa[opentelemetry]'"
     ) from missing
 
-# How many calls, links and agents without further events are kept; the oldest go first.
-_KEPT = 1024
-_HAPPENINGS = 128
-_FORGOTTEN = "nothing more was heard of it"
-_CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+# How many calls, links and agents without further events are kept; the oldest are dropped first.
+_MAX_KEPT = 1024
+_MAX_PENDING_EVENTS = 128
+_ABANDONED = "no further event arrived"
+_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 
 _Key = TypeVar("_Key")
@@ -46,7 +47,7 @@ _Value = TypeVar("_Value")
 @dataclass(slots=True)
 class _Call:
     started: CallStarted
-    # The chat's, and outside it the agent's where there was none.
+    # The chat's span, and around it the agent's if this module made one.
     spans: list[trace.Span]
     link: _Link | None
     first_token: float | None = None
@@ -54,25 +55,29 @@ class _Call:
 
 @dataclass(slots=True)
 class _Link:
-    """``span`` is made once its parent is known: its call's, or the one in which it was opened."""
+    """Holds a link, and its events until it has a span.
+
+    ``span`` is made once its parent is known: the agent's span of the call that uses the link, or
+    the span that was current when the link was opened.
+    """
 
     opened: LinkOpened
     context: context.Context
-    happenings: deque[Event] = field(default_factory=lambda: deque[Event](maxlen=_HAPPENINGS))
+    pending: deque[Event] = field(default_factory=lambda: deque[Event](maxlen=_MAX_PENDING_EVENTS))
     span: trace.Span | None = None
 
 
 class OpenTelemetry:
-    """Makes spans and metrics of events (a ``Listener``).
+    """Turns events into spans and metrics (a ``Listener``).
 
     Args:
-        tracer_provider: by default the global one.
-        meter_provider: by default the global one.
-        content: whether spans hold what agents answered (they never hold prompts); by default what
-            OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT of the environment says.
+        tracer_provider: makes the spans; by default the global one.
+        meter_provider: makes the metrics; by default the global one.
+        content: whether spans contain agents' answers (they never contain prompts); by default the
+            environment's OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT decides.
 
-    Spans are children of the span that is current where an agent calls. Each ends with its call,
-    however that ends; :meth:`close` ends those of calls that were abandoned.
+    Spans are children of the span that is current where an agent calls. Each ends when its call
+    is answered or fails; :meth:`close` ends the spans of calls that were abandoned.
     """
 
     def __init__(
@@ -84,12 +89,16 @@ class OpenTelemetry:
     ) -> None:
         self._tracer = trace.get_tracer("flashmoa", tracer_provider=tracer_provider)
         self._meters = _genai.Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
-        wanted = os.environ.get(_CONTENT, "").lower() in ("true", "span_only", "span_and_event")
-        self._content = wanted if content is None else content
+        is_on = os.environ.get(_CONTENT_VARIABLE, "").lower() in (
+            "true",
+            "span_only",
+            "span_and_event",
+        )
+        self._content = is_on if content is None else content
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._links: OrderedDict[str, _Link] = OrderedDict()
-        # Events about an agent's links while it had none; its next call shows them.
-        self._loose: OrderedDict[str, deque[Event]] = OrderedDict()
+        # Link events, by agent, that belong to no link; they are added to the agent's next call.
+        self._linkless: OrderedDict[str, deque[Event]] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -103,38 +112,38 @@ class OpenTelemetry:
                 self._fail(event)
             case LinkOpened():
                 self._links[event.stream_id] = _Link(event, context.get_current())
-                _drop_oldest(self._links, self._give_up_link)
+                _drop_oldest(self._links, self._abandon_link)
             case LinkClosed(stream_id=str(stream)) if stream in self._links:
                 self._close_link(self._links.pop(stream), event)
             case _:
-                self._happen(event)
+                self._add_link_event(event)
 
     def close(self) -> None:
         """End the spans of calls and links that have not ended."""
         while self._calls:
-            self._give_up_call(self._calls.popitem()[1])
+            self._abandon_call(self._calls.popitem()[1])
         while self._links:
-            self._give_up_link(self._links.popitem()[1])
+            self._abandon_link(self._links.popitem()[1])
 
     def _start(self, event: CallStarted) -> None:
         around, spans = context.get_current(), list[trace.Span]()
         if not _is_current_agent(event.agent):
             name = f"invoke_agent {event.agent}"
-            spans.append(self._span(name, around, event.at, _genai.agent(event)))
+            spans.append(self._span(name, around, event.at, _genai.agent_attributes(event)))
             around = trace.set_span_in_context(spans[0], around)
         chat = self._span(
             f"chat {event.model}".rstrip(),
             around,
             event.at,
-            _genai.request(event) | _genai.own_request(event),
+            _genai.call_attributes(event) | _genai.call_span_attributes(event),
             kind=trace.SpanKind.CLIENT,
         )
-        _add_events(chat, self._loose.pop(event.agent, ()))
+        _add_events(chat, self._linkless.pop(event.agent, ()))
         link = self._links.get(event.stream_id) if event.stream_id is not None else None
         if link is not None:
-            self._show_link(link, around)
+            self._ensure_link_span(link, around)
         self._calls[event.call_id] = _Call(event, [chat, *spans], link)
-        _drop_oldest(self._calls, self._give_up_call)
+        _drop_oldest(self._calls, self._abandon_call)
 
     def _first_token(self, event: FirstToken) -> None:
         call = self._calls.get(event.call_id)
@@ -149,48 +158,48 @@ class OpenTelemetry:
         call = self._calls.pop(event.call_id, None)
         if call is None:
             return
-        call.spans[0].set_attributes(_genai.answer(event, self._content))
+        call.spans[0].set_attributes(_genai.answer_attributes(event, self._content))
         if event.usage is not None and event.usage.prompt_stream is not None:
-            ahead = call.link.span if call.link is not None else None
+            link_span = call.link.span if call.link is not None else None
             for prefill in event.usage.prompt_stream.prefills:
-                inside = trace.set_span_in_context(ahead or call.spans[0])
+                inside = trace.set_span_in_context(link_span or call.spans[0])
                 tokens: _genai.Attributes = {"flashmoa.prefill.tokens": prefill.tokens}
                 span = self._span("prefill", inside, prefill.start, tokens)
                 span.end(_nanoseconds(prefill.end))
         for span in call.spans:
             span.end(_nanoseconds(event.at))
-        self._meters.finished(call.started, call.first_token, event)
+        self._meters.record_answer(call.started, call.first_token, event)
 
     def _fail(self, event: CallFailed) -> None:
         call = self._calls.pop(event.call_id, None)
-        if call is None:  # A text that it was to read failed: no request went out.
+        if call is None:  # No request was sent, as a text that the call was to read failed.
             if _is_current_agent(event.agent):
                 return
             name, around = f"invoke_agent {event.agent}", context.get_current()
-            spans = [self._span(name, around, event.at, _genai.agent(event))]
+            spans = [self._span(name, around, event.at, _genai.agent_attributes(event))]
         else:
             spans = call.spans
-            self._meters.failed(call.started, event)
+            self._meters.record_failure(call.started, event)
         for span in spans:
             _end_with_error(span, event.at, event.error, _genai.error_type(event))
 
-    def _happen(self, event: Event) -> None:
+    def _add_link_event(self, event: Event) -> None:
         """Add an event to the link it is about, or keep it for the agent's next call."""
         link = self._link_of(event)
-        if isinstance(event, LinkClosed):  # Of one that never had a stream.
-            self._meters.link_over(event)
+        if isinstance(event, LinkClosed):  # A link that never had a stream.
+            self._meters.record_link_end(event)
             link = None
         if link is None:
-            loose = deque[Event](maxlen=_HAPPENINGS)
-            self._loose.setdefault(event.agent, loose).append(event)
-            _drop_oldest(self._loose, lambda _: None)
+            events = deque[Event](maxlen=_MAX_PENDING_EVENTS)
+            self._linkless.setdefault(event.agent, events).append(event)
+            _drop_oldest(self._linkless, lambda _: None)
         elif link.span is not None:
             _add_events(link.span, [event])
         else:
-            link.happenings.append(event)
+            link.pending.append(event)
 
     def _link_of(self, event: Event) -> _Link | None:
-        """Find an event's link by its stream, else take the newest one to that agent."""
+        """Return an event's link by its stream, else the newest link to that agent."""
         stream: str | None = getattr(event, "stream_id", None)
         if stream is not None:
             return self._links.get(stream)
@@ -198,8 +207,8 @@ class OpenTelemetry:
         return next((link for link in links if link.opened.agent == event.agent), None)
 
     def _close_link(self, link: _Link, event: LinkClosed) -> None:
-        self._meters.link_over(event)
-        span = self._show_link(link, link.context)
+        self._meters.record_link_end(event)
+        span = self._ensure_link_span(link, link.context)
         span.set_attribute(_genai.REASON, event.reason)
         error = _genai.link_error(event.reason)
         if error is None:
@@ -207,20 +216,22 @@ class OpenTelemetry:
         else:
             _end_with_error(span, event.at, event.reason, error)
 
-    def _show_link(self, link: _Link, around: context.Context) -> trace.Span:
+    def _ensure_link_span(self, link: _Link, around: context.Context) -> trace.Span:
         if link.span is None:
             opened = link.opened
-            link.span = self._span(f"link {opened.agent}", around, opened.at, _genai.link(opened))
-            _add_events(link.span, link.happenings)
+            link.span = self._span(
+                f"link {opened.agent}", around, opened.at, _genai.link_attributes(opened)
+            )
+            _add_events(link.span, link.pending)
         return link.span
 
-    def _give_up_call(self, call: _Call) -> None:
+    def _abandon_call(self, call: _Call) -> None:
         for span in call.spans:
-            _end_with_error(span, time.time(), _FORGOTTEN, _genai.UNKNOWN_ERROR)
+            _end_with_error(span, time.time(), _ABANDONED, _genai.UNKNOWN_ERROR)
 
-    def _give_up_link(self, link: _Link) -> None:
-        span = self._show_link(link, link.context)
-        _end_with_error(span, time.time(), _FORGOTTEN, _genai.UNKNOWN_ERROR)
+    def _abandon_link(self, link: _Link) -> None:
+        span = self._ensure_link_span(link, link.context)
+        _end_with_error(span, time.time(), _ABANDONED, _genai.UNKNOWN_ERROR)
 
     def _span(
         self,
@@ -236,27 +247,27 @@ class OpenTelemetry:
 
 
 def _is_current_agent(name: str) -> bool:
-    """Return whether the current span is one of that agent's turn, as AutoGen makes them."""
+    """Return whether the current span is that of this agent's turn, as AutoGen makes them."""
     attributes = getattr(trace.get_current_span(), "attributes", None)
-    return attributes is not None and _genai.is_agent(attributes, name)
+    return attributes is not None and _genai.is_agent_span(attributes, name)
 
 
-def _end_with_error(span: trace.Span, at: float, said: str, kind: str) -> None:
+def _end_with_error(span: trace.Span, at: float, description: str, kind: str) -> None:
     span.set_attribute(_genai.ERROR_TYPE, kind)
-    span.set_status(trace.Status(trace.StatusCode.ERROR, said))
+    span.set_status(trace.Status(trace.StatusCode.ERROR, description))
     span.end(_nanoseconds(at))
 
 
 def _add_events(span: trace.Span, events: Iterable[Event]) -> None:
     for event in events:
-        happening = _genai.happening(event)
-        if happening is not None:
-            name, attributes = happening
+        span_event = _genai.span_event(event)
+        if span_event is not None:
+            name, attributes = span_event
             span.add_event(name, attributes, _nanoseconds(event.at))
 
 
 def _drop_oldest(kept: OrderedDict[_Key, _Value], end: Callable[[_Value], None]) -> None:
-    while len(kept) > _KEPT:
+    while len(kept) > _MAX_KEPT:
         end(kept.popitem(last=False)[1])
 
 

@@ -1,10 +1,11 @@
-"""A run in figures: what was prefilled ahead of each call, the whole run, a table of its calls.
+"""Compute the figures of a run: what was prefilled ahead of each call (``overlaps``), the whole run
+(``summary``), and the rows of a table of its calls (``row``).
 
-A call's prompt stream says when the engine prefilled it. What of that lies before the call went
-out is ahead of it; what remains is the time from the call to its first token. That is not time
-saved: a prefill's span includes waiting for its turn and forwards shared with others, and the time
-of a run without links is only known from one (``flashmoa bench workflows``). Engine and client
-stamp times with their own clocks; on two machines these must agree.
+A call's prompt stream has the times at which the engine prefilled it. The part of these before the
+call's request was sent is *ahead* of it; the time from the request to the first token is *left*.
+The time ahead is not time saved: a prefill's span includes waiting for its turn and forwards shared
+with others, and the time of a run without links is only known from such a run (``flashmoa bench
+workflows``). Engine and client take times from their own clocks; on two machines these must agree.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What was prefilled ahead of a call that found its prompt stream (``hit``).
+    """Says what was prefilled ahead of a call that found its prompt stream (``hit``).
 
     Attributes:
-        ahead: seconds of its stream's prefills before the request went out.
-        under_decode: the part of these while another call was decoding.
-        left: seconds from the request to the first token, which is the rest of the prefill, the
-            queue, the network and one decode step.
-        ahead_tokens: prompt tokens that the stream computed.
-        left_tokens: those that were computed after the request came.
+        ahead: seconds of its stream's prefills before its request was sent.
+        under_decode: seconds of these in which another call was decoding.
+        left: seconds from the request to the first token: the rest of the prefill, the queue, the
+            network and one decode step.
+        ahead_tokens: number of prompt tokens that the stream computed.
+        left_tokens: number of prompt tokens that were computed after the request came.
     """
 
     ahead: float
@@ -40,22 +41,19 @@ class Overlap:
     left_tokens: int
 
 
-def overlaps(found: Sequence[Call]) -> dict[str, Overlap]:
-    """Return the overlap of each call that found its prompt stream, by ``call_id``.
-
-    A call's own decode comes after its prefill, so that the decodes of all calls can stand for
-    those of the others.
-    """
+def overlaps(calls: Sequence[Call]) -> dict[str, Overlap]:
+    """Return the overlap of each call that found its prompt stream, by ``call_id``."""
+    # A call's own decode comes after its prefills, so it need not be left out of the others'.
     decodes = _union(
         (call.first_token, call.ended.at)
-        for call in found
+        for call in calls
         if call.first_token is not None and call.ended is not None
     )
-    of = {call.started.call_id: _overlap(call, decodes) for call in found}
-    return {call_id: overlap for call_id, overlap in of.items() if overlap is not None}
+    computed = {call.started.call_id: _compute_overlap(call, decodes) for call in calls}
+    return {call_id: overlap for call_id, overlap in computed.items() if overlap is not None}
 
 
-def _overlap(call: Call, decodes: _Intervals) -> Overlap | None:
+def _compute_overlap(call: Call, decodes: _Intervals) -> Overlap | None:
     usage, sent = call.usage, call.started.at
     stream = usage.prompt_stream if usage is not None else None
     if usage is None or stream is None or stream.status != "hit" or call.first_token is None:
@@ -107,14 +105,14 @@ comparison with a run without links; flashmoa bench workflows makes one."""
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run as a whole.
+    """Holds the figures of a whole run.
 
     Attributes:
         end_to_end: seconds from the first request to the end of the last call.
-        calls, failed: how many there were, and how many of them failed.
-        first_token: median of the seconds from request to first token; ``None`` without any.
-        linked: how many calls found their prompt streams.
-        overlap: the sum over these.
+        calls, failed: number of calls, and number of those that failed.
+        first_token: median of the seconds from request to first token; ``None`` if no call had one.
+        linked: number of calls that found their prompt streams.
+        overlap: the sum of these calls' overlaps.
     """
 
     end_to_end: float
@@ -134,30 +132,30 @@ class Summary:
         )
 
 
-def summary(found: Sequence[Call]) -> Summary:
+def summary(calls: Sequence[Call]) -> Summary:
     """Return the figures of a run, given its calls."""
-    starts = [call.started.at for call in found]
-    ends = [call.ended.at for call in found if call.ended is not None]
-    waits = [call.first_token - call.started.at for call in found if call.first_token is not None]
-    hits = overlaps(found).values()
+    starts = [call.started.at for call in calls]
+    ends = [call.ended.at for call in calls if call.ended is not None]
+    waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
+    hits = overlaps(calls).values()
     return Summary(
         end_to_end=max(ends) - min(starts) if ends else 0.0,
-        calls=len(found),
-        failed=sum(isinstance(call.ended, CallFailed) for call in found),
+        calls=len(calls),
+        failed=sum(isinstance(call.ended, CallFailed) for call in calls),
         first_token=median(waits) if waits else None,
         linked=len(hits),
         overlap=Overlap(
-            ahead=sum(one.ahead for one in hits),
-            under_decode=sum(one.under_decode for one in hits),
-            left=sum(one.left for one in hits),
-            ahead_tokens=sum(one.ahead_tokens for one in hits),
-            left_tokens=sum(one.left_tokens for one in hits),
+            ahead=sum(hit.ahead for hit in hits),
+            under_decode=sum(hit.under_decode for hit in hits),
+            left=sum(hit.left for hit in hits),
+            ahead_tokens=sum(hit.ahead_tokens for hit in hits),
+            left_tokens=sum(hit.left_tokens for hit in hits),
         ),
     )
 
 
 def seconds(value: float) -> str:
-    """Write a time for readers: ``412 ms``, ``3.21 s``, ``39 min 37 s``."""
+    """Format a time for readers: ``412 ms``, ``3.21 s``, ``39 min 37 s``."""
     if abs(value) < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 600:
@@ -180,7 +178,7 @@ COLUMNS = (
 
 
 def row(call: Call, overlap: Overlap | None) -> list[str]:
-    """Return one cell per column; empty where the engine does not say."""
+    """Return one cell for each of ``COLUMNS``; empty if the engine does not report the value."""
     usage = call.usage
     numbers = (
         (
@@ -199,7 +197,10 @@ def row(call: Call, overlap: Overlap | None) -> list[str]:
 
 
 def link_status(call: Call) -> str:
-    """Return ``hit``, ``mispredicted``, ``late``, why its stream was missing, or ``""``."""
+    """Return the state of a call's prompt stream as the engine reports it, ``late`` or ``""``.
+
+    ``late``: the call came before its stream was open. ``""``: there was no link to it.
+    """
     if call.usage is not None and call.usage.prompt_stream is not None:
         return call.usage.prompt_stream.status
     return "late" if call.started.late else ""

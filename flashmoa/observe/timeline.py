@@ -1,4 +1,4 @@
-"""A run as lanes of bars, one lane per agent: drawn in a terminal, or written for Perfetto."""
+"""Show a run as bars, one lane per agent: in a terminal (``draw``) or Perfetto (``perfetto``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEGEND = "░ prefilled ahead   · request sent, no token yet   █ decode"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """From ``start`` to ``end`` in Unix seconds; ``tokens`` were computed or written."""
+    """From ``start`` to ``end``, in Unix seconds, ``tokens`` were computed or written."""
 
     kind: BarKind
     start: float
@@ -33,7 +33,7 @@ class Bar:
 
 @dataclass(slots=True)
 class Lane:
-    """One agent's bars."""
+    """Holds one agent's bars."""
 
     agent: str
     engine: str
@@ -42,9 +42,9 @@ class Lane:
 
 def lanes(events: Sequence[Event]) -> list[Lane]:
     """Return one lane per agent, in the order of their first calls."""
-    found: dict[str, Lane] = {}
+    by_agent: dict[str, Lane] = {}
     for call in calls(events):
-        lane = found.setdefault(call.agent, Lane(call.agent, call.started.engine))
+        lane = by_agent.setdefault(call.agent, Lane(call.agent, call.started.engine))
         if call.finished is None:
             continue
         end, usage = call.finished.at, call.usage
@@ -55,7 +55,7 @@ def lanes(events: Sequence[Event]) -> list[Lane]:
         late, written = (usage.late_tokens, usage.completion_tokens) if usage else (None, None)
         lane.bars.append(Bar("waiting", call.started.at, token, late))
         lane.bars.append(Bar("decode", token, end, written))
-    return list(found.values())
+    return list(by_agent.values())
 
 
 def draw(run: Sequence[Lane], columns: int = 80) -> str:
@@ -96,24 +96,25 @@ def perfetto(events: Sequence[Event]) -> dict[str, Any]:
         lane.agent: {"pid": engines[lane.engine], "tid": number}
         for number, lane in enumerate(run, 1)
     }
-    found: list[dict[str, Any]] = [
-        _named("process_name", pid=number, tid=0, name=url) for url, number in engines.items()
+    entries: list[dict[str, Any]] = [
+        _name_entry("process_name", pid=number, tid=0, name=url) for url, number in engines.items()
     ]
     for lane in run:
-        where = places[lane.agent]
-        found.append(_named("thread_name", **where, name=lane.agent))
-        found += [_complete(bar, begin, where) for bar in lane.bars]
+        place = places[lane.agent]
+        entries.append(_name_entry("thread_name", **place, name=lane.agent))
+        entries += [_bar_entry(bar, begin, place) for bar in lane.bars]
     for event in events:
         if event.agent in places:
-            found += _others(event, round((event.at - begin) * 1e6), places[event.agent])
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+            at = round((event.at - begin) * 1e6)
+            entries += _link_entries(event, at, places[event.agent])
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
-def _named(what: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def _name_entry(kind: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _complete(bar: Bar, begin: float, where: dict[str, int]) -> dict[str, Any]:
+def _bar_entry(bar: Bar, begin: float, place: dict[str, int]) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": _PERFETTO_NAMES[bar.kind],
@@ -121,15 +122,15 @@ def _complete(bar: Bar, begin: float, where: dict[str, int]) -> dict[str, Any]:
         "ts": round((bar.start - begin) * 1e6),
         "dur": round((bar.end - bar.start) * 1e6),
         "args": {} if bar.tokens is None else {"tokens": bar.tokens},
-        **where,
+        **place,
     }
 
 
-def _others(event: Event, at: int, where: dict[str, int]) -> list[dict[str, Any]]:
+def _link_entries(event: Event, at: int, place: dict[str, int]) -> list[dict[str, Any]]:
     if isinstance(event, LinkAdvanced):
         tokens = {"certain": event.received_tokens, "prefilled": event.prefilled_tokens}
         name = f"prompt of {event.agent}, tokens"
-        return [{"ph": "C", "name": name, "ts": at, "pid": where["pid"], "args": tokens}]
+        return [{"ph": "C", "name": name, "ts": at, "pid": place["pid"], "args": tokens}]
     if isinstance(event, LinkOpened):
         name = f"link opened, from {', '.join(event.upstream) or 'no agent'}"
     elif isinstance(event, LinkClosed):
@@ -138,4 +139,4 @@ def _others(event: Event, at: int, where: dict[str, int]) -> list[dict[str, Any]
         name = f"{event.upstream} failed ({event.failure}): {event.action}"
     else:
         return []
-    return [{"ph": "i", "s": "t", "name": name, "ts": at, **where}]
+    return [{"ph": "i", "s": "t", "name": name, "ts": at, **place}]

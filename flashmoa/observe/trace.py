@@ -1,6 +1,6 @@
-"""A run as a file: one event per line, written as it happens.
+"""Write the events of a run to a file (``Trace``), and read them again (``read``).
 
-What a program that dies has done until then can be read.
+Each event is a line that is written at once, so that the trace of a program that dies can be read.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class TraceError(FlashMoAError):
 
 
 class Trace:
-    """Writes events to a file (a ``Listener``), and keeps nothing open between them.
+    """Writes events to a file (a ``Listener``), and closes the file after each.
 
     Args:
-        path: of the file; an existing trace is replaced.
+        path: the file's path; an existing trace is replaced.
 
-    Where an event cannot be written (the disk is full), that is logged, and the trace ends there.
+    If an event cannot be written (the disk is full), that is logged, and the trace ends there.
 
     Raises:
-        OSError: the file cannot be made.
-        ValueError: the path is that of a web page, or of an existing file that is not a trace.
+        OSError: if the file cannot be made.
+        ValueError: if ``path`` names a web page, or an existing file that is not a trace.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -49,20 +49,20 @@ class Trace:
                 f"{self._path} names a web page, and a trace has one event per line; give "
                 f"trace={str(trace)!r}, then run: flashmoa trace {trace} --html {self._path}"
             )
-        self._begin()
-        self._is_over = False
+        self._create_file()
+        self._has_ended = False
 
     def __call__(self, event: Event) -> None:
-        if self._is_over:
+        if self._has_ended:
             return
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_as_json(event)) + "\n")
         except OSError as error:
-            self._is_over = True
+            self._has_ended = True
             logger.warning("The trace %s ends here: %s", self._path, error)
 
-    def _begin(self) -> None:
+    def _create_file(self) -> None:
         if self._path.exists() and self._path.stat().st_size:
             try:
                 read(self._path)
@@ -74,11 +74,11 @@ class Trace:
 
 
 def read(path: Path | str) -> list[Event]:
-    """Return the events of a trace, in their order; a last line that is cut off is left out.
+    """Return the events of a trace in their order, without a last line that is cut off.
 
     Raises:
-        OSError: the file cannot be read.
-        TraceError: it does not exist, or is not a trace.
+        OSError: if the file cannot be read.
+        TraceError: if the file does not exist, or is not a trace.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -86,10 +86,10 @@ def read(path: Path | str) -> list[Event]:
         raise TraceError(f"{path} is not a trace: it is not text") from error
     except FileNotFoundError as error:
         raise TraceError(f"the file {path} does not exist") from error
-    found: list[Event] = []
+    events: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_from_json(json.loads(line)))
+            events.append(_from_json(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
@@ -97,11 +97,11 @@ def read(path: Path | str) -> list[Event]:
                 f"{path} is not a trace, as link(team, trace=FILE) writes it; its line {number} is "
                 f"not an event: {error}"
             ) from error
-    return found
+    return events
 
 
 def _as_json(event: Event) -> dict[str, Any]:
-    values = {one.name: getattr(event, one.name) for one in fields(event)}
+    values = {field.name: getattr(event, field.name) for field in fields(event)}
     plain = {
         name: value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         for name, value in values.items()

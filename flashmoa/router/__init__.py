@@ -1,5 +1,5 @@
-"""Routing prefill work over several engines: by prefix, by true FLOPs, up to saturation.
+"""Route prefill work over several engines: by cached prefix, by FLOPs, and up to saturation.
 
-After MoE-Prefill, §7 and Appendix B. The policy that decides is pure: it is told what happens and
-returns where requests go. ``application`` is the server around it.
+After MoE-Prefill, §7 and Appendix B. The policy that decides is pure: the router notifies it of
+events, and it returns the engine of each request. ``application`` is the HTTP server around it.
 """

@@ -1,9 +1,9 @@
-"""The router's server: several engines behind one address."""
+"""Serve several engines at one address (`application`)."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,49 +16,52 @@ from starlette.routing import Route
 
 from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.router.client_requests import (
-    ANYWHERE,
-    ROUTED,
+    ANY_ENGINE_ROUTES,
+    POLICY_ROUTES,
     STREAMS,
     ForwardedRequest,
     Handler,
     hide_stream_ids,
-    json_answer,
-    refusal,
-    request_object,
-    respond,
+    make_endpoint,
+    make_error_response,
+    make_json_response,
+    parse_body,
+    parse_object,
 )
-from flashmoa.router.connections import connections
-from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engine_pool import EnginePool, merged_info
+from flashmoa.router.connections import open_connections
+from flashmoa.router.dispatcher import Dispatcher, Placement
+from flashmoa.router.engine_pool import EnginePool, merge_info
 from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
 from flashmoa.router.errors import EngineLost, NoEngine
-from flashmoa.router.forwarding import PlacementObserver, RelayedStream, forward
+from flashmoa.router.forwarding import PlacementObserver, forward
 from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
 from flashmoa.router.metrics import RouterMetrics
 from flashmoa.router.policies import Policy
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.prompts import PromptHasher
 
-_ANY_ENGINE_TELLS = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
+_MODEL_INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """How a router works.
+    """Configures a router.
 
     Attributes:
-        engines: URLs.
-        policy: decides where requests go; :class:`PrefixAware` if it is ``None``.
-        api_key: for the router's own questions; requests carry their clients' own.
-        model_config: the model's ``config.json``, where the path that its engines name cannot be
-            read here.
-        saturation_margin: kappa of the threshold; with 0 engines take every request.
-        tokenize: whether engines are asked for prompts' tokens, which takes milliseconds for each
-            new prompt; ``None``: if one of them publishes KV events, which are about tokens.
+        engines: URLs of the engines.
+        policy: decides to which engine each request is sent; by default :class:`PrefixAware`.
+        api_key: for the router's own requests to the engines. A client's requests carry the
+            client's key.
+        model_config: the model's ``config.json``, if the router cannot read it at the path that the
+            engines report.
+        saturation_margin: kappa of the threshold; if it is 0, engines take every request.
+        tokenize: whether engines are asked for the tokens of prompts, which takes milliseconds for
+            each new prompt; by default, if an engine publishes KV events, which contain tokens.
         max_body_bytes: the largest body of a request.
         max_waiting: the most requests in the queue.
-        watch_seconds: between two probes of an engine.
-        hung_seconds: until an engine that accepts connections and does not answer counts as gone.
+        watch_seconds: time between two probes of an engine.
+        hung_seconds: how long an engine that accepts connections may leave them unanswered before
+            it counts as gone.
     """
 
     engines: Sequence[str]
@@ -77,18 +80,22 @@ def application(options: RouterOptions) -> Starlette:
     """Return a server of OpenAI's and SGLang's routes, prompt streams and ``/metrics``."""
     hide_stream_ids()
     router = _Router(options)
-    one = f"{STREAMS}/{{id}}"
+
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        return Route(path, make_endpoint(handler, options.max_body_bytes), methods=list(methods))
+
+    stream = f"{STREAMS}/{{id}}"
     routes = [
-        *(router.serve(path, router.route, "POST") for path in ROUTED),
-        *(router.serve(path, router.to_any, "POST") for path in ANYWHERE),
-        *(router.serve(path, router.to_any, "GET") for path in _ANY_ENGINE_TELLS),
-        router.serve(STREAMS, router.streams, "GET"),
-        router.serve(one, router.to_its_engine, "GET", "DELETE"),
-        router.serve(f"{one}/append", router.to_its_engine, "POST"),
-        router.serve(f"{one}/keep_alive", router.to_its_engine, "POST"),
-        router.serve("/flush_cache", router.flush, "POST"),
-        router.serve("/flashmoa/info", router.info, "GET"),
-        # These need no API key, as SGLang's own do not.
+        *(route(path, router.send_by_policy, "POST") for path in POLICY_ROUTES),
+        *(route(path, router.send_to_any, "POST") for path in ANY_ENGINE_ROUTES),
+        *(route(path, router.send_to_any, "GET") for path in _MODEL_INFO_ROUTES),
+        route(STREAMS, router.count_streams, "GET"),
+        route(stream, router.send_to_stream, "GET", "DELETE"),
+        route(f"{stream}/append", router.send_to_stream, "POST"),
+        route(f"{stream}/keep_alive", router.send_to_stream, "POST"),
+        route("/flush_cache", router.flush_caches, "POST"),
+        route("/flashmoa/info", router.describe, "GET"),
+        # These need no API key, as SGLang's do not.
         Route("/health", router.health),
         Route("/metrics", router.metrics),
     ]
@@ -105,11 +112,12 @@ class _Router:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
+        """Probe and follow the engines while the server runs."""
         options, key = self._options, self._options.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=10.0)
         async with (
-            connections() as self._connections,
+            open_connections() as self._connections,
             httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
             httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as probing,
         ):
@@ -125,12 +133,13 @@ class _Router:
             self._pool = EnginePool(self._connections, self._engines)
             self._pollers = {url: PrefillPoller(probing, url) for url in self._engines}
             async with anyio.create_task_group() as group:
-                async with anyio.create_task_group() as first:
+                # The server accepts requests only after every engine was probed.
+                async with anyio.create_task_group() as first_probes:
                     for engine in self._engines.values():
-                        first.start_soon(self._monitor.probe, engine)
+                        first_probes.start_soon(self._monitor.probe, engine)
                 for url, engine in self._engines.items():
                     group.start_soon(self._monitor.run, engine)
-                    group.start_soon(self._subscribe, engine)
+                    group.start_soon(self._follow_events, engine)
                     group.start_soon(self._pollers[url].run)
                 yield
                 group.cancel_scope.cancel()
@@ -140,44 +149,43 @@ class _Router:
             return any(engine.events for engine in self._engines.values())
         return self._options.tokenize
 
-    async def _subscribe(self, engine: RoutedEngine) -> None:
+    async def _follow_events(self, engine: RoutedEngine) -> None:
         await engine.described.wait()
         blocks = EngineBlocks(self._dispatcher, engine.url, len(engine.events))
         async with anyio.create_task_group() as group:
             for source in engine.events:
                 group.start_soon(KvEventSubscriber(blocks, source).run)
 
-    def serve(self, path: str, handler: Handler, *methods: str) -> Route:
-        """Return a route whose handler's errors are answered as the router answers them."""
+    async def send_by_policy(self, call: ForwardedRequest) -> Response:
+        """Send a request with a prompt to the engine that has its prompt stream, if it has one.
 
-        async def endpoint(request: Request) -> Response:
-            return await respond(request, self._options.max_body_bytes, handler)
-
-        return Route(path, endpoint, methods=list(methods))
-
-    async def route(self, _request: Request, call: ForwardedRequest) -> Response:
-        """Send a request with a prompt where the policy says, or where its prompt stream is.
-
-        If that engine is lost before it answers, the request goes to another one.
+        Otherwise, or if that engine is lost before it answers, the policy chooses the engine. A
+        prompt stream is only a hint, because the request contains its whole prompt.
         """
-        body = request_object(call.body)
+        body = parse_body(call.body)
+        stream_engine = None
+        if isinstance(stream := body.get("prompt_stream_id"), str):
+            with suppress(NoEngine):  # The request itself may wait for an engine.
+                stream_engine = await self._pool.engine_of_stream(stream, call.api_key)
+
+        async def send() -> Response:
+            nonlocal stream_engine
+            engine, stream_engine = stream_engine, None
+            return await self._place(body, call, engine)
+
+        return await self._try_engines(send)
+
+    async def send_to_any(self, call: ForwardedRequest) -> Response:
+        """Send a request to any engine."""
+        return await self._try_engines(lambda: self._send(call, self._pool.next_engine()))
+
+    async def _try_engines(self, send: Callable[[], Awaitable[Response]]) -> Response:
+        """Call ``send``, which chooses an engine, again while engines are lost.
+
+        At most two engines may have received the request, because a request that crashes engines
+        must not crash all of them. Engines that certainly did not receive it do not count.
+        """
         reached = False
-        if (engine := await self._engine_of_stream(body, call)) is not None:
-            try:
-                return await self._place(body, call, engine)
-            except EngineLost as error:
-                # The stream was only a hint: the request has its whole prompt.
-                reached = error.reached
-        return await self._try_engines(lambda: self._place(body, call), reached)
-
-    async def _try_engines(
-        self, send: Callable[[], Awaitable[Response]], reached: bool = False
-    ) -> Response:
-        """Send a request to other engines while engines are lost.
-
-        At most two of them may have received it: a request that crashes engines must not crash all.
-        """
-        # Engines that cannot have received it do not count, so every engine may be tried.
         for _ in self._engines:
             try:
                 return await send()
@@ -187,103 +195,78 @@ class _Router:
                 reached |= error.reached
         return await send()
 
-    async def _engine_of_stream(
-        self, body: Mapping[str, Any], call: ForwardedRequest
-    ) -> str | None:
-        stream = body.get("prompt_stream_id")
-        if not isinstance(stream, str):
-            return None
-        try:
-            return await self._pool.engine_of(stream, call.api_key)
-        except NoEngine:
-            return None  # The stream is a hint; the request itself may wait for an engine.
-
     async def _place(
-        self, body: Mapping[str, Any], call: ForwardedRequest, engine: str | None = None
+        self, body: Mapping[str, Any], call: ForwardedRequest, engine: str | None
     ) -> Response:
-        """Send a request to ``engine``, which has its prompt stream, or where the policy says."""
+        """Send a request to ``engine``, which has its prompt stream, or as the policy decides."""
         async with AsyncExitStack() as stack:
             if engine is not None:
                 blocks = self._prompts.known_blocks(body)
-                place = stack.enter_context(self._dispatcher.place_at(engine, blocks))
+                placement = stack.enter_context(self._dispatcher.place_at(engine, blocks))
             else:
-                blocks = await self._prompts.blocks(body, self._pool.any(), call.api_key)
-                place = await stack.enter_async_context(self._dispatcher.place(blocks))
-                if not body.get("stream") and not self._engines[place.engine].events:
-                    stack.enter_context(self._pollers[place.engine].follow(place))
-            self._metrics.sent(place.engine, blocks.length)
-            observer = PlacementObserver(self._metrics, place.engine, place)
-            answer = await self._forward(call, place.engine, observer, stack)
-            if call.path == STREAMS:
-                self._pool.stream_opened(answer, place.engine)
-            return answer
-        raise AssertionError  # The context never suppresses an exception.
-
-    async def to_any(self, _request: Request, call: ForwardedRequest) -> Response:
-        """Send a request to any engine."""
-        return await self._try_engines(lambda: self._send(call, self._pool.any()))
-
-    async def to_its_engine(self, request: Request, call: ForwardedRequest) -> Response:
-        """Send a request about a prompt stream to its engine, which checks the client's key."""
-        stream = request.path_params["id"]
-        engine = await self._pool.engine_of(stream, call.api_key)
-        if engine is None:
-            code = {"code": "unknown_stream"}
-            return refusal(404, f"no engine has a prompt stream {stream!r}; open it again", code)
-        answer = await self._send(call, engine)
-        if request.method == "DELETE" and answer.status_code == 200:
-            self._pool.forget_stream(stream)
+                blocks = await self._prompts.blocks(body, self._pool.next_engine(), call.api_key)
+                placement = await stack.enter_async_context(self._dispatcher.place(blocks))
+                if not body.get("stream") and not self._engines[placement.engine].events:
+                    stack.enter_context(self._pollers[placement.engine].follow(placement))
+            self._metrics.count_prompt(placement.engine, blocks.length)
+            answer = await self._send(call, placement.engine, placement, stack.pop_all())
+        if call.path == STREAMS:
+            self._pool.remember_stream(parse_object(answer.body).get("id"), placement.engine)
         return answer
 
-    async def _send(self, call: ForwardedRequest, engine: str) -> Response:
-        async with AsyncExitStack() as stack:
-            observer = PlacementObserver(self._metrics, engine)
-            return await self._forward(call, engine, observer, stack)
-        raise AssertionError  # The context never suppresses an exception.
-
-    async def _forward(
+    async def _send(
         self,
         call: ForwardedRequest,
         engine: str,
-        observer: PlacementObserver,
-        stack: AsyncExitStack,
+        placement: Placement | None = None,
+        stack: AsyncExitStack | None = None,
     ) -> Response:
-        try:
-            until_hung = self._engines[engine].until_hung
-            with until_hung():
-                answer = await forward(self._connections, call, engine, observer, stack)
-                if isinstance(answer, RelayedStream):
-                    answer.until_hung = until_hung
-                return answer
-            observer.ended("lost")
-            raise EngineLost(f"{engine} hangs")
-        except EngineLost:
-            # Perhaps only this connection is broken.
-            await self._monitor.recheck(self._engines[engine])
-            self._prompts.forget(engine)
-            raise
+        """Forward a request to an engine; ``stack`` is closed when the answer has ended.
 
-    async def streams(self, _request: Request, call: ForwardedRequest) -> Response:
+        Raises: EngineLost if the engine does not answer.
+        """
+        hang_scope = self._engines[engine].hang_scope
+        observer = PlacementObserver(self._metrics, engine, placement)
+        async with stack or AsyncExitStack() as stack:
+            try:
+                return await forward(self._connections, call, engine, observer, stack, hang_scope)
+            except EngineLost:
+                # The engine may still answer, if only this connection has broken.
+                await self._monitor.recheck(self._engines[engine])
+                self._prompts.forget(engine)
+                raise
+
+    async def send_to_stream(self, call: ForwardedRequest) -> Response:
+        """Send a request about a prompt stream to its engine, which checks the client's key."""
+        stream = call.path.split("/")[2]
+        engine = await self._pool.engine_of_stream(stream, call.api_key)
+        if engine is None:
+            message = f"no engine has a prompt stream {stream!r}; open it again"
+            return make_error_response(404, message, "unknown_stream")
+        answer = await self._send(call, engine)
+        if call.method == "DELETE" and answer.status_code == 200:
+            self._pool.forget_stream(stream)
+        return answer
+
+    async def count_streams(self, call: ForwardedRequest) -> Response:
         """Answer how many prompt streams are open."""
-        return json_answer({"open": await self._pool.open_streams(call.api_key)})
+        return make_json_response({"open": await self._pool.count_streams(call.api_key)})
 
-    async def flush(self, _request: Request, call: ForwardedRequest) -> Response:
+    async def flush_caches(self, call: ForwardedRequest) -> Response:
         """Empty every engine's cache."""
-        replies = await self._pool.ask("POST", call.target, call.api_key)
+        replies = await self._pool.ask_all("POST", call.target, call.api_key)
         for engine, reply in replies.items():
             if reply.status_code == 200:
-                self._dispatcher.cleared(engine)
-        return max(replies.values(), key=lambda one: one.status_code)
+                self._dispatcher.clear_blocks(engine)
+        return max(replies.values(), key=lambda reply: reply.status_code)
 
-    async def info(self, _request: Request, call: ForwardedRequest) -> Response:
-        """Answer what all engines can do, as one engine would, and the router's own state."""
-        infos = await self._pool.ask_objects("/flashmoa/info", call.api_key)
-        engines = [
-            {"url": one.url, "is_up": one.is_up, "unit": one.unit, "saturation": one.saturation}
-            for one in self._engines.values()
-        ]
+    async def describe(self, call: ForwardedRequest) -> Response:
+        """Answer with the abilities that the engines share, and the router's own state."""
+        infos = await self._pool.get_objects("/flashmoa/info", call.api_key)
+        names = ("url", "is_up", "unit", "saturation")
+        engines = [{name: getattr(e, name) for name in names} for e in self._engines.values()]
         state = {"engines": engines, "waiting": self._dispatcher.waiting}
-        return json_answer({**merged_info(infos), "router": state})
+        return make_json_response({**merge_info(infos), "router": state})
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self._dispatcher.engines else 503)

@@ -1,7 +1,7 @@
-"""Prompts and engines' caches as block hashes; pure.
+"""Represent prompts and engines' caches as block hashes (`Blocks`, `PageMirror`); pure.
 
-Two prompts share their first ``n`` blocks exactly if their first ``n`` hashes are equal, so a hash
-look-up tells how much of a prompt an engine has cached (MoE-Prefill §7.2).
+Two prompts share their first ``n`` blocks exactly if their first ``n`` hashes are equal, so looking
+up hashes shows how much of a prompt an engine has cached (MoE-Prefill §7.2).
 """
 
 from __future__ import annotations
@@ -12,44 +12,35 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 BLOCK_TOKENS = 16
-# The usual length of a token of English text. It stands in where no tokenizer is available.
+# The usual length of a token of English text, which is used if no tokenizer is available.
 CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A prompt's whole blocks.
+    """A prompt, cut into blocks of equal size.
 
     Attributes:
-        hashes: one for each whole block, over that block and all before it; 64 bits each.
-        length: of the whole prompt, in tokens.
-        size: of a block, in tokens.
+        hashes: one 64-bit hash for each whole block, over that block and all blocks before it.
+        length: number of tokens in the whole prompt.
+        size: number of tokens in a block.
     """
 
     hashes: tuple[int, ...]
     length: int
     size: int = BLOCK_TOKENS
 
-    def tokens(self, matched: int) -> int:
-        """Return how many tokens need no computing if ``matched`` blocks are cached.
+    def cached_tokens(self, matched: int) -> int:
+        """Return how many tokens need not be computed if the first ``matched`` blocks are cached.
 
-        Never all of them: engines compute a prompt's last token again, to sample after it.
+        This is less than ``length``: engines compute a prompt's last token again, because they
+        sample from its output.
         """
         return max(0, min(matched * self.size, self.length - 1))
 
 
-def first_hash(salt: str = "") -> int:
-    """Return the hash before the first block of prompts under this cache salt."""
-    return _hash(0, salt.encode()) if salt else 0
-
-
-def next_hash(before: int, tokens: Sequence[int]) -> int:
-    """Return the hash of a block after the hash ``before``. ``tokens``: ids below 2**32."""
-    return _hash(before, array("I", tokens).tobytes())
-
-
 def token_blocks(tokens: Sequence[int], size: int = BLOCK_TOKENS, salt: str = "") -> Blocks:
-    """Return the blocks of a tokenised prompt, ``size`` tokens each."""
+    """Return the blocks of a prompt of token ids below 2**32, ``size`` tokens each."""
     return _blocks(array("I", tokens).tobytes(), array("I").itemsize, len(tokens), size, salt)
 
 
@@ -61,44 +52,63 @@ def text_blocks(text: str, size: int = BLOCK_TOKENS, salt: str = "") -> Blocks:
 
 
 def _blocks(encoded: bytes, width: int, length: int, size: int, salt: str) -> Blocks:
-    """Hash a prompt block by block. ``width``: bytes of a token in ``encoded``."""
+    """Hash a prompt block by block. ``width``: number of bytes per token in ``encoded``."""
     if size < 1:
         raise ValueError(f"a block of {size} tokens is impossible; give a size of at least 1")
     step = width * size
     view = memoryview(encoded)
     hashes: list[int] = []
-    last = first_hash(salt)
+    last = _first_hash(salt)
     for end in range(step, len(encoded) + 1, step):
         last = _hash(last, view[end - step : end])
         hashes.append(last)
     return Blocks(tuple(hashes), length, size)
 
 
-def _hash(before: int, content: bytes | memoryview) -> int:
-    digest = blake2b(before.to_bytes(8, "little"), digest_size=8)
+def _first_hash(salt: str) -> int:
+    """Return the hash that precedes the first block of prompts with this cache salt."""
+    return _hash(0, salt.encode()) if salt else 0
+
+
+def _hash(previous: int, content: bytes | memoryview) -> int:
+    digest = blake2b(previous.to_bytes(8, "little"), digest_size=8)
     digest.update(content)
     return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """The end of a page: the hash of the last whole block, and the tokens after that block."""
+    """The state of a prompt at the end of one page.
+
+    Attributes:
+        block: hash of the last whole block.
+        rest: tokens after that block.
+        completed: hashes of the blocks that end in this page.
+    """
 
     block: int
-    rest: tuple[int, ...]
-    # The blocks that end in this page.
-    ending: tuple[int, ...]
+    rest: tuple[int, ...] = ()
+    completed: tuple[int, ...] = ()
+
+    def next_page(self, tokens: Sequence[int], block_size: int) -> _Page:
+        """Return the state at the end of the next page, which has these tokens."""
+        rest = (*self.rest, *tokens)
+        block, completed = self.block, list[int]()
+        while len(rest) >= block_size:
+            block = _hash(block, array("I", rest[:block_size]).tobytes())
+            rest = rest[block_size:]
+            completed.append(block)
+        return _Page(block, rest, tuple(completed))
 
 
 class PageMirror:
-    """The pages of one engine's cache, translated into the router's block hashes.
+    """Translates the pages in one engine's cache into the router's block hashes.
 
-    An engine's KV events name pages by hashes of its own, with their tokens and the page before
-    them. Its pages may be shorter than the router's blocks, down to one token. Nothing is assumed
-    about how the engine hashes.
+    An engine's KV events identify a page by a hash that only the engine can compute, and give its
+    tokens and the page before it. Pages may be shorter than the router's blocks, down to one token.
 
     Args:
-        size: tokens of a block.
+        size: number of tokens in a block.
     """
 
     def __init__(self, size: int = BLOCK_TOKENS) -> None:
@@ -108,7 +118,7 @@ class PageMirror:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def stored(
+    def add(
         self,
         pages: Sequence[int],
         parent: int | None,
@@ -116,42 +126,26 @@ class PageMirror:
         page_size: int,
         salt: str = "",
     ) -> list[int]:
-        """Record consecutive pages that were stored; return the blocks they complete, each once.
+        """Record consecutive pages, and return the blocks that end in those that are new.
 
-        Pages whose parent is unknown, because its event was lost, are left out.
+        Pages are ignored if their parent is unknown, because the event with the parent was lost.
         """
-        if parent is None:
-            before: _Page | None = _Page(first_hash(salt), (), ())
-        else:
-            before = self._pages.get(parent)
-        if before is None:
+        last = _Page(_first_hash(salt)) if parent is None else self._pages.get(parent)
+        if last is None:
             return []
         completed: list[int] = []
-        for place, page in enumerate(pages):
-            own = tokens[place * page_size : (place + 1) * page_size]
-            before = self._page_after(before, own)
+        for index, page in enumerate(pages):
+            last = last.next_page(tokens[index * page_size : (index + 1) * page_size], self._size)
             if page not in self._pages:
-                completed += before.ending
-            self._pages[page] = before
+                completed += last.completed
+            self._pages[page] = last
         return completed
 
-    def _page_after(self, before: _Page, tokens: Sequence[int]) -> _Page:
-        rest = (*before.rest, *tokens)
-        block, ending = before.block, list[int]()
-        while len(rest) >= self._size:
-            block = next_hash(block, rest[: self._size])
-            rest = rest[self._size :]
-            ending.append(block)
-        return _Page(block, rest, tuple(ending))
-
-    def removed(self, pages: Sequence[int]) -> list[int]:
-        """Record that pages were removed; return the blocks that are gone with them."""
-        gone: list[int] = []
-        for page in pages:
-            if (known := self._pages.pop(page, None)) is not None:
-                gone += known.ending
-        return gone
+    def remove(self, pages: Sequence[int]) -> list[int]:
+        """Forget pages, and return the blocks that ended in them."""
+        removed = [self._pages.pop(page) for page in pages if page in self._pages]
+        return [block for page in removed for block in page.completed]
 
     def clear(self) -> list[int]:
-        """Record that all pages are gone; return the blocks that are gone with them."""
-        return self.removed(tuple(self._pages))
+        """Forget all pages, and return the blocks that ended in them."""
+        return self.remove(tuple(self._pages))

@@ -1,4 +1,4 @@
-"""Requests from a router's clients: their routes, their bodies, and the router's own answers."""
+"""Read the requests of a router's clients (`ForwardedRequest`), and answer errors to them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from flashmoa.router.errors import (
 CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
 STREAMS = "/prompt_streams"
-# Requests with a prompt. The policy decides where they go.
-ROUTED = (
+# The policy decides to which engine these requests are sent, because they have a prompt.
+POLICY_ROUTES = (
     CHAT,
     "/v1/completions",
     "/v1/embeddings",
@@ -38,22 +38,22 @@ ROUTED = (
     "/prefill_only",
     STREAMS,
 )
-# Any engine can answer these.
-ANYWHERE = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
-# Repeating these changes nothing (RFC 9110 §9.2.2).
-_IDEMPOTENT = frozenset({"GET", "HEAD", "PUT", "DELETE"})
-# Appends are numbered: an engine that already has one says so and does not add it again.
-_NUMBERED = re.compile(r"/prompt_streams/[^/]+/(append|keep_alive)")
-_COMPUTING = frozenset({*ROUTED, *ANYWHERE})
-# Both loggers write a line for each request, with its path.
+# Any engine can answer these requests.
+ANY_ENGINE_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
+# Repeating a request with one of these methods has no further effect (RFC 9110 §9.2.2).
+_IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "PUT", "DELETE"})
+# Appends are numbered, so that an engine ignores one that it has received before.
+_IDEMPOTENT_POSTS = re.compile(r"/prompt_streams/[^/]+/(append|keep_alive)")
+_COMPUTING_POSTS = frozenset({*POLICY_ROUTES, *ANY_ENGINE_ROUTES})
+# Both loggers write the path of each request.
 _REQUEST_LOGGERS = ("httpx", "uvicorn.access")
 # Python parses this much nesting without overflowing its stack, wherever on the stack it starts.
 _MAX_NESTING = 200
 _TOO_DEEP = f"a body may have at most {_MAX_NESTING} lists and objects within each other"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_NOT_ASCII_VISIBLE = re.compile(rb"[^\x21-\x7e]")
-_NOT_PASSED_ON = {
-    # These concern one connection.
+_NOT_VISIBLE_ASCII = re.compile(rb"[^\x21-\x7e]")
+_UNFORWARDED_HEADERS = {
+    # These headers concern one connection.
     "connection",
     "keep-alive",
     "proxy-authenticate",
@@ -63,7 +63,7 @@ _NOT_PASSED_ON = {
     "trailer",
     "transfer-encoding",
     "upgrade",
-    # The body has arrived already.
+    # The router has read the whole body before it forwards the request.
     "expect",
     # The HTTP client and server write these themselves.
     "host",
@@ -75,22 +75,22 @@ _NOT_PASSED_ON = {
 }
 
 
-class Repeat(Enum):
-    """When a request whose connection broke is sent to the same engine once more."""
+class RetryRule(Enum):
+    """Says when a request whose connection broke is sent to the same engine once more."""
 
     ALWAYS = "always"
-    # The engine may have closed a kept connection before the request reached it. If the request
-    # did reach the engine, repeating it costs computing, or a stream that expires.
-    UNANSWERED = "if it was lost on a connection that had been used before"
+    # Only if the connection had been used before: the engine may have closed it before the request
+    # arrived. If the request did arrive, repeating it costs computing, or a stream that expires.
+    ON_REUSED_CONNECTION = "on a reused connection"
     NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A client's request as the router passes it on.
+    """A client's request in the form in which the router forwards it to an engine.
 
     Attributes:
-        path: the decoded path, by which it was routed.
+        path: decoded path.
         target: the path and the query as the client sent them, in ASCII.
     """
 
@@ -101,60 +101,71 @@ class ForwardedRequest:
     body: bytes
 
     @property
-    def repeat(self) -> Repeat:
-        """Return when it may be sent a second time."""
-        if self.method in _IDEMPOTENT or _NUMBERED.fullmatch(self.path):
-            return Repeat.ALWAYS
-        return Repeat.UNANSWERED if self.path in _COMPUTING else Repeat.NEVER
+    def retry_rule(self) -> RetryRule:
+        """When the request may be sent a second time."""
+        if self.method in _IDEMPOTENT_METHODS or _IDEMPOTENT_POSTS.fullmatch(self.path):
+            return RetryRule.ALWAYS
+        is_computing = self.path in _COMPUTING_POSTS
+        return RetryRule.ON_REUSED_CONNECTION if is_computing else RetryRule.NEVER
 
     @property
     def api_key(self) -> dict[str, str]:
-        """Return the header with the client's API key, or nothing.
+        """The header with the client's API key; empty if there is none.
 
-        The router asks engines under this header, so that it acts with the client's rights only.
+        The router sends it with its own requests to engines on behalf of the client, so that it has
+        only the client's rights.
         """
-        found = {name.lower(): value for name, value in self.headers.items()}
-        return {"authorization": found["authorization"]} if "authorization" in found else {}
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        return {"authorization": headers["authorization"]} if "authorization" in headers else {}
 
     @classmethod
     def from_client(cls, request: Request, body: bytes) -> Self:
-        """Return the request to forward for what a client sent."""
+        """Build the request to forward from a client's request and its body."""
         path: str = request.scope["path"]
-        # The request's URL would not do: the client's Host header is a part of it.
+        # ``request.url`` would be wrong, because it contains the Host header that the client sent.
         raw: bytes = request.scope.get("raw_path") or quote(path).encode()
         if query := request.scope["query_string"]:
             raw += b"?" + query
-        # Some web servers accept other bytes, but every engine accepts these.
-        target = _NOT_ASCII_VISIBLE.sub(lambda found: b"%%%02X" % found[0][0], raw).decode()
-        return cls(request.method, path, target, passed_on(request.headers), body)
+        # Some web servers accept other bytes, but every engine accepts visible ASCII.
+        target = _NOT_VISIBLE_ASCII.sub(lambda match: b"%%%02X" % match[0][0], raw).decode()
+        return cls(request.method, path, target, select_forwarded_headers(request.headers), body)
 
 
-def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that are passed on, the API key among them."""
-    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON}
+def select_forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that are forwarded, which include the API key."""
+    return {
+        name: value for name, value in headers.items() if name.lower() not in _UNFORWARDED_HEADERS
+    }
 
 
-Handler = Callable[[Request, ForwardedRequest], Awaitable[Response]]
+Handler = Callable[[ForwardedRequest], Awaitable[Response]]
 
 
-async def respond(request: Request, max_body_bytes: int, handler: Handler) -> Response:
-    """Read a client's request, have it handled, and answer with the router's error if that fails.
+def make_endpoint(
+    handler: Handler, max_body_bytes: int
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint for Starlette that reads a request and lets ``handler`` answer it.
 
-    The handler is cancelled when the client disconnects.
+    It answers the errors of the router as JSON, and cancels the handler when the client
+    disconnects.
     """
-    try:
-        body = await _read_body(request, max_body_bytes)
-        async with while_connected(request):
-            return await handler(request, ForwardedRequest.from_client(request, body))
-    except AllEnginesRefused as error:
-        return error.response
-    except EngineLost as error:
-        return refusal(error.status, f"the engine is gone: {error}")
-    except RouterError as error:
-        return refusal(error.status, str(error))
-    except ClientDisconnect:
-        pass
-    return Response(status_code=499)  # The client is gone and reads no answer.
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            body = await _read_body(request, max_body_bytes)
+            async with while_connected(request):
+                return await handler(ForwardedRequest.from_client(request, body))
+        except AllEnginesRefused as error:
+            return error.response
+        except EngineLost as error:
+            return make_error_response(error.status, f"the engine is gone: {error}")
+        except RouterError as error:
+            return make_error_response(error.status, str(error))
+        except ClientDisconnect:
+            pass
+        return Response(status_code=499)  # The client has disconnected and reads no answer.
+
+    return endpoint
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -166,52 +177,47 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def json_object(body: bytes | memoryview) -> dict[str, Any]:
-    """Return the JSON object in ``body``, or an empty one if it has none."""
+def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
+    """Return the JSON object in ``text``, or an empty one if there is none."""
     try:
-        return _parsed_object(bytes(body))
-    except RecursionError:
+        value = json.loads(text if isinstance(text, str) else bytes(text).decode())
+    except (ValueError, RecursionError):
         return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def request_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request, or an empty one: engines report malformed bodies.
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a request's body, or an empty one if there is none.
 
-    Raises: BadRequest for what would fail in the router itself: text that cannot be encoded, and
-    values that are nested too deeply.
+    A malformed body is not an error here, because the engine that gets it reports it. Raises:
+    BadRequest if a string in it cannot be encoded, or values are nested too deeply.
     """
     try:
-        value = _parsed_object(body)
+        value: object = json.loads(body.decode())
+    except ValueError:
+        return {}
     except RecursionError:
         raise BadRequest(_TOO_DEEP) from None
     if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_too_deep(value):
         raise BadRequest(_TOO_DEEP)
     if _SURROGATE.search(body) and _has_lone_surrogate(value):
         raise BadRequest("a string has one half of a surrogate pair, which no text can contain")
-    return value
-
-
-def _parsed_object(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body.decode())
-    except ValueError:
-        return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _is_too_deep(value: object) -> bool:
     level = [value]
     for _ in range(_MAX_NESTING):
-        level = [inner for outer in level for inner in _nested(outer)]
+        level = [inner for outer in level for inner in _inner_containers(outer)]
         if not level:
             return False
     return True
 
 
-def _nested(value: Any) -> list[object]:
-    """Return the lists and objects directly within one."""
-    values: Any = cast("dict[str, Any]", value).values() if isinstance(value, dict) else value
-    return [one for one in values if isinstance(one, dict | list)]
+def _inner_containers(value: Any) -> list[object]:
+    """Return the lists and objects directly within a list or object."""
+    items: Any = cast("dict[str, Any]", value).values() if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, dict | list)]
 
 
 def _has_lone_surrogate(value: object) -> bool:
@@ -222,14 +228,14 @@ def _has_lone_surrogate(value: object) -> bool:
     return False
 
 
-def json_answer(value: object, status: int = 200) -> Response:
-    """Return a JSON answer, written in ASCII so that any text in it can be encoded."""
+def make_json_response(value: object, status: int = 200) -> Response:
+    """Return a JSON response, in ASCII so that any string in it can be encoded."""
     return Response(json.dumps(value), status, media_type="application/json")
 
 
-def refusal(status: int, message: str, more: Mapping[str, Any] | None = None) -> Response:
-    """Return an error of the router's own, in the form in which engines answer errors."""
-    return json_answer({"error": {"message": message, "code": status, **(more or {})}}, status)
+def make_error_response(status: int, message: str, code: str | None = None) -> Response:
+    """Return an error of the router in the format of the engines' errors."""
+    return make_json_response({"error": {"message": message, "code": code or status}}, status)
 
 
 def hide_stream_ids() -> None:
@@ -238,8 +244,8 @@ def hide_stream_ids() -> None:
     Anyone who knows the id of a prompt stream can use the stream.
     """
     for name in _REQUEST_LOGGERS:
-        logging.getLogger(name).addFilter(_names_no_stream)
+        logging.getLogger(name).addFilter(_has_no_stream_id)
 
 
-def _names_no_stream(record: logging.LogRecord) -> bool:
+def _has_no_stream_id(record: logging.LogRecord) -> bool:
     return f"{STREAMS}/" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""A router's connections to engines: kept between requests, and closed before they break."""
+"""Send requests to engines over connections that are kept between requests (`Connections`)."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from aiohttp.connector import Connection
 from yarl import URL
 
 from flashmoa.engine.connections import KEPT_SECONDS
-from flashmoa.router.client_requests import Repeat
+from flashmoa.router.client_requests import RetryRule
 from flashmoa.router.errors import EngineLost
 
-# Answers may take any time: the router's clients decide how long they wait.
+# An answer may take any time, because the router's clients decide how long they wait for it.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-# A host that vanishes without closing its connections is noticed within half a minute, however
-# long its answers take.
+# TCP probes show within half a minute that a host has vanished without closing its connections,
+# even while the router waits for a long answer.
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# Headers that aiohttp would add by itself.
-_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+# Headers that aiohttp would add to the client's.
+_ADDED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-# The connection was closed before the answer's first byte; later that is a ClientPayloadError.
+# Errors of a connection that was closed before the answer's first byte; if it is closed later,
+# aiohttp raises a ClientPayloadError.
 _CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One attempt to send a request. ``reused``: over a connection that had been used before."""
+    """Records whether a request was sent over a connection that had been used before."""
 
     reused: bool = False
 
-    def may_repeat(self, repeat: Repeat, error: BaseException | None) -> bool:
-        if repeat is Repeat.UNANSWERED:
+    def may_repeat(self, rule: RetryRule, error: BaseException | None) -> bool:
+        if rule is RetryRule.ON_REUSED_CONNECTION:
             return self.reused and isinstance(error, _CLOSED)
-        return repeat is Repeat.ALWAYS
+        return rule is RetryRule.ALWAYS
 
 
 class Connections:
-    """Sends requests to engines over aiohttp: httpx would take most of the router's own time.
+    """Sends requests to engines with aiohttp; httpx would take most of the router's own time.
 
     Args:
-        kept: keeps connections between requests; ``fresh``: opens one for each request.
+        kept: a session that keeps its connections for later requests.
+        fresh: a session that opens a new connection for each request.
     """
 
     def __init__(self, kept: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
@@ -53,17 +55,20 @@ class Connections:
         self._fresh = fresh
 
     async def exchange(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, repeat: Repeat
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, rule: RetryRule
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Return an engine's answer and its content; ``None`` for a stream, which is not read yet.
+        """Send a request, and once more if its connection breaks and ``rule`` allows that.
 
-        The caller closes the answer. Raises: EngineLost.
+        Return the answer, which the caller closes, and its content. If the answer is a stream, the
+        content is ``None``, and the caller reads it.
+
+        Raises: EngineLost if there is no answer.
         """
         attempt = _Attempt()
         try:
             return await self._send(self._kept, method, url, headers, body, attempt)
         except EngineLost as lost:
-            if not (lost.reached and attempt.may_repeat(repeat, lost.__cause__)):
+            if not (lost.reached and attempt.may_repeat(rule, lost.__cause__)):
                 raise
         try:
             return await self._send(self._fresh, method, url, headers, body, _Attempt())
@@ -94,66 +99,72 @@ class Connections:
             return answer, await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             reached = not isinstance(error, _NOT_REACHED)
-            raise EngineLost(reason(error), reached=reached) from error
+            raise EngineLost(describe_error(error), reached=reached) from error
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return why a connection broke, for messages."""
     return str(error) or type(error).__name__
 
 
 class _EngineResponse(aiohttp.ClientResponse):
-    """An answer after whose 5xx status nothing more is sent over its connection.
+    """Closes its connection if its status is 5xx.
 
-    Stock SGLang's web server closes it then, milliseconds after an answer that does not say so.
+    Stock SGLang's web server closes the connection milliseconds after such an answer without saying
+    so in the answer, and a request that is sent in between would be lost.
     """
 
     async def start(self, connection: Connection) -> Self:
-        used = connection.protocol
+        protocol = connection.protocol
         await super().start(connection)
-        if self.status >= 500 and used is not None:
-            used.force_close()
+        if self.status >= 500 and protocol is not None:
+            protocol.force_close()
             if self.connection is None:
-                # The whole answer was there at once, so its connection counts as free already.
-                used.close()
+                # The whole answer arrived at once, so aiohttp has released its connection already.
+                protocol.close()
         return self
 
 
 @asynccontextmanager
-async def connections() -> AsyncGenerator[Connections]:
-    """Open connections, and close them when the context is left."""
+async def open_connections() -> AsyncGenerator[Connections]:
+    """Open the sessions, and close their connections when the context is left."""
     trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(_reused)
-    # SGLang closes connections that were idle for 5 s, and a request on its way then would be lost.
-    kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_probed)
-    fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_probed)
-    async with _session(kept, trace) as usual, _session(fresh) as again:
-        yield Connections(usual, again)
+    trace.on_connection_reuseconn.append(_record_reuse)
+    # SGLang closes a connection that was idle for 5 s. A request that is sent just then would be
+    # lost, so the router closes its idle connections earlier.
+    kept = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_make_probed_socket
+    )
+    fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_make_probed_socket)
+    async with _make_session(kept, trace) as kept_session, _make_session(fresh) as fresh_session:
+        yield Connections(kept_session, fresh_session)
 
 
-def _session(
+def _make_session(
     connector: aiohttp.TCPConnector, *traces: aiohttp.TraceConfig
 ) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
         timeout=_TIMEOUT,
         auto_decompress=False,
-        skip_auto_headers=_ADDED,
+        skip_auto_headers=_ADDED_HEADERS,
         cookie_jar=aiohttp.DummyCookieJar(),
         response_class=_EngineResponse,
         trace_configs=list(traces),
     )
 
 
-async def _reused(_http: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+async def _record_reuse(
+    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: object
+) -> None:
     context.trace_request_ctx.reused = True
 
 
-def _probed(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for aiohttp that probes its peer. ``address``: as of ``getaddrinfo``."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for aiohttp that probes its peer. ``address``: see ``getaddrinfo``."""
+    probed = socket.socket(*address[:3])
+    probed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
         if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+            probed.setsockopt(socket.IPPROTO_TCP, option, value)
+    return probed

@@ -1,9 +1,9 @@
-"""Requests that wait for an engine, and the policy that gives them one."""
+"""Queue requests until the policy gives them an engine (`Dispatcher`)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Collection, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -16,15 +16,15 @@ from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 
 @dataclass(slots=True)
 class Placement:
-    """A request's engine, from when the request is given one until it is over."""
+    """Assigns a request to an engine, until the request ends."""
 
     request: str
     engine: str
     _dispatcher: Dispatcher
 
-    def computed(self) -> None:
-        """Report that its prompt is computed; harmless to repeat."""
-        self._dispatcher.computed(self.request)
+    def finish_prefill(self) -> None:
+        """Report that the request's prompt is computed; harmless to repeat."""
+        self._dispatcher.finish_prefill(self.request)
 
 
 @dataclass(slots=True)
@@ -35,11 +35,10 @@ class _QueueEntry:
 
 
 class Dispatcher:
-    """The queue in front of the engines.
+    """Queues requests, and asks the policy for their engines whenever something has changed.
 
     Args:
-        policy: is asked whenever something has changed.
-        max_waiting: how many requests may wait at a time.
+        max_waiting: the most requests in the queue.
     """
 
     def __init__(self, policy: Policy, max_waiting: int = 10_000) -> None:
@@ -51,10 +50,12 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
+        """The number of requests in the queue."""
         return len(self._queue)
 
     @property
     def engines(self) -> Collection[str]:
+        """The engines that have joined."""
         return self._engines
 
     def join(self, engine: str, traits: EngineTraits) -> None:
@@ -63,29 +64,32 @@ class Dispatcher:
         self._route()
 
     def leave(self, engine: str) -> None:
+        """Remove an engine. If no engine is left, every request in the queue fails."""
         self._policy.leave(engine)
         self._engines.discard(engine)
         self._route()
 
-    def stored(self, engine: str, hashes: Collection[int]) -> None:
-        self._policy.stored(engine, hashes)
+    def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        self._policy.add_blocks(engine, hashes)
         self._route()
 
-    def removed(self, engine: str, hashes: Collection[int]) -> None:
-        self._policy.removed(engine, hashes)
+    def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        self._policy.remove_blocks(engine, hashes)
 
-    def cleared(self, engine: str) -> None:
-        self._policy.cleared(engine)
+    def clear_blocks(self, engine: str) -> None:
+        self._policy.clear_blocks(engine)
 
-    def computed(self, request: str) -> None:
-        self._policy.computed(request)
+    def finish_prefill(self, request: str) -> None:
+        self._policy.finish_prefill(request)
         self._route()
 
     @asynccontextmanager
     async def place(self, blocks: Blocks) -> AsyncGenerator[Placement]:
-        """Wait for an engine, and keep the place on it until the context is left.
+        """Wait for an engine for a prompt. The request ends when the context is left.
 
-        Raises: NoEngine; QueueFull.
+        Raises:
+            NoEngine: if no engine is left.
+            QueueFull: if ``max_waiting`` requests are in the queue.
         """
         request = str(next(self._names))
         try:
@@ -96,7 +100,10 @@ class Dispatcher:
 
     @contextmanager
     def place_at(self, engine: str, blocks: Blocks) -> Generator[Placement]:
-        """Place a request on the engine that has its prompt already, without waiting."""
+        """Place a request without waiting on the engine that has computed its prompt already.
+
+        The request ends when the context is left.
+        """
         request = str(next(self._names))
         if engine in self._engines:
             self._policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
@@ -123,13 +130,10 @@ class Dispatcher:
         """Wake the requests whose engine is decided, or all of them if no engine is left."""
         if not self._queue:
             return
-        placed = self._policy.route([entry.waiting for entry in self._queue.values()])
-        for request, engine in placed.items():
-            self._wake(request, engine)
-        for request in () if self._engines else tuple(self._queue):
-            self._wake(request, None)
-
-    def _wake(self, request: str, engine: str | None) -> None:
-        entry = self._queue.pop(request)
-        entry.engine = engine
-        entry.decided.set()
+        decided: Mapping[str, str | None] = dict.fromkeys(self._queue)
+        if self._engines:
+            decided = self._policy.route([entry.waiting for entry in self._queue.values()])
+        for request, engine in decided.items():
+            entry = self._queue.pop(request)
+            entry.engine = engine
+            entry.decided.set()

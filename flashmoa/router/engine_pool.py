@@ -1,4 +1,4 @@
-"""All engines together: which one has a prompt stream, and questions to all of them."""
+"""Send requests to all engines, and find the engine that has a prompt stream (`EnginePool`)."""
 
 from __future__ import annotations
 
@@ -10,128 +10,135 @@ from typing import Any
 import anyio
 from starlette.responses import Response
 
-from flashmoa.router.client_requests import STREAMS, Repeat, json_object
+from flashmoa.router.client_requests import STREAMS, RetryRule, parse_object
 from flashmoa.router.connections import Connections
 from flashmoa.router.engines import RoutedEngine
 from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
 
-_MAX_REMEMBERED = 100_000
+_MAX_REMEMBERED_STREAMS = 100_000
+# The status of a stream that the engine had and no longer has.
 _GONE = 410
-_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 class EnginePool:
-    """The engines that are up.
+    """Sends requests to the engines that are up, and remembers the engines of prompt streams.
 
-    The place of a stream is soft state: a router that does not know it asks every engine.
+    It asks every engine for a stream that it does not remember, for example after a restart.
     """
 
     def __init__(self, connections: Connections, engines: Mapping[str, RoutedEngine]) -> None:
         self._connections = connections
         self._engines = engines
-        self._streams: OrderedDict[str, str] = OrderedDict()
+        self._stream_engines: OrderedDict[str, str] = OrderedDict()
         self._turn = itertools.count()
 
-    def up(self) -> list[str]:
+    def urls_up(self) -> list[str]:
+        """Return the URLs of the engines that are up."""
         return [url for url, engine in self._engines.items() if engine.is_up]
 
-    def any(self) -> str:
-        """Return one of the engines, in turn. Raises: NoEngine."""
-        if not (up := self.up()):
+    def next_engine(self) -> str:
+        """Return the URL of an engine, each in turn. Raises: NoEngine if none is up."""
+        if not (urls := self.urls_up()):
             raise NoEngine
-        return up[next(self._turn) % len(up)]
+        return urls[next(self._turn) % len(urls)]
 
-    def stream_opened(self, answer: Response, engine: str) -> None:
-        """Remember the prompt stream that an engine's answer says it has opened, if it does."""
-        stream = json_object(answer.body).get("id")
+    def remember_stream(self, stream: object, engine: str) -> None:
+        """Remember the engine of a prompt stream; ignore a ``stream`` that is not a string."""
         if isinstance(stream, str):
-            self._remember(stream, engine)
+            self._stream_engines[stream] = engine
+        while len(self._stream_engines) > _MAX_REMEMBERED_STREAMS:
+            self._stream_engines.popitem(last=False)
 
     def forget_stream(self, stream: str) -> None:
-        self._streams.pop(stream, None)
+        self._stream_engines.pop(stream, None)
 
-    async def engine_of(self, stream: str, headers: Mapping[str, str]) -> str | None:
-        """Return the engine that has a prompt stream.
+    async def engine_of_stream(self, stream: str, headers: Mapping[str, str]) -> str | None:
+        """Return the engine that has a prompt stream, or ``None`` if no engine has it.
 
-        Raises: NoEngine; AllEnginesRefused where every engine refuses the API key.
+        Args:
+            headers: the client's API key.
+
+        Raises:
+            NoEngine: if no engine answers.
+            AllEnginesRefused: if every engine refuses the API key.
         """
-        known = self._streams.get(stream)
-        if known is not None:
-            if self._engines[known].is_up:
-                return known
+        if (engine := self._stream_engines.get(stream)) is not None:
+            if self._engines[engine].is_up:
+                return engine
             self.forget_stream(stream)
         if not (stream.isascii() and stream.isalnum()):
             return None
-        replies = await self.ask("GET", f"{STREAMS}/{stream}", headers)
+        replies = await self.ask_all("GET", f"{STREAMS}/{stream}", headers)
         for engine, reply in replies.items():
             if reply.status_code in (200, _GONE):
-                self._remember(stream, engine)
+                self.remember_stream(stream, engine)
                 return engine
-        refused = [reply for reply in replies.values() if reply.status_code in (401, 403)]
-        if len(refused) == len(replies):
-            raise AllEnginesRefused(refused[0])
+        refusals = [reply for reply in replies.values() if reply.status_code in (401, 403)]
+        if len(refusals) == len(replies):
+            raise AllEnginesRefused(refusals[0])
         return None
 
-    async def open_streams(self, headers: Mapping[str, str]) -> int:
-        """Count the prompt streams of all engines. Raises: NoEngine; AllEnginesRefused."""
-        counts = [one.get("open") for one in await self.ask_objects(STREAMS, headers)]
+    async def count_streams(self, headers: Mapping[str, str]) -> int:
+        """Return the number of open prompt streams. Raises: the errors of :meth:`get_objects`."""
+        counts = [state.get("open") for state in await self.get_objects(STREAMS, headers)]
         return sum(count for count in counts if isinstance(count, int))
 
-    async def ask_objects(self, target: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Get JSON objects from all engines that give one. Raises: NoEngine; AllEnginesRefused."""
-        replies = list((await self.ask("GET", target, headers)).values())
-        if not (given := [reply for reply in replies if reply.status_code == 200]):
-            raise AllEnginesRefused(replies[0])
-        return [json_object(reply.body) for reply in given]
+    async def get_objects(self, target: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the JSON objects at a path from those engines that answer with 200.
 
-    async def ask(
+        Raises:
+            NoEngine: if no engine answers.
+            AllEnginesRefused: if no engine answers with 200.
+        """
+        replies = list((await self.ask_all("GET", target, headers)).values())
+        if not (accepted := [reply for reply in replies if reply.status_code == 200]):
+            raise AllEnginesRefused(replies[0])
+        return [parse_object(reply.body) for reply in accepted]
+
+    async def ask_all(
         self, method: str, target: str, headers: Mapping[str, str]
     ) -> dict[str, Response]:
-        """Ask all engines that are up the same; return the replies by engine.
+        """Send a request to all engines that are up. Return the replies by engine.
 
-        Raises: NoEngine if none replies.
+        Raises: NoEngine if no engine replies.
         """
         replies: dict[str, Response] = {}
 
-        async def ask_one(engine: str) -> None:
+        async def ask(engine: str) -> None:
             try:
-                with anyio.move_on_after(_SECONDS):
-                    # Reading a state and emptying a cache may both be done twice.
+                with anyio.move_on_after(_TIMEOUT_SECONDS):
+                    # Reading a state and emptying a cache can both be repeated.
                     answer, content = await self._connections.exchange(
-                        method, engine + target, headers, b"", Repeat.ALWAYS
+                        method, engine + target, headers, b"", RetryRule.ALWAYS
                     )
                     answer.close()
-                    kind = answer.content_type
-                    replies[engine] = Response(content, answer.status, media_type=kind)
+                    media_type = answer.content_type
+                    replies[engine] = Response(content, answer.status, media_type=media_type)
             except EngineLost:
                 return
 
         async with anyio.create_task_group() as group:
-            for engine in self.up():
-                group.start_soon(ask_one, engine)
+            for engine in self.urls_up():
+                group.start_soon(ask, engine)
         if not replies:
             raise NoEngine
         return replies
 
-    def _remember(self, stream: str, engine: str) -> None:
-        self._streams[stream] = engine
-        while len(self._streams) > _MAX_REMEMBERED:
-            self._streams.popitem(last=False)
 
-
-def merged_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge engines' ``/flashmoa/info`` into that of one engine that can do what all can."""
+def merge_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge engines' ``/flashmoa/info`` into that of one engine with the abilities they share."""
     capabilities = set(infos[0].get("capabilities", []))
-    capabilities.intersection_update(*(one.get("capabilities", []) for one in infos))
-    smallest = {
-        name: min(one[name] for one in infos if one.get(name) is not None)
+    capabilities.intersection_update(*(info.get("capabilities", []) for info in infos))
+    limits = {
+        name: min(info[name] for info in infos if info.get(name) is not None)
         for name in ("context_length", "max_prompt_tokens")
-        if any(one.get(name) is not None for one in infos)
+        if any(info.get(name) is not None for info in infos)
     }
     return {
         **infos[0],
-        **smallest,
+        **limits,
         "capabilities": sorted(capabilities),
-        "prompt_streams": sum(one.get("prompt_streams", 0) for one in infos),
-        "kv": [rank for one in infos for rank in one.get("kv", [])],
+        "prompt_streams": sum(info.get("prompt_streams", 0) for info in infos),
+        "kv": [rank for info in infos for rank in info.get("kv", [])],
     }

@@ -1,4 +1,4 @@
-"""What the router believes about one engine: what is cached, and what is left to compute; pure."""
+"""Model one engine: which blocks it has cached, and how much it has yet to compute; pure."""
 
 from __future__ import annotations
 
@@ -9,42 +9,37 @@ from flashmoa.router.flops import Measure
 
 
 class BlockTable:
-    """One engine's blocks, by hash.
+    """Records one engine's blocks, by hash.
 
-    *Committed* blocks are in the cache. *Pending* ones are promised by requests that were routed
-    there and are not computed yet: they make a burst of siblings converge on one engine
-    (MoE-Prefill §B.2). Both are soft state: a wrong entry costs time, never an answer.
+    *Committed* blocks are in the cache. *Pending* blocks will be computed by requests that were
+    sent to the engine. Because both count as a match, a burst of siblings goes to one engine
+    (MoE-Prefill §B.2). A wrong entry costs time; it never makes an answer wrong.
 
     Args:
-        capacity: the most committed blocks; beyond it the least recently used ones are forgotten.
-            ``None`` where the engine reports its evictions itself.
+        capacity: the most committed blocks; the least recently used ones are forgotten first.
+            ``None`` if the engine reports its evictions itself.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        # In the order of their last use.
+        # Ordered by their last use, the oldest first.
         self._committed: dict[int, None] = {}
-        # Each with the number of requests that promise it.
+        # The number of requests that will compute each block.
         self._pending: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._committed)
 
-    @property
-    def pending(self) -> int:
-        """Return the number of pending blocks."""
-        return len(self._pending)
-
     def match(self, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are committed or pending."""
         committed, pending = self._committed, self._pending
-        for place, block in enumerate(hashes):
+        for index, block in enumerate(hashes):
             if block not in committed and block not in pending:
-                return place
+                return index
         return len(hashes)
 
-    def promised(self, hashes: Sequence[int]) -> int:
-        """Return how many blocks at the end of these are only pending, behind committed ones."""
+    def count_trailing_pending(self, hashes: Sequence[int]) -> int:
+        """Return how many of these blocks, which match, follow the last committed one."""
         count = 0
         for block in reversed(hashes):
             if block in self._committed:
@@ -57,7 +52,7 @@ class BlockTable:
         self._pending.update(hashes)
 
     def release(self, hashes: Iterable[int]) -> None:
-        """Remove one request's promise, because it is fulfilled or will not be."""
+        """Withdraw one request's promise, whether it has computed the blocks or never will."""
         for block in hashes:
             if self._pending[block] > 1:
                 self._pending[block] -= 1
@@ -67,19 +62,19 @@ class BlockTable:
     def commit(self, hashes: Sequence[int]) -> int:
         """Add blocks to the cache as the most recently used ones.
 
-        A prompt's last blocks count as the older ones: an engine evicts what follows a prefix
-        before the prefix. Returns how many of the blocks were pending and not committed yet.
+        A prompt's last blocks count as older than its first ones, because an engine evicts the end
+        of a prompt before its beginning. Return how many of the blocks were only pending before.
         """
-        arrived = 0
+        fulfilled = 0
         for block in reversed(hashes):
             if block in self._committed:
                 del self._committed[block]
             elif block in self._pending:
-                arrived += 1
+                fulfilled += 1
             self._committed[block] = None
         while self.capacity is not None and len(self._committed) > self.capacity:
             del self._committed[next(iter(self._committed))]
-        return arrived
+        return fulfilled
 
     def evict(self, hashes: Iterable[int]) -> None:
         """Remove blocks from the cache."""
@@ -87,22 +82,22 @@ class BlockTable:
             self._committed.pop(block, None)
 
     def clear(self) -> None:
-        """Empty the cache; pending blocks are still to come."""
+        """Empty the cache; pending blocks stay pending."""
         self._committed.clear()
 
 
 class PrefillLoad:
-    """One engine's ``W``: what its requests still cost, with cached prefixes taken off.
+    """Adds up one engine's load ``W``: what its requests still cost, without cached prefixes.
 
-    Engines report progress in tokens and not by request, so it is booked on the oldest request
-    first. Raising and lowering use one measure of whole numbers: ``W`` never drifts, is never
-    negative, and is 0 when nothing is left (MoE-Prefill §7.3, §B.2).
+    Engines report progress in tokens and not by request, so it is subtracted from the oldest
+    requests first. Because costs are whole numbers that add up exactly, ``W`` does not drift, is
+    never negative, and is 0 when nothing is left (MoE-Prefill §7.3, §B.2).
     """
 
     def __init__(self, measure: Measure) -> None:
         self.measure = measure
         self.total = 0
-        # For each request with work left, in order of arrival: its first token and its end.
+        # The next token and the end of each prompt with work left, by request in order of arrival.
         self._left: dict[str, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -111,7 +106,7 @@ class PrefillLoad:
     def add(self, request: str, start: int, end: int) -> None:
         """Add a request whose tokens ``start`` to ``end`` are to be computed.
 
-        Raises: ValueError for a request that was added already.
+        Raises: ValueError if the request was added already.
         """
         if request in self._left:
             raise ValueError(f"request {request!r} is counted already; end it first")
@@ -119,19 +114,19 @@ class PrefillLoad:
             self._left[request] = (start, end)
             self.total += self.measure.work(start, end)
 
-    def executed(self, tokens: int) -> None:
+    def subtract_computed(self, tokens: int) -> None:
         """Subtract prompt tokens that the engine has computed."""
         while tokens > 0 and self._left:
             request, (start, end) = next(iter(self._left.items()))
-            done = min(tokens, end - start)
-            tokens -= done
-            self.total -= self.measure.work(start, start + done)
-            if start + done == end:
+            computed = min(tokens, end - start)
+            tokens -= computed
+            self.total -= self.measure.work(start, start + computed)
+            if start + computed == end:
                 del self._left[request]
             else:
-                self._left[request] = (start + done, end)
+                self._left[request] = (start + computed, end)
 
-    def end(self, request: str) -> None:
-        """Subtract what is left of a request, computed or not; harmless to repeat."""
+    def remove(self, request: str) -> None:
+        """Subtract what is left of a request; harmless to repeat."""
         if (left := self._left.pop(request, None)) is not None:
             self.total -= self.measure.work(*left)

@@ -1,17 +1,4 @@
-"""What can go wrong in a router.
-
-::
-
-    FlashMoAError
-     +-- RouterError               the client gets ``status``, and the message as the reason
-          +-- BadRequest           400
-          +-- BodyTooLarge         413
-          +-- AgentFailed          424
-          +-- QueueFull            429
-          +-- EngineLost           502
-          +-- NoEngine             503
-          +-- AllEnginesRefused    as one of the engines answered
-"""
+"""Define the errors of the routers. A client gets the ``status`` and the message of each."""
 
 from __future__ import annotations
 
@@ -21,12 +8,9 @@ from flashmoa.errors import FlashMoAError
 
 
 class RouterError(FlashMoAError):
-    """Raised when a router cannot serve a request; the base of all its errors.
+    """Raised when a router cannot serve a request; the base of all its errors."""
 
-    Attributes:
-        status: the HTTP status of the answer that the client gets.
-    """
-
+    # The HTTP status of the answer that the client gets.
     status = 500
 
 
@@ -43,13 +27,13 @@ class BodyTooLarge(RouterError):
 
 
 class AgentFailed(RouterError):
-    """Raised when an agent's answer, which others read, will not be completed."""
+    """Raised when an agent's answer, which a request reads, will not be completed."""
 
     status = 424
 
 
 class QueueFull(RouterError):
-    """Raised when as many requests wait for an engine as the router allows."""
+    """Raised when the queue has the most requests that the router allows."""
 
     status = 429
 
@@ -61,7 +45,7 @@ class QueueFull(RouterError):
 
 
 class EngineLost(RouterError):
-    """Raised when an engine's connection breaks before any of its answer was passed on.
+    """Raised when an engine fails before any of its answer was passed on to the client.
 
     Attributes:
         reached: whether the engine may have received the request, and may have crashed on it.
@@ -84,13 +68,13 @@ class NoEngine(RouterError):
 
 
 class AllEnginesRefused(RouterError):
-    """Raised when every engine refuses what the router asked all of them.
+    """Raised when every engine refuses a request that the router sent to all of them.
 
     Attributes:
-        response: one engine's answer, which the client gets as it is.
+        response: one engine's answer, which the client gets unchanged.
     """
 
     def __init__(self, response: Response) -> None:
-        super().__init__(f"every engine refuses; one answered {response.status_code}")
+        super().__init__(f"every engine refused; one answered {response.status_code}")
         self.status = response.status_code
         self.response = response

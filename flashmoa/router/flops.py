@@ -1,7 +1,7 @@
-"""What computing part of a prompt costs; pure.
+"""Compute what part of a prompt costs, in FLOPs or in tokens; pure.
 
 All costs are whole numbers and add up exactly: ``work(a, b) + work(b, c) == work(a, c)``. So a load
-that is raised by a request's cost and lowered by what an engine has computed of it does not drift.
+does not drift if a request's cost raises it and each computed part of the prompt lowers it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from flashmoa.errors import FlashMoAError
 
-# The MLPs of these model types have two matrices, not three.
+# The MLPs of these model types have two matrices; those of other models have three.
 _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 
 
 class Measure(Protocol):
-    """A unit of prefill work; ``unit`` is its name."""
+    """Measures prefill work; ``unit`` is the name of its unit."""
 
     @property
     def unit(self) -> str: ...
@@ -31,7 +31,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Work counted in tokens, for a model whose shape is unknown (MoE-Prefill §B.4)."""
+    """Measures work in tokens, for a model whose shape is unknown (MoE-Prefill §B.4)."""
 
     @property
     def unit(self) -> str:
@@ -43,14 +43,14 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class TrueFlops:
-    """Work counted in FLOPs: each token's own, and those of each pair of a query and a key.
+    """Measures work in FLOPs: those of each token, and those of each pair of a query and a key.
+
+    The vocabulary's matrix is left out, because prefill applies it to only one token of a prompt.
 
     Attributes:
         linear: FLOPs per token in the matrices of all layers.
-        pair: FLOPs per query and key, over the layers that attend to everything.
-        window_pair, window: the same over the layers that attend to ``window`` tokens only.
-
-    The vocabulary's matrix is left out: prefill applies it to only one token of a prompt.
+        pair: FLOPs per pair in all layers that attend to the whole prompt.
+        window_pair: FLOPs per pair in all layers that attend to ``window`` tokens only.
     """
 
     linear: int
@@ -66,8 +66,8 @@ class TrueFlops:
         if end <= start:
             return 0
         pairs = _pairs(end) - _pairs(start)
-        near = _pairs_within(end, self.window) - _pairs_within(start, self.window)
-        return self.linear * (end - start) + self.pair * pairs + self.window_pair * near
+        window_pairs = _pairs_within(end, self.window) - _pairs_within(start, self.window)
+        return self.linear * (end - start) + self.pair * pairs + self.window_pair * window_pairs
 
 
 def saturation(
@@ -78,8 +78,8 @@ def saturation(
     Args:
         batch_tokens: the most tokens that the engine computes in one forward.
         margin: kappa, the allowance for the time between two forwards.
-        exposed: the slowest layer's time divided by the time of its computing alone; 1 where no
-            weights are transferred, or where this is unknown.
+        exposed: the slowest layer's total time divided by its computing time; 1 if no weights are
+            transferred, or if this is unknown.
     """
     return int(margin * max(1.0, exposed) * measure.work(0, batch_tokens))
 
@@ -90,30 +90,35 @@ def _pairs(length: int) -> int:
 
 
 def _pairs_within(length: int, window: int) -> int:
+    """Return the number of such pairs whose key is among the query's last ``window`` tokens."""
     near = min(length, window)
     return _pairs(near) + (length - near) * window
 
 
 class UnknownShape(FlashMoAError, ValueError):
-    """Raised when a config does not determine what a token costs; count tokens instead."""
+    """Raised when a model's config does not determine what a token costs; count tokens instead."""
 
 
 def true_flops(config: Mapping[str, Any]) -> TrueFlops:
     """Return a model's FLOPs from its ``config.json``, in the format of Hugging Face.
 
-    Decoder-only transformers are known: dense or mixture of experts, with grouped-query or latent
-    (MLA) attention and sliding windows. Raises: UnknownShape, naming the field, for anything else.
+    Supports decoder-only transformers: dense or mixture of experts, with grouped-query or latent
+    (MLA) attention and sliding windows. Raises: UnknownShape, naming the field, if the config
+    describes another model.
     """
-    own = _Config(config.get("text_config") or config)
-    layers = own.number("num_hidden_layers")
-    full, windowed = _attention_layers(own, layers)
-    weights, pair = _latent(own) if own.has("kv_lora_rank") else _grouped(own)
-    active = layers * weights + sum(_mlp(own, layer) for layer in range(layers))
-    window = own.number("sliding_window") if windowed else 0
+    fields = _Config(config.get("text_config") or config)
+    layers = fields.number("num_hidden_layers")
+    full, windowed = _attention_layers(fields, layers)
+    attention = _latent_attention if fields.has("kv_lora_rank") else _grouped_attention
+    parameters, pair = attention(fields)
+    active = layers * parameters + sum(_mlp_parameters(fields, layer) for layer in range(layers))
+    window = fields.number("sliding_window") if windowed else 0
     return TrueFlops(2 * active, full * pair, windowed * pair, window)
 
 
 class _Config:
+    """Reads the fields of a model's config; fields that are null count as missing."""
+
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
@@ -121,78 +126,78 @@ class _Config:
         return self.values.get(name) is not None
 
     def number(self, *names: str) -> int:
-        """Return the first of these fields that has a usable number. Raises: UnknownShape."""
+        """Return the first of these fields that is a number. Raises: UnknownShape if none is."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
         raise UnknownShape(f"the model's config has no usable {' or '.join(names)}")
 
-    def optional(self, name: str, otherwise: int) -> int:
-        return self.number(name) if self.has(name) else otherwise
+    def optional(self, name: str, default: int) -> int:
+        return self.number(name) if self.has(name) else default
 
 
-def _attention_layers(own: _Config, layers: int) -> tuple[int, int]:
-    """Return how many layers attend to everything, and how many to a window."""
-    if kinds := own.values.get("layer_types"):
+def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
+    """Return how many layers attend to the whole prompt, and how many to a window."""
+    if kinds := config.values.get("layer_types"):
         full = sum(kind in _FULL for kind in kinds)
         windowed = sum(kind in _WINDOWED for kind in kinds)
         if full + windowed != layers:
             raise UnknownShape("the model's layer_types are not all attention")
         return full, windowed
-    if own.has("sliding_window") and own.values.get("use_sliding_window", True):
+    if config.has("sliding_window") and config.values.get("use_sliding_window", True):
         return 0, layers
     return layers, 0
 
 
-def _grouped(own: _Config) -> tuple[int, int]:
-    """Return the parameters of a layer's attention, and its FLOPs per pair of tokens.
+def _grouped_attention(config: _Config) -> tuple[int, int]:
+    """Return the parameters of a layer's attention, and its FLOPs per pair of a query and a key.
 
     A pair costs two products in every head.
     """
-    hidden, heads = own.number("hidden_size"), own.number("num_attention_heads")
-    wide = heads * own.optional("head_dim", hidden // max(1, heads))
-    narrow = wide // max(1, heads) * own.optional("num_key_value_heads", heads)
-    return 2 * hidden * (wide + narrow), 4 * wide
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    query_width = heads * config.optional("head_dim", hidden // max(1, heads))
+    key_width = query_width // max(1, heads) * config.optional("num_key_value_heads", heads)
+    return 2 * hidden * (query_width + key_width), 4 * query_width
 
 
-def _latent(own: _Config) -> tuple[int, int]:
-    """Do the same for DeepSeek's latent attention, keys and values expanded as in prefill."""
-    hidden, heads = own.number("hidden_size"), own.number("num_attention_heads")
-    nope, rope = own.number("qk_nope_head_dim"), own.number("qk_rope_head_dim")
-    value, latent = own.number("v_head_dim"), own.number("kv_lora_rank")
+def _latent_attention(config: _Config) -> tuple[int, int]:
+    """Return the same for DeepSeek's latent attention, keys and values expanded as in prefill."""
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    nope, rope = config.number("qk_nope_head_dim"), config.number("qk_rope_head_dim")
+    value, latent = config.number("v_head_dim"), config.number("kv_lora_rank")
     key = nope + rope
-    if own.has("q_lora_rank"):
-        rank = own.number("q_lora_rank")
+    if config.has("q_lora_rank"):
+        rank = config.number("q_lora_rank")
         queries = rank * (hidden + heads * key)
     else:
         queries = hidden * heads * key
-    weights = queries + hidden * (latent + rope) + latent * heads * (nope + value)
-    return weights + heads * value * hidden, 2 * heads * (key + value)
+    parameters = queries + hidden * (latent + rope) + latent * heads * (nope + value)
+    return parameters + heads * value * hidden, 2 * heads * (key + value)
 
 
-def _mlp(own: _Config, layer: int) -> int:
+def _mlp_parameters(config: _Config, layer: int) -> int:
     """Return the number of parameters that a token uses in this layer's MLP."""
-    hidden = own.number("hidden_size")
-    if not _is_sparse(own, layer):
-        matrices = 2 if own.values.get("model_type") in _UNGATED else 3
-        return matrices * hidden * own.number("intermediate_size")
-    width = own.number("moe_intermediate_size", "intermediate_size")
-    used = own.number("num_experts_per_tok", "experts_per_token")
-    shared = own.optional("n_shared_experts", 0) * width
-    shared += own.optional("shared_expert_intermediate_size", 0)
-    return hidden * (3 * (used * width + shared) + _experts(own))
+    hidden = config.number("hidden_size")
+    if not _is_sparse(config, layer):
+        matrices = 2 if config.values.get("model_type") in _UNGATED else 3
+        return matrices * hidden * config.number("intermediate_size")
+    width = config.number("moe_intermediate_size", "intermediate_size")
+    used = config.number("num_experts_per_tok", "experts_per_token")
+    shared = config.optional("n_shared_experts", 0) * width
+    shared += config.optional("shared_expert_intermediate_size", 0)
+    return hidden * (3 * (used * width + shared) + _expert_count(config))
 
 
-def _experts(own: _Config) -> int:
+def _expert_count(config: _Config) -> int:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max((own.number(name) for name in names if own.has(name)), default=0)
+    return max((config.number(name) for name in names if config.has(name)), default=0)
 
 
-def _is_sparse(own: _Config, layer: int) -> bool:
-    if _experts(own) < 2 or layer < own.optional("first_k_dense_replace", 0):
+def _is_sparse(config: _Config, layer: int) -> bool:
+    if _expert_count(config) < 2 or layer < config.optional("first_k_dense_replace", 0):
         return False
-    if layer in (own.values.get("mlp_only_layers") or []):
+    if layer in (config.values.get("mlp_only_layers") or []):
         return False
-    step = own.optional("decoder_sparse_step", 1)
+    step = config.optional("decoder_sparse_step", 1)
     return (layer + 1) % max(1, step) == 0

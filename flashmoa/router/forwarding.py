@@ -1,4 +1,4 @@
-"""One request on its way to an engine, and its answer on the way back."""
+"""Forward a request to an engine (`forward`), and relay its answer, which observers can read."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._starlette import while_connected
-from flashmoa.router.client_requests import ForwardedRequest, passed_on
-from flashmoa.router.connections import Connections, reason
+from flashmoa.router.client_requests import ForwardedRequest, select_forwarded_headers
+from flashmoa.router.connections import Connections, describe_error
 from flashmoa.router.dispatcher import Placement
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.metrics import RouterMetrics
 
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # The usage of a streamed answer is within this many bytes of its end.
 _USAGE_BYTES = 4096
+_HANGS = "it has stopped answering"
+
+# Makes contexts whose body is cancelled if the engine hangs.
+HangScope = Callable[[], AbstractContextManager[anyio.CancelScope]]
 
 
 class AnswerObserver:
-    """Hears an answer as it passes through the router."""
+    """Reads an answer while the router relays it."""
 
-    def heard(self, piece: bytes) -> None:
-        """Take the next piece of a stream, or all of an answer that is not streamed."""
+    def receive(self, content: bytes) -> None:
+        """Process the next piece of a stream, or all of a successful answer without streaming."""
 
-    def computed(self, content: bytes | None = None) -> None:
-        """Note that the prompt is computed. ``content``: the answer's end, once it is there."""
-
-    def ended(self, ending: str) -> None:
-        """Note how the answer ended: ``answered``, ``refused``, ``left`` or ``lost``."""
+    def end(self, ending: str) -> None:
+        """Process the end of the answer: ``answered``, ``refused``, ``left`` or ``lost``."""
 
 
 class PlacementObserver(AnswerObserver):
     """Learns from an answer that its prompt is computed, and how much of it was cached.
 
     Args:
-        placement: of the request, if it was placed by the policy.
+        placement: the request's placement, if it has one.
     """
 
     def __init__(
@@ -51,15 +52,18 @@ class PlacementObserver(AnswerObserver):
         self._metrics = metrics
         self._engine = engine
         self._placement = placement
+        self._tail = b""
 
-    def computed(self, content: bytes | None = None) -> None:
-        if self._placement is not None:
-            self._placement.computed()
-        if content and (found := _CACHED.search(content)):
-            self._metrics.cached(self._engine, int(found[1]))
+    def receive(self, content: bytes) -> None:
+        if self._placement is not None and not self._tail:
+            self._placement.finish_prefill()
+        # An answer without streaming is a single piece, and its usage may be anywhere in it.
+        self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 
-    def ended(self, ending: str) -> None:
-        self._metrics.ended(self._engine, ending)
+    def end(self, ending: str) -> None:
+        if ending == "answered" and (cached := _CACHED_TOKENS.search(self._tail)):
+            self._metrics.count_cached(self._engine, int(cached[1]))
+        self._metrics.count_ending(self._engine, ending)
 
 
 async def forward(
@@ -68,66 +72,70 @@ async def forward(
     engine: str,
     observer: AnswerObserver,
     stack: AsyncExitStack,
+    hang_scope: HangScope = anyio.CancelScope,
 ) -> Response:
-    """Return the engine's answer: whole, or as a stream that is passed on as it is read.
+    """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
 
-    The caller closes ``stack``, but a stream takes over what is on it and closes that when it is
-    over. Nothing of a stream is read ahead of its client, and leaving it aborts the engine's
-    request. Raises: EngineLost.
+    A stream is not read ahead of its client, and if the client leaves, the engine's request is
+    aborted.
+
+    Args:
+        engine: URL of the engine.
+        stack: is closed by the caller. A stream takes over its contents, and closes them at its
+            end.
+
+    Raises: EngineLost if there is no answer.
     """
     try:
-        answer, content = await connections.exchange(
-            call.method, engine + call.target, call.headers, call.body, call.repeat
-        )
+        with hang_scope() as waiting:
+            answer, content = await connections.exchange(
+                call.method, engine + call.target, call.headers, call.body, call.retry_rule
+            )
+        if waiting.cancelled_caught:
+            raise EngineLost(_HANGS)
     except EngineLost as error:
-        observer.ended("lost")
+        observer.end("lost")
         raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
     stack.callback(answer.close)
-    headers = passed_on(answer.headers)
     if content is None:
-        return RelayedStream(answer, headers, observer, stack.pop_all())
+        return RelayedStream(answer, observer, stack.pop_all(), hang_scope)
     if answer.ok:
-        observer.heard(content)
-        observer.computed(content)
-    observer.ended("answered" if answer.ok else "refused")
-    return Response(content, answer.status, headers)
+        observer.receive(content)
+    observer.end("answered" if answer.ok else "refused")
+    return Response(content, answer.status, select_forwarded_headers(answer.headers))
 
 
 class RelayedStream(StreamingResponse):
-    """A stream on its way to the client. It frees everything even if the client never reads it.
-
-    Attributes:
-        until_hung: cancels its body once nothing more can come from the engine.
-    """
+    """Relays a stream to the client, and releases everything even if the client never reads it."""
 
     def __init__(
         self,
         answer: aiohttp.ClientResponse,
-        headers: dict[str, str],
         observer: AnswerObserver,
         stack: AsyncExitStack,
+        hang_scope: HangScope,
     ) -> None:
         self._pieces = self._read(answer)
-        super().__init__(self._pieces, answer.status, headers)
+        super().__init__(self._pieces, answer.status, select_forwarded_headers(answer.headers))
         self._observer = observer
         self._stack = stack
+        self._hang_scope = hang_scope
         self._ending = "left"
-        self.until_hung: Callable[[], AbstractContextManager[anyio.CancelScope]] = anyio.CancelScope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with while_connected(Request(scope, receive)):
-                with self.until_hung() as waiting:
+                with self._hang_scope() as waiting:
                     await self.stream_response(send)
                 if waiting.cancelled_caught:
                     self._ending = "lost"
-                    end = _error_event("it hangs")
+                    end = _make_error_event(_HANGS)
                     await send({"type": "http.response.body", "body": end, "more_body": False})
         finally:
             await self._release()
 
     async def drain(self) -> None:
-        """Read the stream to its end for its observer, instead of passing it on."""
+        """Read the stream to its end for its observer, instead of relaying it."""
         try:
             async for _ in self._pieces:
                 pass
@@ -137,26 +145,21 @@ class RelayedStream(StreamingResponse):
     async def _release(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._pieces.aclose()
-            self._observer.ended(self._ending)
+            self._observer.end(self._ending)
             await self._stack.aclose()
 
     async def _read(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-        end = b""
         try:
             async for piece in answer.content.iter_any():
-                if not end:
-                    self._observer.computed()
-                self._observer.heard(piece)
-                end = (end + piece)[-_USAGE_BYTES:]
+                self._observer.receive(piece)
                 yield piece
             self._ending = "answered"
-            self._observer.computed(end)
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
-            yield _error_event(reason(error))
+            yield _make_error_event(describe_error(error))
 
 
-def _error_event(why: str) -> bytes:
+def _make_error_event(reason: str) -> bytes:
     """Return the event that ends a stream whose engine was lost."""
-    problem = {"message": f"The engine is gone: {why}", "code": 502}
-    return f"data: {json.dumps({'error': problem})}\n\n".encode()
+    error = {"message": f"The engine is gone: {reason}", "code": 502}
+    return f"data: {json.dumps({'error': error})}\n\n".encode()

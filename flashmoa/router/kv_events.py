@@ -1,14 +1,13 @@
-"""SGLang's KV events over ZMQ (``--kv-events-config``), and what they say of an engine's cache."""
+"""Follow SGLang's KV events over ZMQ (``--kv-events-config``), which report an engine's cache."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import httpx
@@ -17,11 +16,12 @@ import zmq
 import zmq.asyncio
 
 from flashmoa.router.blocks import PageMirror
+from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
 
-# A publisher looks for requests to replay ten times a second.
+# How long a replay may take: a publisher looks for requests to replay ten times a second.
 _REPLAY_SECONDS = 5.0
 # The sequence number that ends a replay.
 _REPLAY_END = (1 << 64) - 1
@@ -29,11 +29,12 @@ _REPLAY_END = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The publisher of one data-parallel rank: ZMQ addresses as the router reaches them.
+    """Gives the ZMQ addresses at which one data-parallel rank publishes its events.
 
     Attributes:
-        replay: the address that repeats missed events, if there is one.
-        topic: the beginning of its messages.
+        address: where events are published.
+        replay: where missed events can be requested; ``None`` if they cannot.
+        topic: the topic that every message begins with.
     """
 
     address: str
@@ -41,129 +42,129 @@ class EventSource:
     topic: str = ""
 
 
-def event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
-    """Return one source for each rank of an engine, or none where it does not publish.
+def parse_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
+    """Return one source for each rank of an engine, or none if the engine publishes no events.
 
-    The ports of the ranks follow one another.
+    The ranks have consecutive ports.
 
     Args:
-        info: the engine's ``/server_info``. ``kv_events`` has the address, in the releases that
-            tell it; ``kv_events_config``, what the engine was started with, has the replay's.
+        url: the engine's URL, which has the host.
+        info: the engine's ``/server_info``. Some releases give the address in ``kv_events``. The
+            address of replays is only in ``kv_events_config``, the engine's command line option.
     """
-    config = _json_object(info.get("kv_events_config"))
-    described: Any = info.get("kv_events")
+    config = parse_object(str(info.get("kv_events_config")))
+    published: Any = info.get("kv_events")
     try:
-        if described is None:
+        if published is None:
             if config.get("publisher") != "zmq":
                 return ()
-            described = {
-                "endpoint_port_base": _port(config.get("endpoint", "tcp://*:5557")),
+            published = {
+                "endpoint_port_base": _parse_port(config.get("endpoint", "tcp://*:5557")),
                 "topic": config.get("topic", ""),
                 "dp_size": info.get("dp_size", 1),
             }
         host = httpx.URL(url).host
-        first, topic = int(described["endpoint_port_base"]), str(described.get("topic") or "")
+        port, topic = int(published["endpoint_port_base"]), str(published.get("topic") or "")
         replay = config.get("replay_endpoint")
-        first_replay = _port(replay) if replay else None
+        replay_port = _parse_port(replay) if replay else None
         return tuple(
             EventSource(
-                f"tcp://{host}:{first + rank}",
-                f"tcp://{host}:{first_replay + rank}" if first_replay is not None else None,
+                f"tcp://{host}:{port + rank}",
+                f"tcp://{host}:{replay_port + rank}" if replay_port is not None else None,
                 topic,
             )
-            for rank in range(max(1, int(described.get("dp_size") or 1)))
+            for rank in range(max(1, int(published.get("dp_size") or 1)))
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return ()
 
 
-def _json_object(text: object) -> dict[str, Any]:
-    try:
-        config: Any = json.loads(str(text))
-    except ValueError:
-        return {}
-    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
-
-
-def _port(endpoint: object) -> int:
+def _parse_port(endpoint: object) -> int:
     return int(str(endpoint).rpartition(":")[2])
 
 
 class EngineBlocks:
-    """The blocks of an engine: those that at least one of its data-parallel ranks has."""
+    """Merges the blocks of an engine's data-parallel ranks, and reports them to the dispatcher.
+
+    A block counts as cached as long as at least one rank has it.
+    """
 
     def __init__(self, dispatcher: Dispatcher, engine: str, ranks: int = 1) -> None:
         self._dispatcher = dispatcher
         self.engine = engine
         self._ranks = ranks
-        self._held = Counter[int]()
+        # The number of ranks that have each block.
+        self._counts = Counter[int]()
 
-    def stored(self, blocks: Collection[int]) -> None:
-        """Add blocks that a rank has stored."""
-        self._held.update(blocks)
-        self._dispatcher.stored(self.engine, blocks)
+    def add(self, blocks: Collection[int]) -> None:
+        """Add blocks that a rank has cached."""
+        self._counts.update(blocks)
+        self._dispatcher.add_blocks(self.engine, blocks)
 
-    def removed(self, blocks: Collection[int]) -> None:
-        """Take away blocks that a rank has evicted."""
-        self._held.subtract(blocks)
-        gone = [block for block in blocks if self._held[block] <= 0]
-        for block in gone:
-            del self._held[block]
-        self._dispatcher.removed(self.engine, gone)
+    def remove(self, blocks: Collection[int]) -> None:
+        """Remove blocks that a rank has evicted."""
+        self._counts.subtract(blocks)
+        evicted = [block for block in blocks if self._counts[block] <= 0]
+        for block in evicted:
+            del self._counts[block]
+        self._dispatcher.remove_blocks(self.engine, evicted)
 
-    def cleared(self, blocks: Collection[int]) -> None:
-        """Take away all the blocks of a rank that has emptied its cache."""
-        self.removed(blocks)
+    def clear(self, blocks: Collection[int]) -> None:
+        """Remove all blocks of a rank that has emptied its cache."""
+        self.remove(blocks)
         if self._ranks == 1:
-            self._dispatcher.cleared(self.engine)
+            # This also removes blocks that were only guessed to be cached.
+            self._dispatcher.clear_blocks(self.engine)
 
 
 class KvEventSubscriber:
     """Follows the events of one rank.
 
-    Events that were published before the subscription, or got lost, are asked for where the engine
-    replays them. A gap that stays empties the table: blocks count only where they are certain.
+    It requests events that were published before the subscription or got lost, if the engine
+    replays events. Otherwise a gap in the events empties the table of the engine's blocks, because
+    they may have been evicted.
     """
 
     def __init__(self, blocks: EngineBlocks, source: EventSource) -> None:
         self._blocks = blocks
         self._source = source
         self._mirror = PageMirror()
+        # The expected sequence number; ``None`` before the first message.
         self._next: int | None = None
-        # When the last applied batch was written, by its engine's clock.
+        # When the last applied message was written, by the engine's clock.
         self._newest = 0.0
 
     async def run(self) -> None:
-        """Apply events until cancelled, or until a message turns out to be no KV event."""
+        """Apply events until cancelled, or until a message is not a KV event."""
         try:
             async with _socket(zmq.SUB) as socket:
                 socket.subscribe(self._source.topic.encode())
                 socket.connect(self._source.address)
-                # Events that are published during the replay wait in the socket.
+                # The socket buffers events that are published during the replay.
                 await self._replay(0)
                 while True:
                     _, sequence, payload = (await socket.recv_multipart())[:3]
                     await self._receive_live(int.from_bytes(sequence, "big"), payload)
         except (zmq.ZMQError, ValueError) as error:
-            logger.warning("KV events of %s are not followed: %s", self._blocks.engine, error)
+            logger.warning("KV events of %s cannot be followed: %s", self._blocks.engine, error)
 
     async def _receive_live(self, sequence: int, payload: bytes) -> None:
         if self._next is not None and sequence > self._next:
             await self._replay(self._next)
-        elif self._is_after_restart(sequence, payload):
+        elif (
+            self._next is not None
+            and sequence < self._next
+            and _time_written(payload) > self._newest
+        ):
+            # A replayed message is received a second time with an old number. This one is newer, so
+            # it comes from a restarted engine, which counts from 0 again.
             self._clear()
             self._next = None
             await self._replay(0)
         self.receive(sequence, payload)
 
-    def _is_after_restart(self, sequence: int, payload: bytes) -> bool:
-        # A restarted engine counts from 0 again, but replayed messages come twice as well: only
-        # the time at which they were written tells the two apart.
-        known = self._next is not None and sequence < self._next
-        return known and _written_at(payload) > self._newest
-
     async def _replay(self, first: int) -> None:
-        """Ask for what was published from message ``first`` on."""
+        """Request and apply the messages that were published from number ``first`` on."""
         if self._source.replay is None:
             return
         async with _socket(zmq.DEALER) as socket:
@@ -176,13 +177,13 @@ class KvEventSubscriber:
                     if (sequence := int.from_bytes(number, "big")) == _REPLAY_END:
                         return
                     self.receive(sequence, payload)
-        logger.info("%s replays no KV events; only new ones are followed", self._blocks.engine)
+        logger.info("%s did not replay its KV events; only new ones count", self._blocks.engine)
 
     def receive(self, sequence: int, payload: bytes) -> None:
-        """Apply one message unless it is known: events in SGLang's and vLLM's msgpack format."""
-        if self._next is not None and sequence < self._next:
-            return
-        if self._next is not None and sequence > self._next:
+        """Apply the events of a message, in msgpack, unless it was received before."""
+        if self._next is not None and sequence != self._next:
+            if sequence < self._next:
+                return
             self._clear()
         self._next = sequence + 1
         try:
@@ -195,21 +196,21 @@ class KvEventSubscriber:
             self._clear()
 
     def _clear(self) -> None:
-        self._blocks.cleared(self._mirror.clear())
+        self._blocks.clear(self._mirror.clear())
 
     def _apply(self, kind: str, *values: Any) -> None:
         if kind == "AllBlocksCleared":
             self._clear()
         elif kind == "BlockRemoved":
-            if _on_device(values, 1):
-                self._blocks.removed(self._mirror.removed(values[0]))
-        elif kind == "BlockStored" and _on_device(values, 5):
+            if _is_on_device(values, 1):
+                self._blocks.remove(self._mirror.remove(values[0]))
+        elif kind == "BlockStored" and _is_on_device(values, 5):
             pages, parent, tokens, size = values[:4]
             if tokens and not isinstance(tokens[0], int):
-                # Pages for speculative decoding hold pairs: each token with the next one.
-                tokens = [first for first, _ in tokens]
+                # With speculative decoding a page has pairs of each token and the next one.
+                tokens = [token for token, _ in tokens]
             salt = str(values[6].get("cache_salt", "")) if len(values) > 6 else ""
-            self._blocks.stored(self._mirror.stored(pages, parent, tokens, size, salt))
+            self._blocks.add(self._mirror.add(pages, parent, tokens, size, salt))
 
 
 @asynccontextmanager
@@ -223,13 +224,13 @@ async def _socket(kind: int) -> AsyncGenerator[zmq.asyncio.Socket]:
         context.term()
 
 
-def _written_at(payload: bytes) -> float:
+def _time_written(payload: bytes) -> float:
     try:
         return float(msgspec.msgpack.decode(payload)[0])
     except (msgspec.DecodeError, ValueError, TypeError, IndexError):
         return 0.0
 
 
-def _on_device(values: Sequence[Any], place: int) -> bool:
-    """Return whether an event is about the KV pool, as its value at ``place`` says."""
-    return len(values) <= place or values[place] in (None, "GPU")
+def _is_on_device(values: Sequence[Any], index: int) -> bool:
+    """Return whether an event is about the KV pool, given the index of the field that says so."""
+    return len(values) <= index or values[index] in (None, "GPU")

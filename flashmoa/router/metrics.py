@@ -1,4 +1,4 @@
-"""The routers' metrics on ``/metrics``, each router's in a registry of its own."""
+"""Count what the routers do, for ``/metrics`` (`RouterMetrics`, `ShellMetrics`)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from flashmoa.router.prefix_aware import PrefixAware
 
 
 class _Metrics:
-    """A registry of one router's metrics, whose names begin with ``prefix``."""
+    """Registers one router's metrics, whose names begin with ``prefix``."""
 
     prefix = ""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"{self.prefix}_{name}", about, labels, registry=self._registry)
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(f"{self.prefix}_{name}", description, labels, registry=self._registry)
 
-    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(f"{self.prefix}_{name}", about, labels, registry=self._registry)
+    def _gauge(self, name: str, description: str, *labels: str) -> Gauge:
+        return Gauge(f"{self.prefix}_{name}", description, labels, registry=self._registry)
 
 
 class RouterMetrics(_Metrics):
-    """What the router counts.
+    """Counts the requests and tokens of the router in front of several engines.
 
     Args:
-        policy: its loads are shown if it is prefix-aware.
+        policy: the loads of its engines are exported if it is a :class:`PrefixAware` policy.
     """
 
     prefix = "flashmoa_router"
@@ -44,11 +44,11 @@ class RouterMetrics(_Metrics):
         self._dispatcher = dispatcher
         self._engines = engines
         self._policy = policy if isinstance(policy, PrefixAware) else None
-        self._answers = self._counter(
+        self._requests = self._counter(
             "requests", "Requests by engine and ending", "engine", "ending"
         )
-        self._tokens = self._counter("prompt_tokens", "Prompt tokens sent", "engine")
-        self._cached = self._counter(
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent", "engine")
+        self._cached_tokens = self._counter(
             "cached_tokens", "Prompt tokens that engines had cached", "engine"
         )
         self._waiting = self._gauge("waiting", "Requests without an engine")
@@ -59,15 +59,15 @@ class RouterMetrics(_Metrics):
         )
         self._blocks = self._gauge("engine_blocks", "Blocks believed to be in its cache", "engine")
 
-    def sent(self, engine: str, tokens: int) -> None:
-        self._tokens.labels(engine).inc(tokens)
+    def count_prompt(self, engine: str, tokens: int) -> None:
+        self._prompt_tokens.labels(engine).inc(tokens)
 
-    def cached(self, engine: str, tokens: int) -> None:
-        self._cached.labels(engine).inc(tokens)
+    def count_cached(self, engine: str, tokens: int) -> None:
+        self._cached_tokens.labels(engine).inc(tokens)
 
-    def ended(self, engine: str, ending: str) -> None:
-        """Count an ending: ``answered``, ``refused``, ``left`` or ``lost``."""
-        self._answers.labels(engine, ending).inc()
+    def count_ending(self, engine: str, ending: str) -> None:
+        """Count a request that ended ``answered``, ``refused``, ``left`` or ``lost``."""
+        self._requests.labels(engine, ending).inc()
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
@@ -82,31 +82,31 @@ class RouterMetrics(_Metrics):
 
 
 class ShellMetrics(_Metrics):
-    """What the shell router counts."""
+    """Counts the requests and tokens of the shell router."""
 
     prefix = "flashmoa_shell"
 
     def __init__(self) -> None:
         super().__init__()
         self._requests = self._counter("requests", "Requests by ending", "ending")
-        self._ahead = self._counter(
+        self._ahead_tokens = self._counter(
             "ahead_tokens", "Prompt tokens that were cached when their last answer was complete"
         )
-        self._late = self._counter(
+        self._late_tokens = self._counter(
             "late_tokens", "Prompt tokens computed after that, before the request was sent"
         )
         self._agents = self._gauge("agents", "Answers in the agent prompt cache")
 
-    def ended(self, ending: str) -> None:
-        """Count an ending: ``answered``, ``refused``, ``left`` or ``lost``."""
+    def count_ending(self, ending: str) -> None:
+        """Count a request that ended ``answered``, ``refused``, ``left`` or ``lost``."""
         self._requests.labels(ending).inc()
 
-    def prompt_completed(self, done: Prefilled) -> None:
-        """Count the tokens of a prompt whose last answer is complete."""
-        self._ahead.inc(done.cached_tokens)
-        self._late.inc(done.prefilled_tokens)
+    def count_completed_prompt(self, prefilled: Prefilled) -> None:
+        """Count the tokens of a prompt that was prefilled after its last answer was complete."""
+        self._ahead_tokens.inc(prefilled.cached_tokens)
+        self._late_tokens.inc(prefilled.prefilled_tokens)
 
     def page(self, agents: int) -> bytes:
-        """Return the metrics in Prometheus's text format. ``agents``: answers that are kept."""
+        """Return the metrics in Prometheus's text format, given the number of cached answers."""
         self._agents.set(agents)
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The interface of routing policies, and policies to compare with; pure."""
+"""Define the interface of routing policies (`Policy`), and policies to compare with; pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from flashmoa.router.flops import Measure, TokenCount
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What a policy knows of an engine.
+    """Describes an engine to a policy.
 
     Attributes:
-        measure: the unit of its work.
-        saturation: ``T``, in that unit; ``None``: the engine takes every request.
-        cache_blocks: the most that its cache holds; ``None``: it reports every eviction itself.
+        measure: measures the engine's work.
+        saturation: the threshold ``T`` in units of ``measure``; ``None`` if the engine takes every
+            request.
+        cache_blocks: the most blocks that the engine's cache holds; ``None`` if the engine reports
+            every eviction itself.
     """
 
     measure: Measure = field(default_factory=TokenCount)
@@ -28,118 +30,121 @@ class EngineTraits:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request that has no engine yet."""
+    """A request that has no engine yet. ``request`` is a unique name for it."""
 
     request: str
     blocks: Blocks
 
 
 class Policy:
-    """Decides where requests go. A request is known by a name of its own until it is ended."""
+    """Decides to which engine each request is sent. Requests are identified by unique names."""
 
     def join(self, engine: str, traits: EngineTraits) -> None:
-        """Add an engine, or give one new traits."""
+        """Add an engine, or give a known one new traits."""
         raise NotImplementedError
 
     def leave(self, engine: str) -> None:
-        """Remove an engine, and forget all that is known of it and of its requests."""
+        """Remove an engine, and forget its cache and its requests."""
         raise NotImplementedError
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
-        """Return the engines of those requests in the queue that need not wait any longer.
+        """Return engines by request, for those requests in the queue that need not wait any longer.
 
-        ``queue``: in order of arrival. Raises: ValueError for a request that has an engine.
+        Args:
+            queue: waiting requests in order of arrival.
+
+        Raises: ValueError if a request in the queue has an engine already.
         """
         raise NotImplementedError
 
-    def admit(self, one: WaitingRequest, engine: str, cached: int | None = None) -> None:
-        """Give an engine, which has joined, a request that was not routed.
+    def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
+        """Record that a request is sent to an engine; :meth:`route` does so for those it places.
 
         Args:
-            cached: tokens of its prompt that the engine has; ``None``: those that match.
+            cached: number of tokens of its prompt that the engine has cached; by default, those
+                that match.
 
-        Raises: ValueError for a request that has an engine.
+        Raises: ValueError if the request has an engine already.
         """
         raise NotImplementedError
 
     def end(self, request: str) -> None:
-        """Forget a request, computed or not; harmless to repeat."""
+        """Forget a request, whether its prompt is computed or not; harmless to repeat."""
         raise NotImplementedError
 
-    def computed(self, request: str) -> None:
-        """Note that the request's prompt is computed."""
+    def finish_prefill(self, request: str) -> None:
+        """Record that a request's prompt is computed; harmless to repeat."""
 
-    def stored(self, engine: str, hashes: Collection[int]) -> None:
-        """Note blocks that an engine's cache has; those that were promised are computed."""
+    def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        """Record that an engine has cached blocks, and so has computed those that were pending."""
 
-    def removed(self, engine: str, hashes: Collection[int]) -> None:
-        """Note blocks that an engine's cache no longer has."""
+    def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        """Record that an engine has evicted blocks."""
 
-    def cleared(self, engine: str) -> None:
-        """Note that an engine's cache is empty."""
+    def clear_blocks(self, engine: str) -> None:
+        """Record that an engine's cache is empty."""
 
 
-class _RequestCounting(Policy):
-    """Counts each engine's requests; every engine takes every request."""
+class _RequestCountingPolicy(Policy):
+    """Counts each engine's requests, and sends every request at once."""
 
     def __init__(self) -> None:
         self.running: dict[str, int] = {}
-        self._where: dict[str, str] = {}
+        self._engine_of: dict[str, str] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         self.running.setdefault(engine, 0)
 
     def leave(self, engine: str) -> None:
         self.running.pop(engine, None)
-        self._where = {name: at for name, at in self._where.items() if at != engine}
+        self._engine_of = {name: at for name, at in self._engine_of.items() if at != engine}
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
         placed: dict[str, str] = {}
-        for one in queue:
-            if usable := list(self.running):
-                placed[one.request] = chosen = self._choose(usable, one.blocks)
-                self.admit(one, chosen)
+        for waiting in queue if self.running else ():
+            placed[waiting.request] = engine = self._choose(list(self.running), waiting.blocks)
+            self.admit(waiting, engine)
         return placed
 
-    def admit(self, one: WaitingRequest, engine: str, cached: int | None = None) -> None:
-        self._where[one.request] = engine
+    def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
+        self._engine_of[waiting.request] = engine
         self.running[engine] += 1
 
-    def _choose(self, usable: list[str], blocks: Blocks) -> str:
+    def _choose(self, engines: list[str], blocks: Blocks) -> str:
         raise NotImplementedError
 
     def end(self, request: str) -> None:
-        if (engine := self._where.pop(request, None)) is not None:
+        if (engine := self._engine_of.pop(request, None)) is not None:
             self.running[engine] -= 1
 
 
-class Random(_RequestCounting):
+class Random(_RequestCountingPolicy):
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
         self._random = random.Random(seed)
 
-    def _choose(self, usable: list[str], blocks: Blocks) -> str:
-        return self._random.choice(usable)
+    def _choose(self, engines: list[str], blocks: Blocks) -> str:
+        return self._random.choice(engines)
 
 
-class RoundRobin(_RequestCounting):
+class RoundRobin(_RequestCountingPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._turn = -1
 
-    def _choose(self, usable: list[str], blocks: Blocks) -> str:
+    def _choose(self, engines: list[str], blocks: Blocks) -> str:
         self._turn += 1
-        return usable[self._turn % len(usable)]
+        return engines[self._turn % len(engines)]
 
 
-class CacheAware(_RequestCounting):
-    """The algorithm of sglang-router 0.3's ``cache_aware``, with its defaults.
+class CacheAware(_RequestCountingPolicy):
+    """Implements ``cache_aware`` of sglang-router 0.3, with its defaults.
 
-    If requests are spread unevenly, by both thresholds, the engine with the fewest gets the
-    request. Otherwise it goes where the longest prefix was sent, if that is more than
-    ``cache_threshold`` of the prompt; else to the engine with the fewest requests, at random among
-    equals. It keeps a tree of what each engine was sent, here in blocks and not in characters, and
-    learns nothing about the engines' caches.
+    If requests are spread unevenly, by both thresholds, the engine with the fewest requests gets
+    the next one. Otherwise it is sent where the longest matching prefix was sent, if that is more
+    than ``cache_threshold`` of the prompt, or else to the engine with the fewest requests (a random
+    one if several have the fewest). The policy keeps a tree of the prompts that were sent to each
+    engine, here in blocks and not in characters, and learns nothing from the engines' caches.
 
     Args:
         tree_blocks: the most blocks in each engine's tree.
@@ -156,9 +161,9 @@ class CacheAware(_RequestCounting):
     ) -> None:
         super().__init__()
         self._random = random.Random(seed)
-        self._threshold = cache_threshold
-        self._absolute = balance_abs_threshold
-        self._relative = balance_rel_threshold
+        self._cache_threshold = cache_threshold
+        self._absolute_threshold = balance_abs_threshold
+        self._relative_threshold = balance_rel_threshold
         self._tree_blocks = tree_blocks
         self._trees: dict[str, BlockTable] = {}
 
@@ -170,23 +175,22 @@ class CacheAware(_RequestCounting):
         super().leave(engine)
         self._trees.pop(engine, None)
 
-    def _choose(self, usable: list[str], blocks: Blocks) -> str:
-        chosen = self._fewest(usable) if self._uneven(usable) else self._by_prefix(usable, blocks)
+    def _choose(self, engines: list[str], blocks: Blocks) -> str:
+        chosen = None if self._is_uneven() else self._longest_match(blocks)
+        if chosen is None:
+            fewest = min(self.running.values())
+            chosen = self._random.choice([e for e in engines if self.running[e] == fewest])
         self._trees[chosen].commit(blocks.hashes)
         return chosen
 
-    def _uneven(self, usable: list[str]) -> bool:
-        counts = [self.running[engine] for engine in usable]
-        most, fewest = max(counts), min(counts)
-        return most - fewest > self._absolute and most > self._relative * fewest
+    def _is_uneven(self) -> bool:
+        most, fewest = max(self.running.values()), min(self.running.values())
+        difference = most - fewest
+        return difference > self._absolute_threshold and most > self._relative_threshold * fewest
 
-    def _by_prefix(self, usable: list[str], blocks: Blocks) -> str:
-        matches = {engine: self._trees[engine].match(blocks.hashes) for engine in usable}
-        best = max(usable, key=matches.__getitem__)
-        if matches[best] * blocks.size > self._threshold * blocks.length:
-            return best
-        return self._fewest(usable)
-
-    def _fewest(self, usable: list[str]) -> str:
-        fewest = min(self.running[engine] for engine in usable)
-        return self._random.choice([one for one in usable if self.running[one] == fewest])
+    def _longest_match(self, blocks: Blocks) -> str | None:
+        """Return the engine with the longest matching prefix, if that is long enough."""
+        matches = {engine: tree.match(blocks.hashes) for engine, tree in self._trees.items()}
+        best = max(matches, key=matches.__getitem__)
+        is_enough = matches[best] * blocks.size > self._cache_threshold * blocks.length
+        return best if is_enough else None

@@ -1,4 +1,4 @@
-"""Prefix-, FLOPs- and saturation-aware routing; pure (MoE-Prefill §7, §B.2 and Algorithm 1)."""
+"""Route by cached prefix, FLOPs and saturation; pure (MoE-Prefill §7, §B.2 and Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineCandidate:
-    """An engine as one request sees it.
+    """Describes an engine from the point of view of one request.
 
     Attributes:
-        matched: tokens of the request that it need not compute.
-        cost: of the rest of the request there.
-        load: its outstanding work ``W``; ``promised``: the part of it that computes the matched
-            tokens.
+        engine: the engine's name.
+        matched: number of the request's tokens that the engine need not compute.
+        cost: work to compute the rest of the request on the engine.
+        load: the engine's outstanding work ``W``.
         saturated: whether ``load`` has reached the engine's threshold.
-        running: its requests; decides between engines that are otherwise alike.
+        running: number of requests on the engine; decides between engines that are otherwise equal.
+        prefix_load: the part of ``load`` that computes the matched tokens.
     """
 
     engine: str
@@ -29,36 +30,35 @@ class EngineCandidate:
     load: int
     saturated: bool
     running: int = 0
-    promised: int = 0
+    prefix_load: int = 0
 
     @property
     def delay(self) -> int:
-        """Return the work before the request that is not done for the request as well."""
-        return self.load - self.promised
+        """The work that precedes the request and does not compute its prefix."""
+        return self.load - self.prefix_load
 
 
 def choose_engine(
     candidates: Iterable[EngineCandidate], patience: float = 0.0
 ) -> EngineCandidate | None:
-    """Choose, among engines that are not saturated, the longest match, else the least load.
+    """Choose the engine with the longest match, and among equals the one with the least load.
 
-    ``None`` means that the request waits: either every engine is saturated, or a saturated one is
-    worth waiting for, because the work saved there, times ``patience``, is more than the work
-    before the request, not counting what computes the request's own prefix.
+    Saturated engines are not chosen. Return ``None`` if the request should wait: either every
+    engine is saturated, or a saturated one is worth waiting for, because the work that it saves,
+    times ``patience``, is more than the additional delay there.
 
     With ``patience`` 0 this is the paper's rule: a popular prefix spills over as soon as its engine
-    is saturated. With a queue, that scatters every prefix, because the first engine with room takes
-    the head of the queue. Work that is done twice delays every request behind it, not only one, so
-    a patience of several pays.
+    is saturated. If requests queue, that scatters every prefix, because the first engine with room
+    takes the head of the queue. Computing a prefix twice delays not only this request but every
+    later one, so a patience greater than 1 pays.
     """
-    ordered = sorted(
-        candidates, key=lambda one: (-one.matched, one.saturated, one.load, one.running)
-    )
-    best = next((one for one in ordered if not one.saturated), None)
+    ordered = sorted(candidates, key=lambda c: (-c.matched, c.saturated, c.load, c.running))
+    best = next((candidate for candidate in ordered if not candidate.saturated), None)
     if best is None:
         return None
-    for one in ordered[: ordered.index(best)]:
-        if patience and patience * (best.cost - one.cost) > one.delay - best.load:
+    for better_match in ordered[: ordered.index(best)]:
+        saved = best.cost - better_match.cost
+        if patience and patience * saved > better_match.delay - best.load:
             return None
     return best
 
@@ -71,31 +71,33 @@ class _EngineState:
     requests: set[str] = field(default_factory=set[str])
 
     @property
-    def saturated(self) -> bool:
+    def is_saturated(self) -> bool:
         limit = self.traits.saturation
         return limit is not None and self.load.total >= limit
 
 
 @dataclass(slots=True)
-class _Routed:
+class _PlacedRequest:
     engine: _EngineState
     blocks: Blocks
-    computed: bool = False
+    is_computed: bool = False
 
 
 class PrefixAware(Policy):
-    """The paper's cascade over shadow tables.
+    """Implements the paper's cascade over tables of cached and promised blocks.
 
-    A request raises its engine's load by what it costs there, and the load falls as the engine
-    computes. With ``m`` of its tokens matched, ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and
-    a suffix ``S`` (Eq. 2); because work adds up, that is ``F(m, P + S)`` wherever a prefix ends.
-    A wrong decision costs time, never a wrong answer.
+    A request raises its engine's load by its cost there, and the load falls as the engine computes.
+    If ``m`` of its tokens match, the cost is ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and a
+    suffix ``S`` (Eq. 2). Because work adds up, that is ``F(m, P + S)`` wherever a prefix ends. A
+    wrong decision costs time; it never makes an answer wrong.
 
     Args:
         patience: how much delay a request accepts for work that is saved, see
-            :func:`choose_engine`; with 0, as in the paper, none.
-        window: how many requests of the queue a round looks at; waiting requests can be overtaken.
-        block_tokens: tokens in a block of the prompts' :class:`~flashmoa.router.blocks.Blocks`.
+            :func:`choose_engine`; 0 is the paper's rule.
+        window: how many requests at the head of the queue are considered in each round. Later
+            requests of the window may overtake earlier ones.
+        block_tokens: number of tokens in a block of the prompts'
+            :class:`~flashmoa.router.blocks.Blocks`.
     """
 
     def __init__(
@@ -105,128 +107,132 @@ class PrefixAware(Policy):
         self._window = window
         self._block_tokens = block_tokens
         self._engines: dict[str, _EngineState] = {}
-        self._routed: dict[str, _Routed] = {}
+        self._placed: dict[str, _PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
-        if (known := self._engines.get(engine)) is None:
+        if (state := self._engines.get(engine)) is None:
             table, load = BlockTable(traits.cache_blocks), PrefillLoad(traits.measure)
             self._engines[engine] = _EngineState(traits, table, load)
-        elif known.traits.measure != traits.measure:
+        elif state.traits.measure != traits.measure:
             raise ValueError(
-                f"engine {engine!r} is measured otherwise already; have it leave before it joins"
+                f"engine {engine!r} has joined with another measure; let it leave before it joins"
             )
         else:
-            known.traits = traits
-            known.table.capacity = traits.cache_blocks
+            state.traits = traits
+            state.table.capacity = traits.cache_blocks
 
     def leave(self, engine: str) -> None:
-        if (gone := self._engines.pop(engine, None)) is not None:
-            for request in gone.requests:
-                del self._routed[request]
+        if (state := self._engines.pop(engine, None)) is not None:
+            for request in state.requests:
+                del self._placed[request]
 
     def load(self, engine: str) -> int:
-        """Return ``W`` of an engine, in its measure."""
+        """Return an engine's load ``W``, in its measure."""
         return self._engines[engine].load.total
 
-    def matched(self, engine: str, blocks: Blocks) -> int:
+    def matched_tokens(self, engine: str, blocks: Blocks) -> int:
         """Return the number of a prompt's tokens that an engine need not compute."""
-        return blocks.tokens(self._engines[engine].table.match(blocks.hashes))
+        return blocks.cached_tokens(self._engines[engine].table.match(blocks.hashes))
 
     def cached_blocks(self, engine: str) -> int:
+        """Return the number of blocks that an engine has cached."""
         return len(self._engines[engine].table)
 
     def is_saturated(self, engine: str) -> bool:
-        return self._engines[engine].saturated
+        return self._engines[engine].is_saturated
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
         placed: dict[str, str] = {}
-        held = self._fill(queue[: self._window], placed)
-        # A prefix that an idle engine takes draws other requests there.
-        while self._relieve(held, placed):
-            held = self._fill([one for one in held if one.request not in placed], placed)
+        held = self._place_until_saturated(queue[: self._window], placed)
+        # An idle engine that takes a request has its prefix from then on, and attracts others.
+        while self._place_on_idle_engine(held, placed):
+            left = [waiting for waiting in held if waiting.request not in placed]
+            held = self._place_until_saturated(left, placed)
         return placed
 
-    def _fill(
+    def _place_until_saturated(
         self, queue: Sequence[WaitingRequest], placed: dict[str, str]
     ) -> list[WaitingRequest]:
-        """Place requests until every engine is saturated; return those that are left."""
+        """Place requests until every engine is saturated. Return those that must wait."""
         held: list[WaitingRequest] = []
-        for place, one in enumerate(queue):
-            if all(engine.saturated for engine in self._engines.values()):
-                return [*held, *queue[place:]]
-            if (chosen := choose_engine(self._seen(one), self._patience)) is None:
-                held.append(one)
+        for index, waiting in enumerate(queue):
+            if all(engine.is_saturated for engine in self._engines.values()):
+                return [*held, *queue[index:]]
+            chosen = choose_engine(self._candidates(waiting.blocks), self._patience)
+            if chosen is None:
+                held.append(waiting)
             else:
-                placed[one.request] = chosen.engine
-                self.admit(one, chosen.engine)
+                placed[waiting.request] = chosen.engine
+                self.admit(waiting, chosen.engine)
         return held
 
-    def _relieve(self, held: Sequence[WaitingRequest], placed: dict[str, str]) -> bool:
-        """Place one held request that an idle engine would finish sooner; return whether it did."""
+    def _place_on_idle_engine(self, held: Sequence[WaitingRequest], placed: dict[str, str]) -> bool:
+        """Place one held request that an idle engine would finish sooner. Return whether it did."""
         if all(engine.load.total for engine in self._engines.values()):
             return False
-        for one in held:
-            chosen = choose_engine(self._seen(one), patience=1.0)
+        for waiting in held:
+            chosen = choose_engine(self._candidates(waiting.blocks), patience=1.0)
             if chosen is not None and chosen.load == 0:
-                placed[one.request] = chosen.engine
-                self.admit(one, chosen.engine)
+                placed[waiting.request] = chosen.engine
+                self.admit(waiting, chosen.engine)
                 return True
         return False
 
-    def _seen(self, one: WaitingRequest) -> list[EngineCandidate]:
-        return [self._candidate(name, engine, one.blocks) for name, engine in self._engines.items()]
+    def _candidates(self, blocks: Blocks) -> list[EngineCandidate]:
+        candidates: list[EngineCandidate] = []
+        for name, engine in self._engines.items():
+            table, work = engine.table, engine.traits.measure.work
+            found = table.match(blocks.hashes)
+            committed = found - table.count_trailing_pending(blocks.hashes[:found])
+            matched = blocks.cached_tokens(found)
+            candidate = EngineCandidate(
+                engine=name,
+                matched=matched,
+                cost=work(matched, blocks.length),
+                load=engine.load.total,
+                saturated=engine.is_saturated,
+                running=len(engine.requests),
+                prefix_load=work(blocks.cached_tokens(committed), matched),
+            )
+            candidates.append(candidate)
+        return candidates
 
-    def _candidate(self, name: str, engine: _EngineState, blocks: Blocks) -> EngineCandidate:
-        table, work = engine.table, engine.traits.measure.work
-        found = table.match(blocks.hashes)
-        matched = blocks.tokens(found)
-        computed = blocks.tokens(found - table.promised(blocks.hashes[:found]))
-        return EngineCandidate(
-            engine=name,
-            matched=matched,
-            cost=work(matched, blocks.length),
-            load=engine.load.total,
-            saturated=engine.saturated,
-            running=len(engine.requests),
-            promised=work(computed, matched),
-        )
+    def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
+        if waiting.request in self._placed:
+            raise ValueError(f"request {waiting.request!r} has an engine already; end it first")
+        state, blocks = self._engines[engine], waiting.blocks
+        start = self.matched_tokens(engine, blocks) if cached is None else cached
+        state.table.promise(blocks.hashes)
+        state.load.add(waiting.request, start, blocks.length)
+        state.requests.add(waiting.request)
+        self._placed[waiting.request] = _PlacedRequest(state, blocks)
 
-    def admit(self, one: WaitingRequest, engine: str, cached: int | None = None) -> None:
-        if one.request in self._routed:
-            raise ValueError(f"request {one.request!r} has an engine already; end it first")
-        taking = self._engines[engine]
-        start = self.matched(engine, one.blocks) if cached is None else cached
-        taking.table.promise(one.blocks.hashes)
-        taking.load.add(one.request, start, one.blocks.length)
-        taking.requests.add(one.request)
-        self._routed[one.request] = _Routed(taking, one.blocks)
-
-    def computed(self, request: str) -> None:
-        routed = self._routed.get(request)
-        if routed is None or routed.computed:
+    def finish_prefill(self, request: str) -> None:
+        placed = self._placed.get(request)
+        if placed is None or placed.is_computed:
             return
-        routed.computed = True
-        routed.engine.load.end(request)
-        routed.engine.table.commit(routed.blocks.hashes)
-        routed.engine.table.release(routed.blocks.hashes)
+        placed.is_computed = True
+        placed.engine.load.remove(request)
+        placed.engine.table.commit(placed.blocks.hashes)
+        placed.engine.table.release(placed.blocks.hashes)
 
     def end(self, request: str) -> None:
-        routed = self._routed.pop(request, None)
-        if routed is None:
+        if (placed := self._placed.pop(request, None)) is None:
             return
-        routed.engine.requests.discard(request)
-        routed.engine.load.end(request)
-        if not routed.computed:
-            routed.engine.table.release(routed.blocks.hashes)
+        placed.engine.requests.discard(request)
+        placed.engine.load.remove(request)
+        if not placed.is_computed:
+            placed.engine.table.release(placed.blocks.hashes)
 
-    def stored(self, engine: str, hashes: Collection[int]) -> None:
-        if (known := self._engines.get(engine)) is not None:
-            known.load.executed(known.table.commit(tuple(hashes)) * self._block_tokens)
+    def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        if (state := self._engines.get(engine)) is not None:
+            fulfilled = state.table.commit(tuple(hashes))
+            state.load.subtract_computed(fulfilled * self._block_tokens)
 
-    def removed(self, engine: str, hashes: Collection[int]) -> None:
-        if (known := self._engines.get(engine)) is not None:
-            known.table.evict(hashes)
+    def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        if (state := self._engines.get(engine)) is not None:
+            state.table.evict(hashes)
 
-    def cleared(self, engine: str) -> None:
-        if (known := self._engines.get(engine)) is not None:
-            known.table.clear()
+    def clear_blocks(self, engine: str) -> None:
+        if (state := self._engines.get(engine)) is not None:
+            state.table.clear()

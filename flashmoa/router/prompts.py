@@ -1,4 +1,4 @@
-"""The prompts of requests as blocks, which is what the router knows of a request's content."""
+"""Turn the prompts of requests into blocks (`PromptHasher`), which is all that policies see."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx
 
 from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
 
-# The fields of a chat request that shape its prompt and that SGLang's /tokenize takes.
-_CHAT = (
+# The fields of a chat request that shape its prompt and that SGLang's /tokenize accepts.
+_CHAT_FIELDS = (
     "model",
     "messages",
     "tools",
@@ -23,17 +23,17 @@ _CHAT = (
     "chat_template_kwargs",
 )
 _TOKENIZE = "/v1/tokenize"
-_SECONDS = 5.0
+_TOKENIZE_SECONDS = 5.0
 
 
 class PromptHasher:
-    """Turns prompts into blocks of tokens, which engines tokenise and the router remembers.
+    """Turns prompts into blocks of tokens, for which it asks engines, and remembers them.
 
-    Where an engine does not tokenise, or not in time, and for prompts with more than text, the
-    blocks are those of the text: requests with the same beginning still meet.
+    If an engine does not tokenise, or not in time, or a prompt contains more than text, the blocks
+    are those of the text, so that requests with the same beginning still match.
 
     Args:
-        tokenize: tells whether to ask engines at all.
+        tokenize: returns whether to ask engines at all.
         max_remembered: the most blocks of prompts that are remembered.
     """
 
@@ -43,76 +43,82 @@ class PromptHasher:
         self._http = http
         self._max_remembered = max_remembered
         self._tokenize = tokenize
-        # By a digest, because prompts are long.
-        self._known: OrderedDict[bytes, Blocks] = OrderedDict()
-        self._held = 0
-        # Engines without such a route.
+        # The keys are digests of the prompts, because prompts are long.
+        self._remembered: OrderedDict[bytes, Blocks] = OrderedDict()
+        # The number of remembered blocks plus the number of prompts.
+        self._remembered_size = 0
+        # Engines that have no route for tokenising.
         self._untokenizing: set[str] = set()
 
     async def blocks(
         self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> Blocks:
-        """Return the prompt of a request's body.
+        """Return the blocks of the prompt in a request's body.
 
         Args:
-            engine: is asked to tokenise it, under the client's ``headers``.
+            engine: URL of the engine that is asked to tokenise the prompt.
+            headers: the client's API key.
         """
         salt = _salt(body)
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
-        question = _question(body)
+        question = _tokenize_body(body)
         key = blake2b(json.dumps([question, salt]).encode(), digest_size=16).digest()
-        if (known := self._known.get(key)) is not None:
-            self._known.move_to_end(key)
-            return known
-        if (tokens := await self._tokens(question, engine, headers)) is None:
+        if (remembered := self._remembered.get(key)) is not None:
+            self._remembered.move_to_end(key)
+            return remembered
+        if (tokens := await self._ask_tokens(question, engine, headers)) is None:
             return text_blocks(_text(question), salt=salt)
         return self._remember(key, token_blocks(tokens, salt=salt))
 
     def known_blocks(self, body: Mapping[str, Any]) -> Blocks:
-        """Return the prompt without asking an engine: only its length, if that would be needed."""
+        """Return the blocks of a prompt without asking an engine.
+
+        They have only the prompt's length if other prompts' blocks come from engines' tokens, since
+        hashes of text would match none of those.
+        """
         salt = _salt(body)
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
-        blocks = text_blocks(_text(_question(body)), salt=salt)
+        blocks = text_blocks(_text(_tokenize_body(body)), salt=salt)
         return Blocks((), blocks.length) if self._tokenize() else blocks
 
     def _remember(self, key: bytes, blocks: Blocks) -> Blocks:
-        if key not in self._known:  # Another request may have asked the same meanwhile.
-            self._known[key] = blocks
-            self._held += 1 + len(blocks.hashes)
-        while self._held > self._max_remembered:
-            _, forgotten = self._known.popitem(last=False)
-            self._held -= 1 + len(forgotten.hashes)
+        if key not in self._remembered:  # Another request may have asked for the same prompt.
+            self._remembered[key] = blocks
+            self._remembered_size += 1 + len(blocks.hashes)
+        while self._remembered_size > self._max_remembered:
+            _, oldest = self._remembered.popitem(last=False)
+            self._remembered_size -= 1 + len(oldest.hashes)
         return blocks
 
     def forget(self, engine: str) -> None:
-        """Ask an engine again whether it tokenises: a different one may run at its address now."""
+        """Forget whether an engine tokenises: another engine may now run at its address."""
         self._untokenizing.discard(engine)
 
-    async def _tokens(
+    async def _ask_tokens(
         self, question: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> list[int] | None:
         if not question or engine in self._untokenizing or not self._tokenize():
             return None
         try:
             answer = await self._http.post(
-                engine + _TOKENIZE, json=question, headers=dict(headers), timeout=_SECONDS
+                engine + _TOKENIZE, json=question, headers=dict(headers), timeout=_TOKENIZE_SECONDS
             )
             if answer.status_code in (404, 405):
                 self._untokenizing.add(engine)
             tokens: Any = answer.json()["tokens"] if answer.is_success else None
-            return tokens if _are_ids(tokens) else None
+            return tokens if _are_token_ids(tokens) else None
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return None
 
 
-def _question(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to ask ``/v1/tokenize`` about a body; nothing where it has no prompt."""
+def _tokenize_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a request to ``/v1/tokenize``; empty if a request has no prompt."""
     if body.get("messages") is not None:
-        return {name: body[name] for name in _CHAT if body.get(name) is not None}
-    # ``input`` is that of /v1/embeddings and /v1/classify, which may be several texts.
-    text = _joined(body.get("text", body.get("prompt", body.get("input", _scored(body)))))
+        return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+    # /v1/embeddings and /v1/classify have their prompt in ``input``, which may be several texts.
+    text = _join_texts(body.get("text", body.get("prompt", body.get("input", _scoring_list(body)))))
     if text is None:
         return {}
     question: dict[str, Any] = {"prompt": text}
@@ -121,19 +127,20 @@ def _question(body: Mapping[str, Any]) -> dict[str, Any]:
     return question
 
 
-def _scored(body: Mapping[str, Any]) -> list[Any]:
-    """Return the query of /v1/score or /v1/rerank, and the items that each follow it in a prompt.
+def _scoring_list(body: Mapping[str, Any]) -> list[Any]:
+    """Return the query of /v1/score or /v1/rerank, followed by its items.
 
-    The query is computed once, so all of it together is about as much work as one prompt.
+    The engine puts each item into a prompt after the query and computes the query only once, so the
+    whole list is about as much work as one prompt.
     """
     items = body.get("items", body.get("documents"))
     query = body.get("query")
     return [query, *(cast("list[Any]", items) if isinstance(items, list) else [items])]
 
 
-def _joined(text: object) -> str | None:
+def _join_texts(text: object) -> str | None:
     """Return a text, or several texts as one; ``None`` for anything else."""
-    if isinstance(text, list) and all(isinstance(one, str) for one in cast("list[Any]", text)):
+    if isinstance(text, list) and all(isinstance(item, str) for item in cast("list[Any]", text)):
         return "".join(cast("list[str]", text))
     return text if isinstance(text, str) else None
 
@@ -141,27 +148,28 @@ def _joined(text: object) -> str | None:
 def _text(question: Mapping[str, Any]) -> str:
     if isinstance(question.get("prompt"), str):
         return str(question["prompt"])
-    # Chat templates use them roughly in this order.
+    # Chat templates render tools and messages roughly in this order.
     return json.dumps([question.get("tools"), question.get("messages")]) if question else ""
 
 
 def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the prompt's token ids if the request contains them."""
     for name in ("input_ids", "prompt", "input"):
-        if _are_ids(body.get(name)):
+        if _are_token_ids(body.get(name)):
             return body[name]
-    scored = _scored(body)
-    if all(_are_ids(one) for one in scored):
-        return [token for one in scored for token in one]
+    parts = _scoring_list(body)
+    if all(_are_token_ids(part) for part in parts):
+        return [token for part in parts for token in part]
     return None
 
 
-def _are_ids(value: object) -> bool:
+def _are_token_ids(value: object) -> bool:
     """Return whether a value is the token ids of one prompt, small enough to be hashed."""
     if not isinstance(value, list):
         return False
-    return all(type(one) is int and 0 <= one < 1 << 32 for one in cast("list[Any]", value))
+    return all(type(item) is int and 0 <= item < 1 << 32 for item in cast("list[Any]", value))
 
 
 def _salt(body: Mapping[str, Any]) -> str:
-    given = body.get("cache_salt", body.get("extra_key"))
-    return given if isinstance(given, str) else ""
+    salt = body.get("cache_salt", body.get("extra_key"))
+    return salt if isinstance(salt, str) else ""

@@ -1,4 +1,4 @@
-"""Prefill as a service: how likely a model finds given answers, with nothing decoded."""
+"""Compute how likely a model finds given answers, from prefills alone: :class:`Scorer`."""
 
 from flashmoa.scoring.candidates import Candidate, CandidateRefused, Context
 from flashmoa.scoring.scorer import Scorer

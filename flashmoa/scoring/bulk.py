@@ -1,4 +1,4 @@
-"""Scoring a file of any length into another, line by line, so that a killed run can go on."""
+"""Score a file of any length line by line (``score_file``); a killed run can be continued."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from anyio import to_thread
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import MalformedRequest, PromptTooLarge
-from flashmoa.scoring.lines import Line, record, resume
+from flashmoa.scoring.lines import Line, make_record, resume
 from flashmoa.scoring.scorer import Scorer
 from flashmoa.scoring.scores import PrefillUsage
 
-# Bytes of lines read at a time.
-_BATCH = 256 * 1024
-# For each line that the engine works on, this many may be under way or read ahead.
-_AHEAD = 8
+_BYTES_PER_BATCH = 256 * 1024
+# For each line that may be scored at the same time, this many lines may have been read whose
+# results are not written yet.
+_LINES_AHEAD = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class RawLine(NamedTuple):
-    """A line as it was read: its number from 1, its end in the file, its text."""
+    """A line as it was read: its number from 1, the offset of its end in the file, its text."""
 
     number: int
     end: int
@@ -37,7 +37,7 @@ class RawLine(NamedTuple):
 
 
 class LineResult(NamedTuple):
-    """The result of a line: a record, or a problem; neither for an empty line."""
+    """The result of a line: a record, or a problem. An empty line has neither."""
 
     raw: RawLine
     record: dict[str, Any] | None = None
@@ -47,17 +47,17 @@ class LineResult(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """How far a run is.
+    """Counts what a run has done so far.
 
     Attributes:
-        scored, skipped: the lines of this run.
-        before: the number of lines that earlier runs have done.
-        position: bytes of the input that are done.
+        scored, skipped: numbers of lines that this run has scored and skipped.
+        resumed_from: number of the input's first lines that earlier runs have done.
+        position: number of the input's first bytes that are done.
     """
 
     scored: int = 0
     skipped: int = 0
-    before: int = 0
+    resumed_from: int = 0
     position: int = 0
     usage: PrefillUsage = field(default_factory=PrefillUsage)
 
@@ -68,44 +68,54 @@ async def score_file(
     out: Path,
     *,
     errors: Path,
-    concurrency: int,
+    overwrite: bool = False,
     progress: Callable[[Totals], None],
 ) -> Totals:
-    """Score ``source`` into ``out``, from behind the last line that ``out`` has already.
+    """Score ``source`` into ``out``, from the first line on that ``out`` has no scores of.
 
     Records are written in the input's order. A line that is malformed, or that the engine
-    refuses, is skipped and reported in ``errors``.
+    refuses, is skipped and reported in ``errors``. If no line was, there is no such file. As each
+    line needs a request, at most ``scorer.concurrency`` lines are scored at the same time.
+
+    Args:
+        overwrite: delete ``out`` and begin with the first line.
+        progress: is called with the run's totals whenever results have been written.
 
     Raises:
-        NotResumable: ``out`` has something else than the scores of ``source``.
-        OSError: a file cannot be read or written.
-        EngineError: the engine cannot be asked; what is written by then stays.
+        NotResumable: if ``out`` has other content than the scores of ``source``.
+        OSError: if a file cannot be read or written.
+        EngineError: if the engine cannot answer. Results that are written by then stay.
     """
-    totals = Totals(before=await to_thread.run_sync(resume, source, out, errors))
+    resumed_from = await to_thread.run_sync(resume, source, out, errors, overwrite)
+    totals = Totals(resumed_from=resumed_from)
 
     async def work(raw: RawLine) -> LineResult:
-        return await _scored(scorer, raw)
+        return await _score_line(scorer, raw)
 
     with out.open("ab") as scores, errors.open("ab", buffering=0) as report:
 
-        def write(outcomes: Sequence[LineResult]) -> None:
-            for one in outcomes:
-                _write(one, scores, report, totals)
+        def write(results: Sequence[LineResult]) -> None:
+            for result in results:
+                _write(result, scores, report, totals)
             scores.flush()
             progress(totals)
 
-        async with aclosing(batches(source, totals.before)) as lines:
-            ahead = _AHEAD * concurrency
-            await OrderedWorkers(lines, work, write, workers=concurrency, ahead=ahead).run()
+        async with aclosing(read_batches(source, resumed_from)) as batches:
+            workers = scorer.concurrency
+            ahead = _LINES_AHEAD * workers
+            await OrderedWorkers(batches, work, write, workers=workers, ahead=ahead).run()
     await to_thread.run_sync(_remove_if_empty, errors)
     return totals
 
 
-async def batches(source: Path, skip: int = 0) -> AsyncGenerator[list[RawLine]]:
-    """Yield the lines of a file behind the first ``skip``. Raises: OSError."""
+async def read_batches(source: Path, skip: int = 0) -> AsyncGenerator[list[RawLine]]:
+    """Yield the lines of a file after the first ``skip`` lines, many at a time.
+
+    Raises: OSError if the file cannot be read.
+    """
     number = end = 0
     with await to_thread.run_sync(source.open, "rb") as file:
-        while texts := await to_thread.run_sync(file.readlines, _BATCH):
+        while texts := await to_thread.run_sync(file.readlines, _BYTES_PER_BATCH):
             lines: list[RawLine] = []
             for text in texts:
                 number, end = number + 1, end + len(text)
@@ -114,32 +124,32 @@ async def batches(source: Path, skip: int = 0) -> AsyncGenerator[list[RawLine]]:
             yield lines
 
 
-async def _scored(scorer: Scorer, raw: RawLine) -> LineResult:
+async def _score_line(scorer: Scorer, raw: RawLine) -> LineResult:
     if not raw.text.strip():
         return LineResult(raw)
     try:
         line = Line.read(raw.text)
-        answer = await line.score_with(scorer)
+        scores = await line.score_with(scorer)
     except (ValueError, MalformedRequest, PromptTooLarge) as problem:
         return LineResult(raw, problem=str(problem))
-    return LineResult(raw, record(raw.number, line, answer), usage=answer.usage)
+    return LineResult(raw, make_record(raw.number, line, scores), usage=scores.usage)
 
 
-def _write(one: LineResult, scores: IO[bytes], report: IO[bytes], totals: Totals) -> None:
-    # A problem reaches its file before any later record does, so a run that goes on behind a
-    # record reports no problem before it again.
-    if one.problem is not None:
+def _write(result: LineResult, scores: IO[bytes], report: IO[bytes], totals: Totals) -> None:
+    # A problem reaches its file before any later record does. A run that continues after some
+    # record therefore finds all problems of the lines before it reported.
+    if result.problem is not None:
         scores.flush()
-        report.write(_json({"line": one.raw.number, "error": one.problem}))
+        report.write(_encode({"line": result.raw.number, "error": result.problem}))
         totals.skipped += 1
-    if one.record is not None:
-        scores.write(_json(one.record))
+    if result.record is not None:
+        scores.write(_encode(result.record))
         totals.scored += 1
-    totals.position = one.raw.end
-    totals.usage += one.usage
+    totals.position = result.raw.end
+    totals.usage += result.usage
 
 
-def _json(fields: dict[str, Any]) -> bytes:
+def _encode(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
@@ -149,14 +159,15 @@ def _remove_if_empty(report: Path) -> None:
 
 
 class OrderedWorkers(Generic[T, R]):
-    """Work on many items at once, in bounded memory, with the results in the items' order.
+    """Works on many items at once, in bounded memory, and writes the results in the items' order.
 
     Args:
-        batches: the items, several at a time. Only one batch is held; the next is read when needed.
-        work: is done on each item, on ``workers`` of them at once.
-        write: is given results as soon as they are the next ones.
-        ahead: how many items may be taken whose results are not written yet: how far the others
-            get while one item takes long.
+        batches: yields the items, several at a time. At most one batch is held in memory.
+        work: called with each item.
+        write: called with results as soon as those of all items before them are written.
+        workers: number of items that are worked on at once.
+        ahead: the most items that may have been taken without their results being written. It
+            limits how many results wait in memory while one item takes long.
     """
 
     def __init__(
@@ -176,12 +187,15 @@ class OrderedWorkers(Generic[T, R]):
         self._items: deque[T] = deque()
         self._taken = self._written = 0
         self._results: dict[int, R] = {}
-        self._moved: anyio.Event | None = None
+        self._progress: anyio.Event | None = None
         self._reading = anyio.Lock()
-        self._is_over = False
+        self._has_read_all = False
 
     async def run(self) -> None:
-        """Work until every result is written. Raises: what reading or work raises, at once."""
+        """Work until every result is written.
+
+        Raises: Exception if reading or working on an item failed. The other workers are stopped.
+        """
         await all_of([self._worker] * self._workers)
 
     async def _worker(self) -> None:
@@ -194,22 +208,23 @@ class OrderedWorkers(Generic[T, R]):
     async def _has_next(self) -> bool:
         while True:
             if self._taken - self._written >= self._ahead:
-                # It is made only where a worker waits, because it would cost more than the rest.
-                self._moved = self._moved or anyio.Event()
-                await self._moved.wait()
+                # An event for each result would cost more time than everything else here, so
+                # that one is made only when a worker waits.
+                self._progress = self._progress or anyio.Event()
+                await self._progress.wait()
             elif self._items:
                 return True
-            elif self._is_over:
+            elif self._has_read_all:
                 return False
             else:
                 await self._read()
 
     async def _read(self) -> None:
         async with self._reading:
-            if self._items or self._is_over:
-                return  # Another worker has read meanwhile.
+            if self._items or self._has_read_all:
+                return  # Another worker has read a batch while this one waited for the lock.
             batch = await anext(self._batches, None)
-            self._is_over = batch is None
+            self._has_read_all = batch is None
             self._items.extend(batch or ())
 
     def _write_ready(self) -> None:
@@ -219,6 +234,6 @@ class OrderedWorkers(Generic[T, R]):
             self._written += 1
         if ready:
             self._write(ready)
-        if ready and self._moved is not None:
-            self._moved.set()
-            self._moved = None
+        if ready and self._progress is not None:
+            self._progress.set()
+            self._progress = None

@@ -1,4 +1,4 @@
-"""Contexts, questions after them, and the tokens of candidates that follow them."""
+"""Add questions to contexts (``with_question``); tokenise candidates (``CandidateTokenizer``)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from flashmoa.errors import FlashMoAError
 Messages = Sequence[Mapping[str, Any]]
 # A text, token ids, or messages in OpenAI's format.
 Context = str | Sequence[int] | Messages
-# A text that goes on where the context ends, or the tokens themselves.
+# A text that continues where the context ends, or the tokens themselves.
 Candidate = str | Sequence[int]
 
-# How many of the context's last tokens are looked at. Only tokens of the last word are tokenised
-# together with a candidate. The longer tail is for tokens that the tokenizer does not make of
-# their own text.
-_TAILS = (16, 256)
-# This many tokens before a candidate must be what the tokenizer makes of the tail's text.
-_MATCHING = 4
-_MAX_REMEMBERED = 4096
-# SGLang answers this for tokens that its tokenizer cannot show.
+# Numbers of the context's last tokens that are tokenised together with a candidate. The first
+# suffices if only the last word matters. The second is for contexts whose last tokens are not
+# those that the tokenizer makes of their text.
+_TAIL_LENGTHS = (16, 256)
+# Number of tokens before a candidate that must be those that the tokenizer makes of the tail's
+# text.
+_MATCHING_TOKENS = 4
+_CACHE_SIZE = 4096
+# SGLang's status for tokens that its tokenizer has no text for.
 _SERVER_ERROR = 500
 _LETTERS = string.ascii_uppercase
 
@@ -37,18 +38,18 @@ def context_kind(context: Context) -> str:
     if isinstance(context, str):
         return "text"
     items = list(cast("Sequence[object]", context))
-    if items and all(isinstance(one, Mapping) for one in items):
+    if items and all(isinstance(item, Mapping) for item in items):
         return "messages"
-    if items and all(isinstance(one, int) and not isinstance(one, bool) for one in items):
+    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return "tokens"
     raise ValueError("a context is a text, or a list of messages or of token ids that is not empty")
 
 
 def with_question(context: Context, question: str) -> Context:
-    """Return the context with a question after it: in the user's last message, or after a text.
+    """Return the context with a question added to the user's last message, or to the text.
 
-    A text then ends so that the answer follows. Raises: ValueError for token ids, to which only
-    the engine could add a text.
+    A text then ends with ``Answer:``. Raises: ValueError if the context is token ids, as only the
+    engine could add a text to them.
     """
     kind = context_kind(context)
     if kind == "tokens":
@@ -60,22 +61,22 @@ def with_question(context: Context, question: str) -> Context:
     *before, last = cast("Messages", context)
     if last.get("role") != "user":
         return [*before, last, {"role": "user", "content": question}]
-    return [*before, {**last, "content": _extended(last.get("content"), question)}]
+    return [*before, {**last, "content": _append_text(last.get("content"), question)}]
 
 
-def _extended(content: object, text: str) -> object:
+def _append_text(content: object, text: str) -> object:
     if isinstance(content, list):
         return [*cast("list[object]", content), {"type": "text", "text": f"\n\n{text}"}]
     return f"{content}\n\n{text}" if content else text
 
 
 def answer_candidate(context: Context, text: str) -> str:
-    """Return an answer in the form in which it follows :func:`with_question`."""
+    """Return an answer as a candidate after :func:`with_question`: with a space after a text."""
     return f" {text}" if isinstance(context, str) else text
 
 
 def option_letters(count: int) -> list[str]:
-    """Return a letter for each option. Raises: ValueError where there are too few letters."""
+    """Return a letter for each option. Raises: ValueError if there are too many or no options."""
     if not 1 <= count <= len(_LETTERS):
         raise ValueError(
             f"there are letters for 1 to {len(_LETTERS)} options, not for {count}; ask about parts "
@@ -85,44 +86,57 @@ def option_letters(count: int) -> list[str]:
 
 
 def choice_question(options: Sequence[str], instruction: str) -> str:
-    """Return a question with lettered options. Raises: ValueError where letters are too few."""
-    named = zip(option_letters(len(options)), options, strict=True)
-    return "\n".join([*(f"{letter}. {option}" for letter, option in named), instruction])
+    """Return a question with lettered options. Raises: as :func:`option_letters`."""
+    lettered = zip(option_letters(len(options)), options, strict=True)
+    return "\n".join([*(f"{letter}. {option}" for letter, option in lettered), instruction])
 
 
 class CandidateTokenizer:
     """Tokenises candidates as the engine's tokenizer does after their contexts.
 
-    A candidate's tokens are those that the tokenizer makes of it *after the context*, not on its
-    own: a tokenizer may write a word differently at the beginning of a text. Only the context's end
-    matters, so the tokens are remembered by that.
+    A candidate's tokens are those that the tokenizer makes of it *after the context*, because it
+    may write a word differently at the beginning of a text. Only the context's end matters, so
+    that the tokens are cached by it.
     """
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._known: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
+        # The tokens of a candidate by the context's end and the candidate's text.
+        self._cache: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
 
-    async def tokens(
+    async def tokenize(
         self, context: Sequence[int], candidates: Sequence[Candidate]
     ) -> list[list[int]]:
-        """Return the tokens of each candidate. Raises: CandidateRefused; EngineError."""
-        end = tuple(context[-_TAILS[0] :])
-        texts = [one for one in candidates if isinstance(one, str)]
-        found = {text: self._known.get((end, text)) for text in texts}
-        missing = [text for text, tokens in found.items() if tokens is None]
+        """Return the tokens of each candidate.
+
+        Raises:
+            CandidateRefused: if a candidate has no tokens, or cannot follow the context.
+            EngineError: if the engine cannot answer.
+        """
+        end = tuple(context[-_TAIL_LENGTHS[0] :])
+        texts = [candidate for candidate in candidates if isinstance(candidate, str)]
+        by_text = {text: self._cache.get((end, text)) for text in texts}
+        missing = [text for text, tokens in by_text.items() if tokens is None]
         if missing:
             for text, tokens in zip(missing, await self._tokenize(context, missing), strict=True):
-                found[text] = self._known[end, text] = tokens
-            while len(self._known) > _MAX_REMEMBERED:
-                self._known.popitem(last=False)
-        tokens = [(found[one] or []) if isinstance(one, str) else list(one) for one in candidates]
-        for one, its in zip(candidates, tokens, strict=True):
-            if not its:
-                raise CandidateRefused(f"the candidate {one!r} has no tokens; leave it out")
-        return tokens
+                by_text[text] = self._cache[end, text] = tokens
+            while len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        results: list[list[int]] = []
+        for candidate in candidates:
+            tokens = by_text[candidate] if isinstance(candidate, str) else list(candidate)
+            if not tokens:
+                raise CandidateRefused(f"the candidate {candidate!r} has no tokens; leave it out")
+            results.append(tokens)
+        return results
 
-    async def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. Raises: CandidateRefused if they have none; EngineError."""
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens.
+
+        Raises:
+            CandidateRefused: if they have none.
+            EngineError: if the engine cannot answer.
+        """
         try:
             return await self._engine.detokenize(tokens)
         except RequestRefused as problem:
@@ -133,17 +147,17 @@ class CandidateTokenizer:
             ) from problem
 
     async def _tokenize(self, context: Sequence[int], texts: Sequence[str]) -> list[list[int]]:
-        for length in (*_TAILS, len(context)):
+        for length in (*_TAIL_LENGTHS, len(context)):
             tail = list(context[-length:])
-            shown = await self.text(tail)
-            before, *after = await self._engine.tokenize(
-                [shown, *(shown + text for text in texts)], add_special_tokens=False
+            tail_text = await self.detokenize(tail)
+            before, *wholes = await self._engine.tokenize(
+                [tail_text, *(tail_text + text for text in texts)], add_special_tokens=False
             )
-            # The tail's first tokens may come out differently without what was before them.
-            matching = max(1, min(_MATCHING, len(tail) - 2))
+            # The tail's first tokens may differ, since the text before them is missing.
+            matching = max(1, min(_MATCHING_TOKENS, len(tail) - 2))
             if before[-matching:] == tail[-matching:]:
-                both = zip(texts, after, strict=True)
-                return [await self._candidate_tokens(text, before, whole) for text, whole in both]
+                pairs = zip(texts, wholes, strict=True)
+                return [await self._cut_candidate(text, before, whole) for text, whole in pairs]
             if length >= len(context):
                 break
         raise CandidateRefused(
@@ -151,14 +165,15 @@ class CandidateTokenizer:
             "give candidates as token ids"
         )
 
-    async def _candidate_tokens(
+    async def _cut_candidate(
         self, text: str, before: Sequence[int], whole: Sequence[int]
     ) -> list[int]:
+        """Return the tokens of ``whole`` after those of the context's end, ``before``."""
         if list(whole[: len(before)]) == list(before):
             return list(whole[len(before) :])
         pairs = enumerate(zip(before, whole, strict=False))
-        same = next((at for at, (one, other) in pairs if one != other), len(whole))
-        joined = await self.text(whole[same:])
+        same = next((index for index, (a, b) in pairs if a != b), len(whole))
+        joined = await self.detokenize(whole[same:])
         raise CandidateRefused(
             f"the candidate {text!r} is tokenised together with the context's end, as {joined!r}, "
             "so that it cannot follow it. Move white space from the context's end to the "

@@ -1,10 +1,14 @@
-"""The lines of a file to score and of a file of scores, and where an unfinished one goes on."""
+"""Read the lines of a file to score (``Line``); continue a file of scores (``resume``).
+
+A record is a line of a file of scores, as a dictionary.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +19,12 @@ from flashmoa.scoring.candidates import Context
 from flashmoa.scoring.scorer import Scorer
 from flashmoa.scoring.scores import Scores, Selection
 
-# Numbers are written with this many digits. The order of requests changes later ones at random.
+# Decimals of the numbers in a record. The order of requests changes further decimals at random.
 _DIGITS = 6
-# No vocabulary has as many tokens, and every tokenizer accepts smaller ids.
+# Every vocabulary is smaller than this, and every tokenizer accepts smaller ids.
 _MAX_TOKENS = 1 << 31
-# Every line of a file of scores begins so.
-_BEGINNING = b'{"line": '
-# Bytes read at a time, from the end.
-_BLOCK = 256 * 1024
+_BEGINNING_OF_RECORD = b'{"line": '
+_BYTES_PER_BLOCK = 256 * 1024
 
 Tokens = list[Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]]
 
@@ -32,14 +34,14 @@ class BadLine(FlashMoAError, ValueError):
 
 
 class NotResumable(FlashMoAError):
-    """Raised when a file of scores is not what its input would give."""
+    """Raised when a file of scores does not belong to its input, or is not a file of scores."""
 
 
 class Line(BaseModel):
-    """One line to score: a context, and what may follow it.
+    """One line to score: a context, and answers that may follow it.
 
     ``candidates`` are for :meth:`Scorer.score`, ``labels`` for :meth:`Scorer.classify`,
-    ``options`` for :meth:`Scorer.choose`, or :meth:`Scorer.select` where ``multiple``.
+    ``options`` for :meth:`Scorer.choose` or, with ``multiple``, for :meth:`Scorer.select`.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -55,11 +57,11 @@ class Line(BaseModel):
 
     @classmethod
     def read(cls, text: bytes) -> Line:
-        """Parse a line of a file. Raises: BadLine."""
+        """Parse a line of a file. Raises: BadLine if it is malformed."""
         try:
             line = cls.model_validate_json(text)
         except ValidationError as error:
-            raise BadLine(_explained(error)) from error
+            raise BadLine(_explain(error)) from error
         line._require_one("context", "messages")
         line._require_one("candidates", "labels", "options")
         if line.multiple and line.options is None:
@@ -79,10 +81,10 @@ class Line(BaseModel):
         given = self.labels if self.labels is not None else self.options
         if given is not None:
             return list(given)
-        return [str(one) for one in self.candidates or ()]
+        return [str(candidate) for candidate in self.candidates or ()]
 
     async def score_with(self, scorer: Scorer) -> Scores | Selection:
-        """Score the line. Raises: what the scorer's methods raise."""
+        """Score the line. Raises: the exceptions of :class:`Scorer`'s methods."""
         context: Context = self.context if self.context is not None else self.messages or []
         if self.labels is not None:
             return await scorer.classify(context, self.labels)
@@ -95,87 +97,96 @@ class Line(BaseModel):
         return await scorer.choose(context, self.options)
 
 
-def record(number: int, line: Line, answer: Scores | Selection) -> dict[str, Any]:
+def make_record(number: int, line: Line, scores: Scores | Selection) -> dict[str, Any]:
     """Return the record of a line: its number from 1, its id if it has one, and its scores."""
     head: dict[str, Any] = {"line": number}
     if line.id is not None:
         head["id"] = line.id
-    if isinstance(answer, Selection):
+    if isinstance(scores, Selection):
         return head | {
-            "chosen": answer.chosen,
-            "options": answer.options,
-            "probabilities": _rounded(answer.probabilities),
-            "mass": _rounded(one.mass for one in answer.answers),
+            "chosen": scores.chosen,
+            "options": scores.options,
+            "probabilities": _round(scores.probabilities),
+            "mass": _round(answer.mass for answer in scores.answers),
         }
     return head | {
-        "best": answer.best,
-        "candidates": answer.candidates,
-        "probabilities": _rounded(answer.probabilities),
-        "logprobs": _rounded(answer.logprobs),
-        "mass": round(answer.mass, _DIGITS),
+        "best": scores.best,
+        "candidates": scores.candidates,
+        "probabilities": _round(scores.probabilities),
+        "logprobs": _round(scores.logprobs),
+        "mass": round(scores.mass, _DIGITS),
     }
 
 
-def is_record_of(written: Mapping[str, Any], line: Line) -> bool:
-    """Return whether a record may be that of this line."""
-    names = written.get("candidates", written.get("options"))
-    return written.get("id") == line.id and names == line.names
-
-
-def _rounded(values: Any) -> list[float | None]:
+def _round(values: Iterable[float]) -> list[float | None]:
     # JSON has no number for infinity.
-    return [round(one, _DIGITS) if math.isfinite(one) else None for one in values]
+    return [round(value, _DIGITS) if math.isfinite(value) else None for value in values]
 
 
-def _explained(error: ValidationError) -> str:
+def _explain(error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_input=False)[:3]
-    parts = (f"{'.'.join(map(str, one['loc'])) or 'line'}: {one['msg']}" for one in problems)
-    return "; ".join(parts)
+    return "; ".join(
+        f"{'.'.join(map(str, problem['loc'])) or 'line'}: {problem['msg']}" for problem in problems
+    )
 
 
-def resume(source: Path, out: Path, errors: Path) -> int:
-    """Cut ``out`` and ``errors`` behind the last line of ``source`` that is done.
+def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> int:
+    """Prepare ``out`` and ``errors`` for a run that continues where the last one stopped.
 
-    Returns: the number of that line from 1; 0 if none is done. Raises: NotResumable; OSError.
+    Removes incomplete last lines, and errors of lines that will be scored again.
+
+    Args:
+        overwrite: delete ``out`` first, if ``source`` can be read.
+
+    Returns: the number from 1 of the last line of ``source`` that is done; 0 if none is.
+
+    Raises:
+        NotResumable: if ``out`` has other content than the scores of ``source``.
+        OSError: if a file cannot be read or written.
     """
     with source.open("rb"):
-        pass  # An input that cannot be read must not leave empty files behind.
-    last = _last_record(out)
+        pass  # If the input cannot be read, no file may be deleted or made.
+    if overwrite:
+        out.unlink(missing_ok=True)
+    last = _cut_after_last_record(out)
     if last is None:
         errors.write_bytes(b"")
         return 0
     number: int = last["line"]
-    if not _is_of(source, number, last):
+    if not _is_record_of_line(last, source, number):
         raise NotResumable(
             f"{out} exists and does not have the scores of {source}; give another --out, or "
             "--overwrite"
         )
-    _cut_report(errors, number)
+    _cut_errors(errors, number)
     return number
 
 
-def _last_record(out: Path) -> dict[str, Any] | None:
-    """Cut a file behind its last whole line, and return that record. Raises: NotResumable."""
+def _cut_after_last_record(out: Path) -> dict[str, Any] | None:
+    """Cut a file after its last whole line. Return that record, ``None`` if there is none.
+
+    Raises: NotResumable if it is not a file of scores.
+    """
     if not out.exists():
         return None
     with out.open("r+b") as file:
         size = file.seek(0, 2)
         tail, start = b"", size
         while start and tail.count(b"\n") < 2:
-            start = max(0, start - _BLOCK)
+            start = max(0, start - _BYTES_PER_BLOCK)
             file.seek(start)
             tail = file.read(size - start)
         whole, torn = tail[: tail.rfind(b"\n") + 1], tail[tail.rfind(b"\n") + 1 :]
-        last = _record(whole.splitlines()[-1]) if whole else None
-        if (whole and last is None) or not torn.startswith(_BEGINNING[: len(torn)]):
+        last = _parse_record(whole.splitlines()[-1]) if whole else None
+        if (whole and last is None) or not torn.startswith(_BEGINNING_OF_RECORD[: len(torn)]):
             raise NotResumable(
-                f"{out} exists and is no file of scores; give another --out, or --overwrite"
+                f"{out} exists and is not a file of scores; give another --out, or --overwrite"
             )
         file.truncate(start + len(whole))
     return last
 
 
-def _record(text: bytes) -> dict[str, Any] | None:
+def _parse_record(text: bytes) -> dict[str, Any] | None:
     try:
         fields: Any = json.loads(text)
         return fields if isinstance(fields["line"], int) else None
@@ -183,25 +194,26 @@ def _record(text: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _is_of(source: Path, number: int, written: dict[str, Any]) -> bool:
+def _is_record_of_line(record: dict[str, Any], source: Path, number: int) -> bool:
+    """Return whether a record has the id and the candidates of a line, counted from 1."""
     with source.open("rb") as file:
-        for at, text in enumerate(file, start=1):
-            if at == number:
-                try:
-                    return is_record_of(written, Line.read(text))
-                except BadLine:
-                    return False
-    return False
+        text = next(islice(file, number - 1, None), b"") if number > 0 else b""
+    try:
+        line = Line.read(text)
+    except BadLine:
+        return False
+    names = record.get("candidates", record.get("options"))
+    return record.get("id") == line.id and names == line.names
 
 
-def _cut_report(errors: Path, number: int) -> None:
-    """Remove the errors of lines behind ``number``, which are scored again."""
+def _cut_errors(errors: Path, number: int) -> None:
+    """Remove the errors of lines after ``number``, which are scored again."""
     errors.touch()
     with errors.open("r+b") as file:
-        kept = 0
+        kept_bytes = 0
         for text in file:
-            told = _record(text) if text.endswith(b"\n") else None
-            if told is None or told["line"] > number:
+            record = _parse_record(text) if text.endswith(b"\n") else None
+            if record is None or record["line"] > number:
                 break
-            kept += len(text)
-        file.truncate(kept)
+            kept_bytes += len(text)
+        file.truncate(kept_bytes)

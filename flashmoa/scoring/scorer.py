@@ -1,4 +1,4 @@
-"""Scoring answers that are given, instead of decoding one (MoE-Prefill §2, §3)."""
+"""Score given answers instead of decoding one (MoE-Prefill §2, §3)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class Scorer:
 
     Every score comes from prefills; no token is decoded. The requests of one call share their
     prefix. With the plugin they are sent at once and the engine computes the prefix once (the
-    intra-turn cache); without it, or where it does not share, the others wait for the first.
+    intra-turn cache). Without it, or if it does not share prefixes, the others wait for the first.
 
     Args:
-        template_args: of the model's chat template, for contexts that are messages; a model that
-            thinks before it answers must be told not to (``{"enable_thinking": False}``).
-        concurrency: the most requests under way at once.
+        template_args: arguments of the model's chat template, for contexts that are messages. For
+            a model that would think before it answers, give ``{"enable_thinking": False}``.
+        concurrency: the most requests at the same time.
 
-    Its methods raise :class:`CandidateRefused`, ``ValueError`` for arguments that make no sense,
-    and what :class:`~flashmoa.engine.EngineClient` raises.
+    Raises: its methods raise :class:`CandidateRefused` if a candidate cannot be scored after its
+        context, ``ValueError`` for arguments that make no sense, and the exceptions of
+        :class:`~flashmoa.engine.EngineClient`.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Scorer:
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency} is not at least 1")
+        self.concurrency = concurrency
         self._engine = engine
         self._template_args = template_args
         self._limit = anyio.Semaphore(concurrency)
         self._tokenizer = CandidateTokenizer(engine)
+        # Whether the engine computes a shared prefix once; None until it was asked.
         self._shares: bool | None = None
-        self._asking_sharing = anyio.Lock()
+        self._shares_lock = anyio.Lock()
 
     async def score(
         self,
@@ -75,18 +78,19 @@ class Scorer:
     ) -> Scores:
         """Return how likely each candidate is to follow the context.
 
-        Candidates of one token come from one prefill; each of several tokens is a sibling of it.
+        One prefill scores all candidates of one token; each longer candidate has its own prefill.
 
         Args:
-            candidates: texts, as they go on where the context ends (after ``Answer:`` that is
-                ``" yes"``), or token ids.
-            length_normalised: probabilities by the mean of a candidate's log-probabilities and
-                not by their sum, which favours short ones.
+            candidates: texts that continue exactly where the context ends (``" yes"`` after
+                ``Answer:``), or token ids.
+            length_normalised: compare the means of candidates' log-probabilities by token, instead
+                of their sums, which favour short candidates.
             prompt_stream_id: the id of a prompt stream with the context.
         """
-        prompt, tokens = await self._prepared(context, candidates)
-        return await self._scores(
-            _names(candidates), prompt, tokens, length_normalised, prompt_stream_id
+        prompt, tokens = await self._tokenize(context, candidates)
+        names = [text if isinstance(text, str) else str(list(text)) for text in candidates]
+        return await self._compute_scores(
+            names, prompt, tokens, length_normalised, prompt_stream_id
         )
 
     async def classify(
@@ -99,22 +103,23 @@ class Scorer:
         """Score labels of one token each, from exactly one prefill.
 
         Args:
-            labels: the candidates, or names and the candidates that stand for them.
+            labels: the candidates, or a mapping from names to candidates.
 
-        Raises: CandidateRefused, which names the tokens of a label that has several.
+        Raises: CandidateRefused if a label has several tokens, which it names.
         """
         named = labels if isinstance(labels, Mapping) else {label: label for label in labels}
         if len(named) != len(labels):
             raise CandidateRefused(f"two of the labels {list(labels)} are the same; give each once")
-        prompt, tokens = await self._prepared(context, list(named.values()))
-        for label, its in zip(named, tokens, strict=True):
-            if len(its) > 1:
-                pieces = [await self._tokenizer.text([token]) for token in its]
+        prompt, tokens = await self._tokenize(context, list(named.values()))
+        for label, label_tokens in zip(named, tokens, strict=True):
+            count = len(label_tokens)
+            if count > 1:
+                pieces = [await self._tokenizer.detokenize([token]) for token in label_tokens]
                 raise CandidateRefused(
-                    f"the label {label!r} has {len(its)} tokens after this context, {pieces}; name "
+                    f"the label {label!r} has {count} tokens after this context, {pieces}; name "
                     f"it by one token, as in {{{label!r}: {pieces[0]!r}}}, or use score()"
                 )
-        return await self._scores(list(named), prompt, tokens, False, prompt_stream_id)
+        return await self._compute_scores(list(named), prompt, tokens, False, prompt_stream_id)
 
     async def choose(
         self, context: Context, options: Sequence[str], *, instruction: str = ONE_LETTER
@@ -125,8 +130,8 @@ class Scorer:
         """
         question = with_question(context, choice_question(options, instruction))
         answers = [answer_candidate(context, letter) for letter in option_letters(len(options))]
-        prompt, tokens = await self._prepared(question, answers)
-        return await self._scores(options, prompt, tokens, False, None)
+        prompt, tokens = await self._tokenize(question, answers)
+        return await self._compute_scores(options, prompt, tokens, False, None)
 
     async def select(
         self,
@@ -137,10 +142,11 @@ class Scorer:
         answers: tuple[str, str] = ("Yes", "No"),
         threshold: float = 0.5,
     ) -> Selection:
-        """Return which options apply, asking about each by itself; the context is shared.
+        """Return which options apply, asking about each in a separate request.
 
         Args:
             answers: the words for and against an option.
+            threshold: the least probability of a yes that an option is chosen with.
         """
         if not options or not 0 <= threshold <= 1:
             raise ValueError(
@@ -151,29 +157,29 @@ class Scorer:
 
         async def ask(option: str) -> Scores:
             question = with_question(context, f"{option}\n{instruction}")
-            prompt, tokens = await self._prepared(question, candidates)
-            return await self._scores(answers, prompt, tokens, False, None)
+            prompt, tokens = await self._tokenize(question, candidates)
+            return await self._compute_scores(answers, prompt, tokens, False, None)
 
-        each = await self._siblings([partial(ask, option) for option in options])
-        likely = [one.probabilities[0] for one in each]
-        chosen = [one for one, yes in zip(options, likely, strict=True) if yes >= threshold]
-        usage = sum((one.usage for one in each), PrefillUsage())
-        return Selection(list(options), likely, chosen, each, usage)
+        scores = await self._run_siblings([partial(ask, option) for option in options])
+        likely = [answer.probabilities[0] for answer in scores]
+        chosen = [option for option, yes in zip(options, likely, strict=True) if yes >= threshold]
+        usage = sum((answer.usage for answer in scores), PrefillUsage())
+        return Selection(list(options), likely, chosen, scores, usage)
 
-    async def _prepared(
+    async def _tokenize(
         self, context: Context, candidates: Sequence[Candidate]
     ) -> tuple[list[int], list[list[int]]]:
         """Return the tokens of a context, and of each candidate after it."""
         if not candidates:
             raise ValueError("give at least one candidate")
         async with self._limit:
-            prompt = await self._prompt(context)
-            tokens = await self._tokenizer.tokens(prompt, candidates)
-        if len({tuple(its) for its in tokens}) < len(tokens):
+            prompt = await self._tokenize_context(context)
+            tokens = await self._tokenizer.tokenize(prompt, candidates)
+        if len(set(map(tuple, tokens))) < len(tokens):
             raise CandidateRefused("two candidates are the same tokens; give each once")
         return prompt, tokens
 
-    async def _prompt(self, context: Context) -> list[int]:
+    async def _tokenize_context(self, context: Context) -> list[int]:
         kind = context_kind(context)
         if kind == "tokens":
             return list(cast("Sequence[int]", context))
@@ -185,36 +191,38 @@ class Scorer:
             raise ValueError("the context is empty; give a text that candidates can follow")
         return tokens
 
-    async def _scores(
+    async def _compute_scores(
         self,
         names: Sequence[str],
         prompt: Sequence[int],
-        tokens: Sequence[Sequence[int]],
+        candidates: Sequence[Sequence[int]],
         length_normalised: bool,
         stream: str | None,
     ) -> Scores:
         usage: list[PromptUsage] = []
-        single = [its[0] for its in tokens if len(its) == 1]
-        found: dict[tuple[int, ...], float] = {}
+        single = [tokens[0] for tokens in candidates if len(tokens) == 1]
+        logprobs: dict[tuple[int, ...], float] = {}
 
         async def score_single() -> None:
             answer = await self._prefill(prompt, single, stream=stream)
             usage.append(answer.usage)
-            found.update({(one,): value for one, value in zip(single, answer.tokens, strict=True)})
+            for token, logprob in zip(single, answer.tokens, strict=True):
+                logprobs[(token,)] = logprob
 
-        async def score_long(its: Sequence[int]) -> None:
+        async def score_long(tokens: Sequence[int]) -> None:
+            # Only one request can use a stream: the one for single tokens, unless there is none.
             answer = await self._prefill(
-                prompt, continuation=its, stream=None if single else stream
+                prompt, continuation=tokens, stream=None if single else stream
             )
             usage.append(answer.usage)
-            found[tuple(its)] = sum(answer.continuation)
+            logprobs[tuple(tokens)] = sum(answer.continuation)
 
-        longer = [partial(score_long, its) for its in tokens if len(its) > 1]
-        await self._siblings([score_single, *longer] if single else longer)
+        longer = [partial(score_long, tokens) for tokens in candidates if len(tokens) > 1]
+        await self._run_siblings([score_single, *longer] if single else longer)
         return Scores.of(
             names,
-            [found[tuple(its)] for its in tokens],
-            [len(its) for its in tokens] if length_normalised else None,
+            [logprobs[tuple(tokens)] for tokens in candidates],
+            [len(tokens) for tokens in candidates] if length_normalised else None,
             PrefillUsage.of(usage),
         )
 
@@ -231,35 +239,29 @@ class Scorer:
                 prompt, tokens, continuation=continuation, prompt_stream_id=stream
             )
 
-    async def _siblings(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    async def _run_siblings(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         """Send requests that share a prefix so that the engine computes it once."""
         if len(calls) > 1 and not await self._engine_shares():
             return [await calls[0](), *await all_of(calls[1:])]
         return await all_of(calls)
 
     async def _engine_shares(self) -> bool:
-        async with self._asking_sharing:
+        """Return whether requests with one prefix can be sent at once without computing it twice.
+
+        Also True if the engine keeps no KV, since waiting for the first request would not help.
+        """
+        async with self._shares_lock:
             if self._shares is None:
-                problem = await self._why_not_shared()
-                self._shares = problem is None
-                if problem is not None:
+                problem = ""
+                try:
+                    ranks = (await self._engine.info()).kv
+                    if any(rank.shares is False for rank in ranks):
+                        url = self._engine.url
+                        problem = f"{url} does not share prefixes before they are computed"
+                except PluginMissing as error:
+                    problem = str(error)
+                self._shares = not problem
+                if problem:
                     message = "%s. Of requests with one prefix, others wait for the first."
                     logger.warning(message, problem)
         return self._shares
-
-    async def _why_not_shared(self) -> str | None:
-        """Return why the engine computes a shared prefix repeatedly; ``None`` if it does not.
-
-        Also ``None`` where waiting for the first request would not help.
-        """
-        try:
-            ranks = (await self._engine.info()).kv
-        except PluginMissing as problem:
-            return str(problem)
-        if any(rank.shares is False for rank in ranks):
-            return f"{self._engine.url} does not share prefixes before they are computed"
-        return None
-
-
-def _names(candidates: Sequence[Candidate]) -> list[str]:
-    return [one if isinstance(one, str) else str(list(one)) for one in candidates]

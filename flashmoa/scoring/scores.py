@@ -1,4 +1,4 @@
-"""The results of scoring: candidates with their probabilities, and what computing them took."""
+"""Results of scoring (``Scores``, ``Selection``), and its costs in tokens (``PrefillUsage``)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flashmoa.engine import PromptUsage, StreamUse
 
 @dataclass(frozen=True, slots=True)
 class PrefillUsage:
-    """What scoring took, in tokens, all requests together.
+    """Counts the requests of one scoring call and their tokens.
 
     Attributes:
-        requests: the number of prefills.
-        prompt_tokens: of their prompts.
-        cached_tokens: those of them found in the radix cache, or computed by a sibling request.
-            ``None`` where the engine does not say.
-        decoded_tokens: always 0, as the engine reports.
-        streamed_tokens: those of the cached tokens that the context's prompt stream had computed.
-        prompt_stream: what became of that stream, if there was one.
+        requests: number of prefills.
+        prompt_tokens: number of tokens in their prompts.
+        cached_tokens: number of prompt tokens that were in the radix cache, or that a sibling
+            request computed; ``None`` if the engine does not report it.
+        decoded_tokens: number of decoded tokens that the engine reports, always 0.
+        streamed_tokens: number of cached tokens that the context's prompt stream had computed.
+        prompt_stream: how that stream was used, if there was one.
     """
 
     requests: int = 0
@@ -33,45 +33,49 @@ class PrefillUsage:
 
     @property
     def computed_tokens(self) -> int | None:
-        """Return the prompt tokens that were computed, each counted once."""
+        """Return the number of prompt tokens that were computed."""
         return None if self.cached_tokens is None else self.prompt_tokens - self.cached_tokens
 
     @classmethod
     def of(cls, prefills: Iterable[PromptUsage]) -> Self:
-        """Return the usage of several prefills together."""
-        each = list(prefills)
-        cached = [one.cached_tokens for one in each]
-        streamed = next((one for one in each if one.prompt_stream is not None), None)
+        """Add up the usage of several prefills, of which at most one had a prompt stream."""
+        usages = list(prefills)
+        streamed = next((usage for usage in usages if usage.prompt_stream is not None), None)
         return cls(
-            len(each),
-            sum(one.prompt_tokens for one in each),
-            None if None in cached else sum(one or 0 for one in cached),
-            sum(one.completion_tokens for one in each),
+            len(usages),
+            sum(usage.prompt_tokens for usage in usages),
+            _add_known(usage.cached_tokens for usage in usages),
+            sum(usage.completion_tokens for usage in usages),
             streamed and streamed.streamed_tokens,
             streamed and streamed.prompt_stream,
         )
 
     def __add__(self, other: PrefillUsage) -> PrefillUsage:
-        """Return the usage of both, without what became of prompt streams."""
-        cached = (self.cached_tokens, other.cached_tokens)
+        """Return the usage of both, without their prompt streams."""
         return PrefillUsage(
             self.requests + other.requests,
             self.prompt_tokens + other.prompt_tokens,
-            None if None in cached else sum(one or 0 for one in cached),
+            _add_known((self.cached_tokens, other.cached_tokens)),
             self.decoded_tokens + other.decoded_tokens,
         )
 
 
+def _add_known(counts: Iterable[int | None]) -> int | None:
+    """Return the sum of counts, ``None`` if one of them is unknown."""
+    known = list(counts)
+    return None if None in known else sum(count or 0 for count in known)
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Candidates, and how likely each one is to follow the context.
+    """Holds candidates and how likely each of them is to follow the context.
 
     Attributes:
-        candidates: their names, in the order given.
-        logprobs: the natural logarithm of each one's probability, over all its tokens together.
-        probabilities: in the proportions of those probabilities, adding up to 1.
-        mass: the sum of the probabilities themselves. Where it is small, the model would rather
-            write something else than any candidate, and the proportions mean little.
+        candidates: names of the candidates, in the order given.
+        logprobs: natural logarithm of each candidate's probability, over all its tokens together.
+        probabilities: these probabilities, scaled so that they add up to 1.
+        mass: the sum of the probabilities before scaling. If it is small, the model would rather
+            write anything but a candidate, and the scaled probabilities mean little.
     """
 
     candidates: list[str]
@@ -82,7 +86,7 @@ class Scores:
 
     @property
     def best(self) -> str:
-        """Return the likeliest candidate, the first one of equals."""
+        """Return the likeliest candidate, the first of several equally likely ones."""
         return self.candidates[self.probabilities.index(max(self.probabilities))]
 
     @classmethod
@@ -96,22 +100,23 @@ class Scores:
         """Return the scores of named candidates.
 
         Args:
-            lengths: the number of each one's tokens, if its mean log-probability by token counts.
+            lengths: number of tokens in each candidate, to compare mean log-probabilities by
+                token; ``None`` to compare their sums.
         """
-        weighed = list(logprobs)
+        weights = list(logprobs)
         if lengths is not None:
-            weighed = [one / length for one, length in zip(logprobs, lengths, strict=True)]
-        return cls(list(names), list(logprobs), softmax(weighed), probability_mass(logprobs), usage)
+            weights = [total / length for total, length in zip(logprobs, lengths, strict=True)]
+        return cls(list(names), list(logprobs), softmax(weights), probability_mass(logprobs), usage)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Options, each judged on its own.
+    """Holds options that the model has judged one by one.
 
     Attributes:
-        options: in the order given.
-        probabilities: for each option, that of a yes over yes and no.
-        chosen: the options at least as likely as the threshold.
+        options: the options, in the order given.
+        probabilities: for each option, the probability of a yes if only yes and no count.
+        chosen: the options whose probability is at least the threshold.
         answers: for each option, the scores of yes and no.
     """
 
@@ -123,17 +128,17 @@ class Selection:
 
 
 def softmax(logprobs: Sequence[float]) -> list[float]:
-    """Return probabilities in the same proportions that add up to 1; equal ones if all are zero."""
+    """Scale probabilities so that they add up to 1. If all are zero, return equal ones."""
     if not logprobs:
         return []
     highest = max(logprobs)
     if highest == -math.inf:
         return [1 / len(logprobs)] * len(logprobs)
-    weights = [math.exp(one - highest) for one in logprobs]
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
 
 
 def probability_mass(logprobs: Sequence[float]) -> float:
-    """Return the sum of the probabilities themselves."""
-    return math.fsum(math.exp(one) for one in logprobs)
+    """Return the sum of the probabilities."""
+    return math.fsum(math.exp(logprob) for logprob in logprobs)

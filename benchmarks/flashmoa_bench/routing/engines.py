@@ -134,7 +134,7 @@ class SimulatedEngine:
     def _admit(self, job: _Job) -> None:
         blocks = job.request.blocks
         job.blocks_done = self._cache.match(blocks.hashes)
-        job.done = blocks.tokens(job.blocks_done)
+        job.done = blocks.cached_tokens(job.blocks_done)
         self.cached += job.done
         self.prompt += blocks.length
 
@@ -252,12 +252,12 @@ class _Replay:
     def _finish(self, name: str, step: Step) -> None:
         self._idle.add(name)
         if self._engines[name].machine.reports:
-            self._policy.stored(name, step.stored)
-            self._policy.removed(name, step.evicted)
-        for request in step.completed:
-            self._policy.computed(request.name)
-            self._policy.end(request.name)
-            del self._requests[request.name]
+            self._policy.add_blocks(name, step.stored)
+            self._policy.remove_blocks(name, step.evicted)
+        for ask in step.completed:
+            self._policy.finish_prefill(ask.name)
+            self._policy.end(ask.name)
+            del self._requests[ask.name]
 
 
 def best_hit_rate(prompts: Iterable[Blocks]) -> float:
@@ -265,8 +265,8 @@ def best_hit_rate(prompts: Iterable[Blocks]) -> float:
     seen: set[int] = set()
     cached = total = 0
     for blocks in prompts:
-        matched = next((n for n, block in enumerate(blocks.hashes) if block not in seen), None)
-        cached += blocks.tokens(len(blocks.hashes) if matched is None else matched)
+        matched = next((n for n, one in enumerate(blocks.hashes) if one not in seen), None)
+        cached += blocks.cached_tokens(len(blocks.hashes) if matched is None else matched)
         total += blocks.length
         seen.update(blocks.hashes)
     return cached / total

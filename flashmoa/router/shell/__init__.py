@@ -1,6 +1,6 @@
-"""The shell router: requests that read each other's answers, over a PD pair (Faster-MoA §4.3).
+"""Route requests that read each other's answers over a PD pair: the shell router (Faster-MoA §4.3).
 
-While an agent's answer is decoded, it goes into the agent prompt cache and from there, piece by
-piece, into the prompts that read it, on the prefill engine alone. Only a request whose prompt is
-complete goes through the pair's own router, and only its KV is transferred to the decode engine.
+While an agent's answer is decoded, the router puts it into the agent prompt cache, and from there,
+piece by piece, into the prompts that read it. Only the prefill engine computes these. A request is
+sent to the pair's own router, and its KV to the decode engine, once its prompt is complete.
 """

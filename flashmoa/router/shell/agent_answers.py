@@ -1,4 +1,4 @@
-"""Agents' answers: kept while they are written, and read out of engines' responses."""
+"""Keep agents' answers (`AgentPromptCache`), and record them from responses (`AnswerRecorder`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from flashmoa.linking.streamed_text import Text
-from flashmoa.router.errors import AgentFailed
+from flashmoa.router.errors import AgentFailed, BadRequest
 from flashmoa.router.forwarding import AnswerObserver
 from flashmoa.router.metrics import ShellMetrics
 
 
 class AgentKey(NamedTuple):
-    """Identifies an agent: by its workflow, and by the API key whose workflow that is."""
+    """Identifies an agent. ``client`` is the API key of the client whose workflow it is."""
 
     client: str
     workflow: str
@@ -24,18 +24,20 @@ class AgentKey(NamedTuple):
 
 
 class GrowingAnswer(Text):
-    """One agent's answer, as text and as tokens.
+    """Holds one agent's answer, as text and as tokens, while it is written.
 
     Attributes:
-        tokens: of the answer so far; ``None`` where its engine does not tell them.
+        tokens: the answer's tokens so far; ``None`` if its engine does not report them.
+        reads: the agents whose answers are in the prompt of the request that writes this one.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.tokens: list[int] | None = []
+        self.reads: frozenset[AgentKey] = frozenset()
 
     def add(self, text: str, tokens: Sequence[int] | None) -> None:
-        """Add the next piece. ``tokens``: its tokens; ``None`` where they are not known."""
+        """Add the next piece, and its tokens if they are known."""
         if tokens is None:
             self.tokens = None
         elif self.tokens is not None and not self.is_over:
@@ -43,87 +45,87 @@ class GrowingAnswer(Text):
         self.write(text)
 
     def token_ids(self) -> list[int]:
-        """Return its tokens so far. Raises: AgentFailed if they are not known."""
+        """Return the tokens so far. Raises: AgentFailed if they are not known."""
         if self.tokens is None:
             raise AgentFailed(
-                f"{self.name}'s tokens are not known; have it answer by /generate, or read its text"
+                f"{self.name}'s tokens are not known; let it answer by /generate, or read its text"
             )
         return self.tokens
 
     async def token_pieces(self) -> AsyncGenerator[list[int]]:
-        """Yield its tokens from the first one on, as they come.
+        """Yield all tokens as they arrive.
 
-        Raises: the error with which it failed; AgentFailed if its tokens are not known.
+        Raises: AgentFailed if the tokens are not known; the answer's own error if it fails.
         """
-        given = 0
-        # Each piece of text, even an empty one, comes after its tokens.
+        count = 0
+        # The tokens of a piece of text, even of an empty one, are added before it.
         async for _ in self:
-            if new := self.token_ids()[given:]:
-                given += len(new)
+            if new := self.token_ids()[count:]:
+                count += len(new)
                 yield new
 
 
 class AgentPromptCache:
-    """Answers by agent.
+    """Holds the latest answer of each agent.
 
     Args:
-        max_finished: how many answers are kept once they are over; beyond it the least recently
-            used ones are forgotten. An answer that is not begun exists as long as a request waits
-            for it.
+        max_finished: the most answers that are kept once they are over; the least recently used
+            ones are forgotten first. An answer that no request writes yet exists as long as a
+            request waits for it.
     """
 
     def __init__(self, max_finished: int = 10_000) -> None:
         self._max_finished = max_finished
-        self._begun: OrderedDict[AgentKey, GrowingAnswer] = OrderedDict()
+        self._answers: OrderedDict[AgentKey, GrowingAnswer] = OrderedDict()
+        # Answers that no request writes yet.
         self._awaited: WeakValueDictionary[AgentKey, GrowingAnswer] = WeakValueDictionary()
-        # The agents that the request which writes an answer waits for.
-        self._reads: dict[AgentKey, frozenset[AgentKey]] = {}
 
     def __len__(self) -> int:
-        """Count the answers that are begun."""
-        return len(self._begun)
+        """Count the answers that are written or over."""
+        return len(self._answers)
 
     def read(self, key: AgentKey) -> GrowingAnswer:
-        """Return an agent's latest answer, or the one to come, which is kept while it is held."""
-        if key in self._begun:
-            self._begun.move_to_end(key)
-            return self._begun[key]
+        """Return an agent's latest answer, or the one that a later request will write."""
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return self._answers[key]
         return self._awaited.setdefault(key, GrowingAnswer(key.agent))
 
     def begin(self, key: AgentKey, reads: Collection[AgentKey]) -> GrowingAnswer:
         """Return the answer that a request will write.
 
         An agent that is asked again writes another answer; readers of the previous one keep that.
-        Raises: ValueError if agents would wait for each other.
+
+        Args:
+            reads: the agents whose answers are in the request's prompt.
+
+        Raises: BadRequest if agents would wait for each other.
         """
         if self._depends_on(reads, key):
-            raise ValueError(
+            raise BadRequest(
                 f"{key.agent} would wait for an answer that waits for {key.agent}; give each round "
                 "its own agent names or its own workflow"
             )
         answer = self._awaited.pop(key, None) or GrowingAnswer(key.agent)
-        self._begun[key] = answer
-        self._begun.move_to_end(key)
-        self._reads[key] = frozenset(reads)
-        self._evict()
+        answer.reads = frozenset(reads)
+        self._answers[key] = answer
+        self._answers.move_to_end(key)
+        over = (key for key, answer in self._answers.items() if answer.is_over)
+        for oldest in list(islice(over, max(0, len(self._answers) - self._max_finished))):
+            del self._answers[oldest]
         return answer
 
-    def _evict(self) -> None:
-        over = (key for key, answer in self._begun.items() if answer.is_over)
-        for key in list(islice(over, max(0, len(self._begun) - self._max_finished))):
-            del self._begun[key], self._reads[key]
-
     def _depends_on(self, reads: Collection[AgentKey], target: AgentKey) -> bool:
-        """Return whether one of these agents waits, directly or not, for ``target``."""
+        """Return whether one of these agents waits for ``target``, directly or through others."""
         seen, left = set[AgentKey](), list(reads)
         while left:
             key = left.pop()
-            answer = self._begun.get(key)
+            answer = self._answers.get(key)
             if key == target and (answer is None or not answer.is_over):
                 return True
             if key not in seen and answer is not None and not answer.is_over:
                 seen.add(key)
-                left += self._reads[key]
+                left += answer.reads
         return False
 
 
@@ -131,39 +133,39 @@ class AnswerRecorder(AnswerObserver):
     """Writes an engine's chat completion or ``/generate`` response into an agent's answer.
 
     Args:
-        answer: is written into; ``None`` if no agent can read the response.
-        streams: whether the response comes as events.
+        answer: the agent's answer; ``None`` if no agent can read the response.
+        is_stream: whether the response is a stream of events.
 
     Attributes:
-        last: the last event, which in a stream of ``/generate`` has the whole answer.
+        last: the last event, which in a stream of ``/generate`` contains the whole answer.
         ending: how the response ended, see :class:`~flashmoa.router.forwarding.AnswerObserver`.
     """
 
     def __init__(
-        self, answer: GrowingAnswer | None, metrics: ShellMetrics, streams: bool = False
+        self, answer: GrowingAnswer | None, metrics: ShellMetrics, is_stream: bool = False
     ) -> None:
         self._answer = answer
         self._metrics = metrics
-        self._streams = streams
+        self._is_stream = is_stream
         self._line = b""
         self._text_length = self._token_count = 0
         self.last: dict[str, Any] = {}
         self.ending: str | None = None
 
-    def heard(self, piece: bytes) -> None:
+    def receive(self, content: bytes) -> None:
         if self._answer is None:
             return
-        if not self._streams:
-            self._record(self._answer, piece)
+        if not self._is_stream:
+            self._record(self._answer, content)
             return
-        *lines, self._line = (self._line + piece).split(b"\n")
+        *lines, self._line = (self._line + content).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
                 self._record(self._answer, line.removeprefix(b"data: "))
 
-    def ended(self, ending: str) -> None:
+    def end(self, ending: str) -> None:
         self.ending = ending
-        self._metrics.ended(ending)
+        self._metrics.count_ending(ending)
         if self._answer is None or self._answer.is_over:
             return
         if ending == "answered":
@@ -194,7 +196,7 @@ class AnswerRecorder(AnswerObserver):
                 answer.fail(AgentFailed(f"{answer.name} was aborted"))
 
     def _record_generation(self, answer: GrowingAnswer, event: dict[str, Any]) -> None:
-        # Each event repeats the answer so far.
+        # Each event repeats the whole answer so far.
         text: str = event["text"]
         ids: list[int] = event["output_ids"]
         reason: dict[str, Any] = event["meta_info"].get("finish_reason") or {}

@@ -1,8 +1,8 @@
-"""Requests that read and write agents' answers; pure.
+"""Parse requests that read or write agents' answers (`parse_request`); pure.
 
 ``workflow`` and ``agent`` in a body name the agent that writes the answer. In a prompt,
-``{"agent": NAME}`` stands where that agent's answer will be: among the parts of a message, as
-``{"type": "agent", "agent": NAME}``, or in ``/generate``'s ``prompt``, a list of such parts and of
+``{"agent": NAME}`` stands for that agent's answer: as ``{"type": "agent", "agent": NAME}`` among
+the parts of a message, or in ``/generate``'s ``prompt``, which is a list of such parts and of
 ``{"text": ...}`` or ``{"input_ids": [...]}``.
 """
 
@@ -13,27 +13,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from flashmoa.linking.streamed_text import Text, replaced
+from flashmoa.linking.streamed_text import Text, replace_marks
 from flashmoa.router.client_requests import CHAT
+from flashmoa.router.errors import BadRequest
 
-# How a request gives its prompt.
+# The form in which a request contains its prompt.
 Form = Literal["text", "chat", "tokens"]
-# Fields that keep a request's KV apart from that of other requests with the same tokens.
-_APART = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
+# Fields that prevent a request from sharing KV with other requests that have the same tokens.
+_NAMESPACE = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
 _ROUTER_FIELDS = ("workflow", "agent")
 _MAX_AGENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """One request.
+    """A parsed request.
 
     Attributes:
-        workflow: the one whose agents it reads and writes.
+        workflow: the workflow whose agents it reads and writes.
         agent: the agent that writes the answer; ``None`` if no request can read the answer.
-        body: the body without the router's own fields, with :attr:`marks` where answers will be.
-        marks: by agent, the mark that stands for its answer in the body.
-        parts: the prompt in token form, agents by name.
+        body: the body without the router's own fields, with :attr:`marks` in place of answers.
+        marks: by agent, the mark that stands for the agent's answer in the body.
+        parts: the prompt in token form; a string is the name of an agent.
     """
 
     workflow: str
@@ -44,31 +45,26 @@ class AgentRequest:
     parts: tuple[str | tuple[int, ...], ...] = ()
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Return the agents whose answers are in the prompt."""
-        return tuple(self.marks)
-
-    @property
     def is_ordinary(self) -> bool:
-        """Return whether it neither reads nor writes agents' answers."""
+        """Whether the request neither reads nor writes agents' answers."""
         return self.agent is None and not self.marks
 
     @property
     def can_prefill_early(self) -> bool:
-        """Return whether its prompt's KV can be computed before the request is sent."""
-        return not any(self.body.get(name) for name in _APART)
+        """Whether the prompt's KV can be computed before the request is sent."""
+        return not any(self.body.get(name) for name in _NAMESPACE)
 
     def pieces(self) -> list[str]:
-        """Return the prompt in text form, split so that each agent's mark is a piece."""
+        """Return a prompt in text form, split so that each agent's mark is a separate piece."""
         pattern = "|".join(map(re.escape, self.marks.values()))
         return re.split(f"({pattern})", self.body["text"])
 
     def with_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the body to send, given the answers by agent."""
-        return replaced(self.body, {self.marks[name]: text for name, text in texts.items()})
+        """Return the body to send, given the answers by agent; not for the token form."""
+        return replace_marks(self.body, {self.marks[name]: text for name, text in texts.items()})
 
     def with_tokens(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Return the body to send in token form."""
+        """Return the body to send in token form, given the answers' tokens by agent."""
         ids: list[int] = []
         for part in self.parts:
             ids += tokens[part] if isinstance(part, str) else part
@@ -76,23 +72,27 @@ class AgentRequest:
 
 
 def parse_request(path: str, body: Mapping[str, Any]) -> AgentRequest:
-    """Parse the body of a request. Raises: ValueError, saying what is wrong with it."""
+    """Parse the body of a request.
+
+    Raises: BadRequest if the fields or parts that concern agents are malformed.
+    """
     workflow, agent = body.get("workflow", ""), body.get("agent")
     if not isinstance(workflow, str) or not (agent is None or isinstance(agent, str)):
-        raise ValueError(f"workflow {workflow!r} and agent {agent!r} must be strings")
+        raise BadRequest(f"workflow {workflow!r} and agent {agent!r} must be strings")
     rest = {name: value for name, value in body.items() if name not in _ROUTER_FIELDS}
     marks: dict[str, str] = {}
     if path == CHAT:
         messages: Any = rest.get("messages")
         if isinstance(messages, list):
-            rest["messages"] = [_message(one, marks) for one in cast("list[Any]", messages)]
+            given = cast("list[Any]", messages)
+            rest["messages"] = [_mark_message(message, marks) for message in given]
         parsed = AgentRequest(workflow, agent, "chat", rest, marks)
     elif isinstance(rest.get("prompt"), list):
         parsed = _parse_generation(workflow, agent, rest, marks)
     else:
         parsed = AgentRequest(workflow, agent, "text", rest)
-    if agent is not None and _is_batch(rest):
-        raise ValueError(f"agent {agent!r} writes one answer; send a batch without agent")
+    if agent is not None and _asks_for_several_answers(rest):
+        raise BadRequest(f"agent {agent!r} writes one answer; send a batch without agent")
     return parsed
 
 
@@ -101,7 +101,7 @@ def _parse_generation(
 ) -> AgentRequest:
     given: list[Any] = rest.pop("prompt")
     if "text" in rest or "input_ids" in rest:
-        raise ValueError("give one of prompt, text and input_ids, not several")
+        raise BadRequest("give one of prompt, text and input_ids, not several")
     if any(_get(part, "input_ids") is not None for part in given):
         parts = tuple(_tokens(part, marks) for part in given)
         return AgentRequest(workflow, agent, "tokens", rest, marks, parts)
@@ -109,21 +109,21 @@ def _parse_generation(
     return AgentRequest(workflow, agent, "text", rest, marks)
 
 
-def _message(message: Any, marks: dict[str, str]) -> Any:
-    """Return a message with marks for agents, its content in one piece if it is all text."""
+def _mark_message(message: Any, marks: dict[str, str]) -> Any:
+    """Return a message with marks for agents, its content as one string if it is all text."""
     content: Any = _get(message, "content")
     if not isinstance(content, list):
         return message
     parts = cast("list[Any]", content)
     if not any(_get(part, "type") == "agent" for part in parts):
         return message
-    shown: list[Any] = [
+    marked: list[Any] = [
         {"type": "text", "text": _mark(part, marks)} if _get(part, "type") == "agent" else part
         for part in parts
     ]
-    texts = [_get(part, "text") for part in shown]
-    whole = "".join(texts) if all(isinstance(text, str) for text in texts) else shown
-    return {**message, "content": whole}
+    texts = [_get(part, "text") for part in marked]
+    is_text = all(isinstance(text, str) for text in texts)
+    return {**message, "content": "".join(texts) if is_text else marked}
 
 
 def _text(part: Any, marks: dict[str, str]) -> str:
@@ -134,32 +134,33 @@ def _text(part: Any, marks: dict[str, str]) -> str:
 def _tokens(part: Any, marks: dict[str, str]) -> str | tuple[int, ...]:
     ids = _get(part, "input_ids")
     if isinstance(ids, list):
-        wrong = [one for one in cast("list[Any]", ids) if type(one) is not int]
+        wrong = [item for item in cast("list[Any]", ids) if type(item) is not int]
         if wrong:
-            raise ValueError(f"{wrong[0]!r} is among the token ids of a part; give integers only")
+            raise BadRequest(f"{wrong[0]!r} is among the token ids of a part; give integers only")
         return tuple(cast("list[int]", ids))
     _mark(part, marks)
     return part["agent"]
 
 
 def _mark(part: Any, marks: dict[str, str]) -> str:
+    """Return the mark of a part's agent, which is added to ``marks`` if it is new."""
     name = _get(part, "agent")
     if not isinstance(name, str):
-        raise ValueError(
+        raise BadRequest(
             f"a part of a prompt has text, input_ids or an agent's name; {part!r} has none"
         )
     if name not in marks and len(marks) == _MAX_AGENTS:
-        raise ValueError(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
+        raise BadRequest(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
     return marks.setdefault(name, Text("agent").mark)
 
 
-def _is_batch(body: Mapping[str, Any]) -> bool:
+def _asks_for_several_answers(body: Mapping[str, Any]) -> bool:
     sampling, ids = body.get("sampling_params"), body.get("input_ids")
     lists: list[Any] = [body.get("text"), sampling, *(ids[:1] if isinstance(ids, list) else ())]
     answers: Any = _get(sampling, "n") or body.get("n") or 1
-    return answers != 1 or any(isinstance(one, list) for one in lists)
+    return answers != 1 or any(isinstance(value, list) for value in lists)
 
 
 def _get(value: Any, name: str) -> Any:
-    """Return a field of a value that may be no object."""
+    """Return a field of an object; ``None`` for any other value."""
     return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None

@@ -1,12 +1,11 @@
-"""The shell router's server: one address in front of a PD pair and its own router."""
+"""Serve a PD pair and its own router at one address (`shell_application`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import anyio
 from starlette.applications import Starlette
@@ -14,20 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.client_requests import (
     CHAT,
     GENERATE,
     STREAMS,
     ForwardedRequest,
-    Repeat,
+    RetryRule,
     hide_stream_ids,
-    json_answer,
-    request_object,
-    respond,
+    make_endpoint,
+    make_json_response,
+    parse_body,
 )
-from flashmoa.router.connections import connections
-from flashmoa.router.errors import AgentFailed, BadRequest, EngineLost
+from flashmoa.router.connections import open_connections
+from flashmoa.router.errors import AgentFailed, EngineLost
 from flashmoa.router.forwarding import RelayedStream, forward
 from flashmoa.router.metrics import ShellMetrics
 from flashmoa.router.shell.agent_answers import (
@@ -39,9 +39,9 @@ from flashmoa.router.shell.agent_answers import (
 from flashmoa.router.shell.agent_requests import AgentRequest, parse_request
 from flashmoa.router.shell.early_prefill import EarlyPrefill
 
-# The prefill engine answers these, so that FlashMoA's clients take a PD pair for one engine.
+# The prefill engine answers these, so that FlashMoA's clients can use a PD pair like one engine.
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
-# An engine answers this to any client with the right key, and does no work for it.
+# An engine answers this at once to any client with the right API key.
 _KEY_CHECK = "/model_info"
 _DELETE_SECONDS = 5.0
 _METHODS = ["GET", "POST", "PUT", "DELETE"]
@@ -49,7 +49,7 @@ _METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 @dataclass(frozen=True, slots=True)
 class ShellOptions:
-    """How a shell router works.
+    """Configures a shell router.
 
     Attributes:
         prefill: URL of the prefill engine, which has the plugin.
@@ -68,11 +68,13 @@ def shell_application(options: ShellOptions) -> Starlette:
     """Return a server of the PD router's routes, agents' requests, prompt streams and metrics."""
     hide_stream_ids()
     shell = _Shell(options)
+    answer = make_endpoint(shell.answer, options.max_body_bytes)
+    pass_on = make_endpoint(shell.pass_on, options.max_body_bytes)
     routes = [
-        Route(CHAT, shell.prompts, methods=["POST"]),
-        Route(GENERATE, shell.prompts, methods=["POST"]),
+        Route(CHAT, answer, methods=["POST"]),
+        Route(GENERATE, answer, methods=["POST"]),
         Route("/metrics", shell.metrics),
-        Route("/{path:path}", shell.others, methods=_METHODS),
+        Route("/{path:path}", pass_on, methods=_METHODS),
     ]
     return Starlette(routes=routes, lifespan=shell.lifespan)
 
@@ -85,47 +87,31 @@ class _Shell:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
-        async with connections() as self._connections:
+        async with open_connections() as self._connections:
             yield
 
     async def metrics(self, _request: Request) -> Response:
         page = self._metrics.page(len(self._cache))
         return Response(page, media_type="text/plain; version=0.0.4")
 
-    async def prompts(self, request: Request) -> Response:
-        """Answer a request with a prompt, which may read agents or write as one."""
-        return await self._respond(request, self._answer)
-
-    async def others(self, request: Request) -> Response:
-        """Pass any other request on as it is."""
-        return await self._respond(request, self._pass_on)
-
-    async def _respond(
-        self, request: Request, handler: Callable[[ForwardedRequest], Awaitable[Response]]
-    ) -> Response:
-        async def checked(_request: Request, call: ForwardedRequest) -> Response:
-            try:
-                return await handler(call)
-            except ValueError as error:
-                raise BadRequest(str(error)) from error
-
-        return await respond(request, self._options.max_body_bytes, checked)
-
-    async def _pass_on(self, call: ForwardedRequest) -> Response:
-        prefills = any(call.path.startswith(path) for path in _PREFILL_ROUTES)
-        target = self._options.prefill if prefills else self._options.pd_router
+    async def pass_on(self, call: ForwardedRequest) -> Response:
+        """Forward a request unchanged."""
+        is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
+        target = self._options.prefill if is_for_prefill else self._options.pd_router
         return await self._send(call, target, AnswerRecorder(None, self._metrics))
 
-    async def _answer(self, call: ForwardedRequest) -> Response:
-        body = request_object(call.body)
-        request = parse_request(call.path, body)
+    async def answer(self, call: ForwardedRequest) -> Response:
+        """Answer a request with a prompt, which may read agents' answers or write one."""
+        request = parse_request(call.path, body := parse_body(call.body))
         if request.is_ordinary:
-            async with self._stream_of(body, call):
-                return await self._pass_on(call)
-        if (refused := await self._refused_key(call)) is not None:
-            return refused
+            try:
+                return await self.pass_on(call)
+            finally:
+                await self._delete_stream(body.get("prompt_stream_id"), call)
+        if (refusal := await self._check_key(call)) is not None:
+            return refusal
         client = call.api_key.get("authorization", "")
-        keys = {agent: AgentKey(client, request.workflow, agent) for agent in request.reads}
+        keys = {agent: AgentKey(client, request.workflow, agent) for agent in request.marks}
         answers = {agent: self._cache.read(key) for agent, key in keys.items()}
         own = None
         if request.agent is not None:
@@ -139,18 +125,18 @@ class _Shell:
                 own.fail(AgentFailed(f"{own.name}'s request failed: {error or 'cancelled'}"))
             raise
 
-    async def _refused_key(self, call: ForwardedRequest) -> Response | None:
-        """Return the prefill engine's answer if it refuses the client's key.
+    async def _check_key(self, call: ForwardedRequest) -> Response | None:
+        """Return the prefill engine's answer if it refuses the client's API key.
 
-        A client without a key that the engine accepts must not wait here.
+        A client whose key it refuses must not wait here for answers.
         """
         url = self._options.prefill + _KEY_CHECK
         try:
             answer, content = await self._connections.exchange(
-                "GET", url, call.api_key, b"", Repeat.ALWAYS
+                "GET", url, call.api_key, b"", RetryRule.ALWAYS
             )
         except EngineLost:
-            return None  # The engine may be there again when the request itself is sent.
+            return None  # The engine may answer again when the request itself is sent.
         answer.close()
         if answer.status not in (401, 403):
             return None
@@ -159,25 +145,19 @@ class _Shell:
     async def _read(
         self, request: AgentRequest, answers: Mapping[str, GrowingAnswer], call: ForwardedRequest
     ) -> None:
-        """Wait for the answers while the prompt is prefilled. Raises: AgentFailed."""
+        """Wait until all answers are complete, and prefill the prompt in the meantime.
+
+        Raises: AgentFailed if an answer fails or does not arrive in time.
+        """
         if all(answer.is_over for answer in answers.values()) or not request.can_prefill_early:
             await self._complete(answers)
             return
-        problem: AgentFailed | None = None
         async with EngineClient(self._options.prefill, headers=call.api_key) as engine:
             early = EarlyPrefill(engine, request, answers)
             try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(early.run)
-                    try:
-                        await self._complete(answers)
-                    except AgentFailed as error:
-                        problem = error  # The task group would raise it within a group.
-                        group.cancel_scope.cancel()
-                if problem is not None:
-                    raise problem
-                if (done := await early.finish()) is not None:
-                    self._metrics.prompt_completed(done)
+                await all_of([early.run, lambda: self._complete(answers)])
+                if (prefilled := await early.finish()) is not None:
+                    self._metrics.count_completed_prompt(prefilled)
             finally:
                 await early.release()
 
@@ -186,7 +166,7 @@ class _Shell:
             for answer in answers.values():
                 await answer.complete()
         if waiting.cancelled_caught:
-            late = ", ".join(agent for agent, one in answers.items() if not one.is_over)
+            late = ", ".join(agent for agent, answer in answers.items() if not answer.is_over)
             raise AgentFailed(
                 f"{late} did not write an answer in time ({self._options.agent_seconds:g} s)"
             )
@@ -198,13 +178,15 @@ class _Shell:
         own: GrowingAnswer | None,
         call: ForwardedRequest,
     ) -> Response:
-        """Send the request, whose prompt is complete; record its answer if agents may read it."""
+        """Send a request whose prompt is complete; record its answer if agents may read it."""
         if request.form == "tokens":
-            body = request.with_tokens({agent: one.token_ids() for agent, one in answers.items()})
+            tokens = {agent: answer.token_ids() for agent, answer in answers.items()}
+            body = request.with_tokens(tokens)
         else:
-            body = request.with_texts({agent: one.written for agent, one in answers.items()})
+            body = request.with_texts({agent: answer.written for agent, answer in answers.items()})
         streams = bool(body.get("stream"))
-        # The last event of a stream of SGLang's own /generate is the answer without streaming.
+        # To let readers follow the answer of a client that does not stream, the router streams it
+        # from the engine: the last event of ``/generate`` equals the answer without streaming.
         collects = own is not None and not streams and request.form != "chat"
         if collects:
             body["stream"] = True
@@ -216,7 +198,7 @@ class _Shell:
             if recorder.ending != "answered" or not recorder.last:
                 raise EngineLost("its answer broke off")
             failed = "error" in recorder.last
-            return json_answer(recorder.last, 502 if failed else answer.status_code)
+            return make_json_response(recorder.last, 502 if failed else answer.status_code)
         return answer
 
     async def _send(
@@ -224,18 +206,10 @@ class _Shell:
     ) -> Response:
         async with AsyncExitStack() as stack:
             return await forward(self._connections, call, target, recorder, stack)
-        raise AssertionError  # The context never suppresses an exception.
 
-    @asynccontextmanager
-    async def _stream_of(
-        self, body: Mapping[str, Any], call: ForwardedRequest
-    ) -> AsyncGenerator[None]:
-        """Delete a client's own prompt stream once its request is sent and needs it no longer."""
-        stream = body.get("prompt_stream_id")
-        try:
-            yield
-        finally:
-            if isinstance(stream, str) and stream.isalnum():
-                with anyio.move_on_after(_DELETE_SECONDS, shield=True), suppress(EngineError):
-                    async with EngineClient(self._options.prefill, headers=call.api_key) as engine:
-                        await engine.delete_stream(stream)
+    async def _delete_stream(self, stream: object, call: ForwardedRequest) -> None:
+        """Delete a client's own prompt stream, which its request no longer needs."""
+        if isinstance(stream, str) and stream.isalnum():
+            with anyio.move_on_after(_DELETE_SECONDS, shield=True), suppress(EngineError):
+                async with EngineClient(self._options.prefill, headers=call.api_key) as engine:
+                    await engine.delete_stream(stream)

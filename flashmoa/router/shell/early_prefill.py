@@ -1,4 +1,4 @@
-"""Prefilling a prompt while agents write what is in it (Faster-MoA §4.3, steps 2 and 3)."""
+"""Prefill prompts while agents write answers in them (`EarlyPrefill`; Faster-MoA §4.3)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from flashmoa.engine import EngineClient, EngineError, Prefilled
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import PromptFeed
-from flashmoa.linking.streamed_text import replaced
+from flashmoa.linking.streamed_text import replace_marks
 from flashmoa.router.shell.agent_answers import GrowingAnswer
 from flashmoa.router.shell.agent_requests import AgentRequest
 
 logger = logging.getLogger(__name__)
 
-# Failures that were logged already, by engine. Once is enough as a warning.
+# Failures, by engine, that were logged as a warning already.
 _logged: set[tuple[str, type[BaseException]]] = set()
 
 
 class TextPrompt(Prompt):
-    """A prompt in text form; its slots bear agents' names."""
+    """A prompt in text form, whose slots have agents' names."""
 
     async def follow(self, answer: GrowingAnswer, changed: Callable[[], None]) -> None:
-        """Take an answer in, from its first piece to its last. Raises: the error it failed with."""
+        """Insert an answer while it is written, and call ``changed`` after each piece.
+
+        Raises: the answer's own error if it fails.
+        """
         slots = [slot for slot in self.slots if slot.name == answer.name]
         async for piece in answer:
             for slot in slots:
@@ -37,10 +40,10 @@ class TextPrompt(Prompt):
 
 
 class TokenPrompt:
-    """A prompt in token form, in which nothing is tokenised twice (Faster-MoA §4.3).
+    """A prompt in token form, in which answers are not tokenised again (Faster-MoA §4.3).
 
     Args:
-        parts: token ids, and agents by name; an agent may stand in several places.
+        parts: token ids, and names of agents; the same agent may occur several times.
     """
 
     def __init__(self, parts: Sequence[str | tuple[int, ...]]) -> None:
@@ -54,7 +57,7 @@ class TokenPrompt:
         return not self._open
 
     def stable(self) -> list[int]:
-        """Return all tokens that are certain."""
+        """Return all tokens up to the first answer that is not complete, and what it has so far."""
         ids: list[int] = []
         for part in self._parts:
             ids += self._answers[part] if isinstance(part, str) else part
@@ -63,13 +66,16 @@ class TokenPrompt:
         return ids
 
     def take(self) -> list[int]:
-        """Return what has become certain since the last call."""
+        """Return what :meth:`stable` has gained since the last call."""
         new = self.stable()[self._taken :]
         self._taken += len(new)
         return new
 
     async def follow(self, answer: GrowingAnswer, changed: Callable[[], None]) -> None:
-        """Take an answer in, from its first token to its last. Raises: the error it failed with."""
+        """Insert an answer's tokens while it is written, and call ``changed`` after each piece.
+
+        Raises: AgentFailed if the tokens are not known; the answer's own error if it fails.
+        """
         async for piece in answer.token_pieces():
             self._answers[answer.name] += piece
             changed()
@@ -78,13 +84,13 @@ class TokenPrompt:
 
 
 class EarlyPrefill:
-    """The increments of one request's prompt.
+    """Prefills the prompt of one request through a prompt stream.
 
-    Nothing that goes wrong here is raised: the request then has its whole prompt computed.
+    Its failures are logged and not raised, because the request still contains the whole prompt.
 
     Args:
         engine: the prefill engine.
-        answers: of the agents that the request reads, by name.
+        answers: the answers that the request reads, by agent.
     """
 
     def __init__(
@@ -93,34 +99,34 @@ class EarlyPrefill:
         self._engine = engine
         self._request = request
         self._answers = answers
-        # Text that a chat template has rendered carries its own special tokens.
+        # The chat template has added special tokens to the text of a chat.
         self._add_special_tokens = request.form == "text"
         self._feed: PromptFeed | None = None
         self._prompt: TextPrompt | TokenPrompt | None = None
-        # Is set once there is something to prefill, or nothing will come.
-        self._begun = anyio.Event()
+        # Set once there is something to prefill, or there never will be.
+        self._may_feed = anyio.Event()
 
     async def run(self) -> None:
-        """Prefill what is certain of the prompt until every agent has written its answer."""
+        """Prefill the certain part of the prompt until every agent has written its answer."""
         try:
-            self._prompt = prompt = await self._growing_prompt()
+            self._prompt = prompt = await self._build_prompt()
             self._feed = feed = PromptFeed(
                 self._engine, prompt, add_special_tokens=self._add_special_tokens
             )
             async with anyio.create_task_group() as group:
                 for answer in self._answers.values():
                     group.start_soon(self._follow, prompt, feed, answer)
-                # The prompt may begin with an answer.
+                # A prompt that begins with an answer is empty at first.
                 if not prompt.stable():
-                    await self._begun.wait()
+                    await self._may_feed.wait()
                 await feed.run()
         except* Exception as errors:
             self._log_failure(errors.exceptions[0])
 
     async def finish(self) -> Prefilled | None:
-        """Compute what is left once all answers are complete.
+        """Prefill the rest of the prompt after all answers are complete.
 
-        Returns how much was cached before that and how much was computed; ``None`` if unknown.
+        Return how many tokens were cached and how many were computed; ``None`` if unknown.
         """
         if self._prompt is None or not self._prompt.is_complete:
             return None
@@ -138,7 +144,7 @@ class EarlyPrefill:
             return None
 
     async def release(self) -> None:
-        """Delete the prompt stream, whose KV then is ordinary cache."""
+        """Delete the prompt stream; its KV stays in the engine's cache like that of any request."""
         if self._feed is not None:
             self._feed.stop()
             try:
@@ -146,21 +152,23 @@ class EarlyPrefill:
             except EngineError as error:
                 logger.debug("The engine will expire the stream: %s", error)
 
-    async def _growing_prompt(self) -> TextPrompt | TokenPrompt:
+    async def _build_prompt(self) -> TextPrompt | TokenPrompt:
         request = self._request
         if request.form == "tokens":
             return TokenPrompt(request.parts)
         if request.form == "chat":
-            return TextPrompt(await self._rendered())
-        agents = {mark: name for name, mark in request.marks.items()}
+            return TextPrompt(await self._render_chat())
+        agents = {mark: agent for agent, mark in request.marks.items()}
         return TextPrompt(
-            Slot(agents[part]) if part in agents else part for part in request.pieces()
+            Slot(agents[piece]) if piece in agents else piece for piece in request.pieces()
         )
 
-    async def _rendered(self) -> Sequence[str | Slot]:
+    async def _render_chat(self) -> Sequence[str | Slot]:
         placeholders = Placeholders(self._answers)
-        shown = {mark: placeholders.padded(name) for name, mark in self._request.marks.items()}
-        body = replaced(self._request.body, shown)
+        replacements = {
+            mark: placeholders.padded(agent) for agent, mark in self._request.marks.items()
+        }
+        body = replace_marks(self._request.body, replacements)
         text = await self._engine.render(
             body["messages"],
             tools=body.get("tools"),
@@ -173,18 +181,17 @@ class EarlyPrefill:
     ) -> None:
         def changed() -> None:
             feed.changed()
-            if not self._begun.is_set() and prompt.stable():
-                self._begun.set()
+            if not self._may_feed.is_set() and prompt.stable():
+                self._may_feed.set()
 
+        has_failed = False
         try:
             await prompt.follow(answer, changed)
         except Exception:
-            # The request itself waits for the answer too, and raises the error.
+            has_failed = True  # The request itself also waits for the answer, and raises the error.
+        if has_failed or prompt.is_complete:
             feed.stop()
-            self._begun.set()
-        if prompt.is_complete:
-            feed.stop()
-            self._begun.set()
+            self._may_feed.set()
 
     def _log_failure(self, error: BaseException) -> None:
         key = (self._engine.url, type(error))

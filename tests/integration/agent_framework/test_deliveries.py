@@ -1,4 +1,4 @@
-"""Test which messages each executor of a workflow receives; no engine."""
+"""Which executor receives whose messages; no engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent_framework import (
     handler,
 )
 
-from flashmoa.agent_framework._link_planner import Delivery, deliveries
+from flashmoa.agent_framework._link_planner import Delivery, find_deliveries
 
 
 class Node(Executor):
@@ -38,15 +38,15 @@ def test_a_fan_in_delivers_messages_in_the_order_of_its_edges() -> None:
     def edges(builder: WorkflowBuilder, s: Node, a: Node, b: Node, c: Node, d: Node) -> None:
         builder.add_fan_out_edges(s, [a, b, c]).add_fan_in_edges([c, a, b], d)
 
-    found = deliveries(build(edges))
-    assert found == [
+    deliveries = find_deliveries(build(edges))
+    assert deliveries == [
         Delivery("a", ("s",)),
         Delivery("b", ("s",)),
         Delivery("c", ("s",)),
         Delivery("d", ("c", "a", "b"), fan_in=True),
     ]
-    assert found[-1].message(["x", "y", "z"]) == ["x", "y", "z"]
-    assert found[0].message(["x"]) == "x"
+    assert deliveries[-1].make_message(["x", "y", "z"]) == ["x", "y", "z"]
+    assert deliveries[0].make_message(["x"]) == "x"
 
 
 def test_conditional_and_double_deliveries_are_left_out() -> None:
@@ -54,4 +54,4 @@ def test_conditional_and_double_deliveries_are_left_out() -> None:
         builder.add_edge(s, a, condition=lambda text: bool(text)).add_edge(s, b)
         builder.add_edge(b, c).add_edge(a, d).add_edge(c, d)
 
-    assert deliveries(build(edges)) == [Delivery("b", ("s",)), Delivery("c", ("b",))]
+    assert find_deliveries(build(edges)) == [Delivery("b", ("s",)), Delivery("c", ("b",))]

@@ -52,12 +52,12 @@ async def clients(
     downstream_client: EngineClient,
 ) -> AsyncGenerator[Pair]:
     async with (
-        FlashMoAChatClient("tiny", base_url=engine.url) as one,
-        FlashMoAChatClient("tiny", base_url=f"{downstream.url}/v1") as two,
+        FlashMoAChatClient("tiny", base_url=engine.url) as first,
+        FlashMoAChatClient("tiny", base_url=f"{downstream.url}/v1") as second,
     ):
         for started in (client, downstream_client):
             await started.flush_cache()
-        yield one, two
+        yield first, second
     await wait_until_idle(client)
     await wait_until_idle(downstream_client)
 
@@ -72,7 +72,7 @@ def agent(name: str, client: Any, guide: str, **more: Any) -> Agent[Any]:
 
 
 def chain(clients: Pair, guide: str) -> Workflow:
-    """Build two agents on the first engine and one on the second; all their answers are outputs."""
+    """Make a workflow of two agents on the first engine and one on the second; all are output."""
     agents = [
         agent(name, clients[name == "summary"], guide) for name in ("planner", "local", "summary")
     ]
@@ -80,20 +80,20 @@ def chain(clients: Pair, guide: str) -> Workflow:
 
 
 async def run(workflow: Workflow, stream: bool = False) -> list[str]:
-    """Run a workflow, and return its outputs in the order of the edges."""
+    """Return the agents' texts, in the order of the edges."""
     if not stream:
         result = await workflow.run(TASK)
         return [output.text for output in result.get_outputs()]
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     async for event in workflow.run(TASK, stream=True):
         if event.type == "output":
             assert isinstance(event.data, AgentResponseUpdate) and event.executor_id is not None
-            said[event.executor_id] = said.get(event.executor_id, "") + event.data.text
-    return list(said.values())
+            texts[event.executor_id] = texts.get(event.executor_id, "") + event.data.text
+    return list(texts.values())
 
 
 def statuses(events: list[Event]) -> dict[str, str | None]:
-    """Return how each call found its prompt, by agent."""
+    """Return how each call found its prompt stream, by its agent."""
     return {
         call.agent: call.usage.prompt_stream.status
         if call.usage is not None and call.usage.prompt_stream is not None
@@ -136,8 +136,8 @@ async def test_the_summary_was_prefilled_while_the_others_wrote(clients: Pair, g
     assert details["prompt/late_tokens"] == last.usage.late_tokens
 
 
-async def test_every_run_of_a_workflow_is_linked(clients: Pair, guide: str) -> None:
-    """Its agents remember the first run."""
+async def test_a_workflow_that_runs_again(clients: Pair, guide: str) -> None:
+    """Its agents remember the first run; each run is linked."""
     plain, linked = chain(clients, guide), chain(clients, guide)
     events: list[Event] = []
     link(linked, listener=events.append)
@@ -149,7 +149,7 @@ async def test_every_run_of_a_workflow_is_linked(clients: Pair, guide: str) -> N
 
 
 def panel(clients: Pair, guide: str) -> Workflow:
-    """Build three agents at once, and an aggregator of ours that asks the second engine."""
+    """Make a workflow: three agents write at once; an aggregator asks the second engine."""
     experts = [agent(name, clients[0], guide[:900]) for name in ("food", "walks", "visas")]
     editor = Agent(clients[1], guide[:2000], default_options=options())  # type: ignore[arg-type]
 
@@ -217,8 +217,8 @@ async def test_an_aggregator_that_calls_a_client_directly_is_linked(
     assert ran == [2, 2, 2]  # The aggregator ran unlinked, on a copy, and in the linked run.
 
 
-async def test_the_answer_of_an_agent_with_tools_is_not_streamed(clients: Pair, guide: str) -> None:
-    """Its answer may have tool calls, so it is not streamed; the answers stay the same."""
+async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> None:
+    """Its text is not streamed as it is written; the answers stay the same."""
 
     def look(place: str) -> str:
         return f"a fine {place}"
@@ -243,13 +243,15 @@ async def test_the_answer_of_an_agent_with_tools_is_not_streamed(clients: Pair, 
     assert statuses(events)["second"] == "hit"
 
 
-async def test_a_tool_call_ends_the_links_to_its_agents_answer(clients: Pair, guide: str) -> None:
-    """The next agent gets the call and its result, too; the one after that is linked again."""
+async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
+    clients: Pair, guide: str
+) -> None:
+    """The next agent also gets the call and its result; the agent after it is linked again."""
 
     def look(place: bool) -> str:
         return f"a fine {place}"
 
-    # The link ends when the call ends.
+    # The answer ends where the tool call does.
     called = options(400, tool_choice="required", allow_multiple_tool_calls=False, extra_body={})
 
     def build() -> Workflow:
@@ -311,8 +313,8 @@ async def test_cancelling_a_run_ends_its_links(clients: Pair, guide: str, stream
             await anyio.sleep(0.02)
 
 
-async def test_a_run_that_is_dropped_leaves_nothing_behind(clients: Pair, guide: str) -> None:
-    """Its reader stops after the first agent, and the next agent is never asked."""
+async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) -> None:
+    """Its reader stops after the first agent, so the agents after it are never asked."""
     workflow = chain(clients, guide)
     link(workflow)
     events = workflow.run(TASK, stream=True)
@@ -339,8 +341,10 @@ async def test_a_plain_server_works_unlinked_with_one_warning(
                 workflow = build()
                 link(workflow)
                 assert await run(workflow) == unlinked
-    said = [record for record in caplog.records if "without the flashmoa-sglang" in record.message]
-    assert len(said) == 1
+    warnings = [
+        record for record in caplog.records if "without the flashmoa-sglang" in record.message
+    ]
+    assert len(warnings) == 1
 
 
 async def test_link_refuses_objects_that_it_cannot_link(clients: Pair, guide: str) -> None:
@@ -366,4 +370,4 @@ async def test_a_run_is_traced(clients: Pair, guide: str, tmp_path: Path) -> Non
 
 async def test_a_serialized_client_has_only_its_settings(clients: Pair) -> None:
     saved = clients[0].to_dict()
-    assert saved["base_url"].endswith("/v1") and "engine" not in saved and "watchers" not in saved
+    assert saved["base_url"].endswith("/v1") and not {"engine", "linked_workflows"} & saved.keys()

@@ -1,4 +1,4 @@
-"""Print, at the end of all tests, how the calls that could be linked found their prompts."""
+"""Print how exact links were, counted over all tests, at the end of the tests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("linkable calls by how their prompts were found")
     for row in rows:
         kind, *numbers = row.values()
-        named = zip(list(row)[1:], numbers, strict=True)
-        line = f"{kind!s:<40}" + "".join(f"{name} {number:<6}" for name, number in named)
+        counts = zip(list(row)[1:], numbers, strict=True)
+        line = f"{kind!s:<40}" + "".join(f"{name} {number:<6}" for name, number in counts)
         terminalreporter.write_line(line)
-    # FLASHMOA_EXACTNESS names a file to write them to.
+    # ``make exactness`` keeps the counts.
     if path := os.environ.get("FLASHMOA_EXACTNESS"):
         Path(path).write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Record how linked calls found their prompts, and count the outcomes over all tests."""
+"""How each linked call found its prompt stream, and the counts of that over all tests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashmoa.observe.calls import calls
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """How one call found its prompt.
+    """One call.
 
     Attributes:
-        status: ``hit`` or ``mispredicted``, as the engine reports it; ``late`` if the call came
-            before its link was made, since the tiny model is fast; ``None`` without a link.
+        status: ``hit`` or ``mispredicted`` as the engine reports it; ``late`` if the call came
+            before its link was made, as the tiny model is quick; ``None`` if there was no link.
         late_tokens: number of prompt tokens that were left to compute.
     """
 
@@ -25,8 +25,8 @@ class CallOutcome:
     late_tokens: int | None = None
 
 
-def call_outcomes(events: Iterable[Event]) -> list[CallOutcome]:
-    """Return the outcomes of finished calls, in the order of their ends."""
+def finished_calls(events: Iterable[Event]) -> list[CallOutcome]:
+    """Return the calls that were finished, in the order in which they finished."""
     ended = [(call.finished.at, call) for call in calls(events) if call.finished is not None]
     outcomes: list[CallOutcome] = []
     for _, call in sorted(ended, key=lambda pair: pair[0]):
@@ -39,13 +39,13 @@ def call_outcomes(events: Iterable[Event]) -> list[CallOutcome]:
 
 
 def mostly_hit(calls: list[CallOutcome]) -> bool:
-    """Return whether at least half of the calls were hits; late links would be of no use."""
+    """Return whether at least half of the calls hit; links that always come late are useless."""
     return 2 * sum(call.status == "hit" for call in calls) >= len(calls)
 
 
 @dataclass
-class OutcomeCounts:
-    """Numbers of calls that could be linked, by their outcome."""
+class Count:
+    """Counts calls that could be linked, by their outcomes."""
 
     hit: int = 0
     late: int = 0
@@ -53,16 +53,16 @@ class OutcomeCounts:
     unlinked: int = 0
 
 
-# The counts by the kind of test; ``conftest.py`` prints them at the end.
-counts: defaultdict[str, OutcomeCounts] = defaultdict(OutcomeCounts)
+# By the kind of team or test; printed at the end, see ``conftest.py``.
+counts: defaultdict[str, Count] = defaultdict(Count)
 
 
 def count_outcomes(kind: str, calls: Iterable[CallOutcome]) -> None:
-    """Count the outcomes of calls that could be linked."""
+    """Count calls that could be linked."""
     for call in calls:
-        name = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")
-        setattr(counts[kind], name, getattr(counts[kind], name) + 1)
+        outcome = {"hit": "hit", "late": "late", None: "unlinked"}.get(call.status, "wrong")
+        setattr(counts[kind], outcome, getattr(counts[kind], outcome) + 1)
 
 
 def as_rows() -> list[dict[str, object]]:
-    return [{"kind": kind, **asdict(each)} for kind, each in sorted(counts.items())]
+    return [{"kind": kind, **asdict(total)} for kind, total in sorted(counts.items())]

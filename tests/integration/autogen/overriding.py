@@ -1,4 +1,4 @@
-"""User-defined classes that override methods which a dry run of a prompt would call."""
+"""User-defined classes that have effects in methods which predicting a prompt would call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
 from tests.integration.autogen.teams import Client, agent
 
 # Is called in each run of a method, and returns the number of that run.
-Counted = Callable[[], int]
-Build = Callable[[Client, Counted], BaseGroupChat]
+CountRun = Callable[[], int]
+Build = Callable[[Client, CountRun], BaseGroupChat]
 
 
 async def _look(place: str) -> str:
@@ -39,61 +39,61 @@ def _tool() -> FunctionTool:
 
 
 def _three(client: Client, second: BaseChatAgent, turns: int = 6) -> BaseGroupChat:
-    """Make a team in which the second agent is linked to the first, and the third to it, twice."""
+    """Make a team of three in which the second agent and the third are each linked twice."""
     members = [agent(client, "one"), second, agent(client, "three")]
     return RoundRobinGroupChat(members, max_turns=turns)
 
 
-def workbench(client: Client, counted: Counted) -> BaseGroupChat:
-    """Make a team with a workbench whose tools' text depends on the number of its calls."""
+def workbench(client: Client, count_run: CountRun) -> BaseGroupChat:
+    """The description of its tools depends on how often the workbench was asked for them."""
 
     class Stateful(StaticWorkbench):
         async def list_tools(self) -> list[ToolSchema]:
             (tool,) = await super().list_tools()
-            return [{**tool, "description": f"Looks, asked {counted()} times."}]
+            return [{**tool, "description": f"Looks, asked {count_run()} times."}]
 
     return _three(client, agent(client, "two", workbench=Stateful([_tool()])))
 
 
-def workbench_of_one(client: Client, counted: Counted) -> BaseGroupChat:
-    """Make a team with a stock workbench on which one method was replaced."""
-    one: Any = StaticWorkbench([_tool()])
-    stock = one.list_tools
+def workbench_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
+    """Only this one object has a method of its own, not its class."""
+    bench: Any = StaticWorkbench([_tool()])
+    stock = bench.list_tools
 
     async def list_tools() -> list[ToolSchema]:
-        counted()
+        count_run()
         return await stock()
 
-    one.list_tools = list_tools
-    return _three(client, agent(client, "two", workbench=one))
+    bench.list_tools = list_tools
+    return _three(client, agent(client, "two", workbench=bench))
 
 
-def tool(client: Client, counted: Counted) -> BaseGroupChat:
+def tool(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(FunctionTool):
         @property
         def schema(self) -> ToolSchema:
-            return {**super().schema, "description": f"Looks, asked {counted()} times."}
+            return {**super().schema, "description": f"Looks, asked {count_run()} times."}
 
     own = Own(_look, description="Looks.", name="look")
     return _three(client, agent(client, "two", tools=[own]))
 
 
-def stream(client: Client, counted: Counted) -> BaseGroupChat:
+def stream(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(AssistantAgent):
         async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
-            counted()
+            count_run()
             async for item in super().on_messages_stream(messages, cancellation_token):
                 yield item
 
     return _three(client, Own("two", model_client=client))
 
 
-def stream_of_one(client: Client, counted: Counted) -> BaseGroupChat:
+def stream_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
     two: Any = agent(client, "two")
     stock = two.on_messages_stream
 
     async def on_messages_stream(messages: Any, token: CancellationToken) -> AsyncGenerator[Any]:
-        counted()
+        count_run()
         async for item in stock(messages, token):
             yield item
 
@@ -101,34 +101,34 @@ def stream_of_one(client: Client, counted: Counted) -> BaseGroupChat:
     return _three(client, two)
 
 
-def adding(client: Client, counted: Counted) -> BaseGroupChat:
+def adding(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(AssistantAgent):
         @staticmethod
         async def _add_messages_to_context(
             model_context: ChatCompletionContext, messages: Sequence[BaseChatMessage]
         ) -> None:
-            said = f"This is turn {counted()}."
-            await model_context.add_message(UserMessage(content=said, source="clock"))
+            text = f"This is turn {count_run()}."
+            await model_context.add_message(UserMessage(content=text, source="clock"))
             await AssistantAgent._add_messages_to_context(model_context, messages)
 
     return _three(client, Own("two", model_client=client))
 
 
-def calling(client: Client, counted: Counted) -> BaseGroupChat:
+def calling(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(AssistantAgent):
         @classmethod
         async def _call_llm(cls, **rest: Any) -> Any:  # type: ignore[override]
-            counted()
+            count_run()
             async for item in super()._call_llm(**rest):
                 yield item
 
     return _three(client, Own("two", model_client=client))
 
 
-def filtering(client: Client, counted: Counted) -> BaseGroupChat:
+def filtering(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(MessageFilterAgent):
         async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
-            more = TextMessage(content=f"This is turn {counted()}.", source="user")
+            more = TextMessage(content=f"This is turn {count_run()}.", source="user")
             async for item in super().on_messages_stream([more, *messages], cancellation_token):
                 yield item
 
@@ -137,10 +137,10 @@ def filtering(client: Client, counted: Counted) -> BaseGroupChat:
     return _three(client, Own("two", agent(client, "two"), config))
 
 
-def society(client: Client, counted: Counted) -> BaseGroupChat:
+def society(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(SocietyOfMindAgent):
         async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
-            self._response_prompt = f"Answer. This is turn {counted()}."
+            self._response_prompt = f"Answer. This is turn {count_run()}."
             async for item in super().on_messages_stream(messages, cancellation_token):
                 yield item
 
@@ -148,93 +148,93 @@ def society(client: Client, counted: Counted) -> BaseGroupChat:
     return _three(client, Own("two", team=inner, model_client=client))
 
 
-def context(client: Client, counted: Counted) -> BaseGroupChat:
+def context(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(UnboundedChatCompletionContext):
         async def get_messages(self) -> list[LLMMessage]:
-            counted()
+            count_run()
             return await super().get_messages()
 
     return _three(client, agent(client, "two", model_context=Own()))
 
 
-def memory(client: Client, counted: Counted) -> BaseGroupChat:
+def memory(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Own(ListMemory):
         async def update_context(self, model_context: ChatCompletionContext) -> UpdateContextResult:
-            counted()
+            count_run()
             return await super().update_context(model_context)
 
     kept = Own(memory_contents=[MemoryContent(content="It rains.", mime_type="text/plain")])
     return _three(client, agent(client, "two", memory=[kept], system_message=None), turns=3)
 
 
-class Numbered(TextMessage):
-    """A message whose text has the number of times that it was asked for."""
+class NumberedMessage(TextMessage):
+    """A message whose text has the number of times it was turned into text."""
 
-    type: Any = "Numbered"
-    counted: Any = None
+    type: Any = "NumberedMessage"
+    count_run: Any = None
 
     def to_model_message(self) -> UserMessage:
-        said = f"{self.content} ({self.counted()})"
-        return UserMessage(content=said, source=self.source)
+        text = f"{self.content} ({self.count_run()})"
+        return UserMessage(content=text, source=self.source)
 
 
-class Saying(BaseChatAgent):
-    """An agent that calls no model."""
+class FixedSpeaker(BaseChatAgent):
+    """Always says the same; calls no model."""
 
-    def __init__(self, name: str, counted: Counted) -> None:
+    def __init__(self, name: str, count_run: CountRun) -> None:
         super().__init__(name, "Says the same.")
-        self._counted = counted
+        self._count_run = count_run
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
-        return (Numbered,)
+        return (NumberedMessage,)
 
     async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
-        said = Numbered(content="I see.", source=self.name, counted=self._counted)
-        return Response(chat_message=said)
+        message = NumberedMessage(content="I see.", source=self.name, count_run=self._count_run)
+        return Response(chat_message=message)
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None: ...
 
 
-def message(client: Client, counted: Counted) -> BaseGroupChat:
-    """Make a team with a message that would differ if a link to its reader asked for its text."""
-    speaking = [agent(client, name) for name in ("one", "three", "four")]
-    members = [speaking[0], Saying("two", counted), *speaking[1:]]
-    return RoundRobinGroupChat(members, max_turns=8, custom_message_types=[Numbered])
+def message(client: Client, count_run: CountRun) -> BaseGroupChat:
+    """Each time a dry run turns the second agent's message into text, the text changes."""
+    one, three, four = (agent(client, name) for name in ("one", "three", "four"))
+    members = [one, FixedSpeaker("two", count_run), three, four]
+    return RoundRobinGroupChat(members, max_turns=8, custom_message_types=[NumberedMessage])
 
 
-def manager(client: Client, counted: Counted) -> BaseGroupChat:
+def manager(client: Client, count_run: CountRun) -> BaseGroupChat:
     class Manager(SelectorGroupChatManager):
         def construct_message_history(self, message_history: list[LLMMessage]) -> str:
-            return f"{super().construct_message_history(message_history)} ({counted()})"
+            return f"{super().construct_message_history(message_history)} ({count_run()})"
 
     class Own(SelectorGroupChat):
-        def _create_group_chat_manager_factory(self, **given: Any) -> Any:
-            make: Any = super()._create_group_chat_manager_factory(**given)
+        def _create_group_chat_manager_factory(self, **kwargs: Any) -> Any:
+            make: Any = super()._create_group_chat_manager_factory(**kwargs)
 
-            def own() -> SelectorGroupChatManager:
-                made = make()
-                made.__class__ = Manager
-                return made
+            def make_own() -> SelectorGroupChatManager:
+                manager = make()
+                manager.__class__ = Manager
+                return manager
 
-            return own
+            return make_own
 
     members = [agent(client, name) for name in ("one", "two", "three")]
     return Own(members, model_client=client, max_turns=4, max_selector_attempts=1)
 
 
-class Converting(Client):
-    """A client whose requests depend on how many have been made."""
+class CountingClient(Client):
+    """A client whose requests contain how many it has made."""
 
-    counted: Counted
+    count_run: CountRun
 
-    def _process_create_args(self, *given: Any, **named: Any) -> Any:
-        params = super()._process_create_args(*given, **named)
-        params.messages[0]["content"] += f" This is request {self.counted()}."  # type: ignore[index,operator]
+    def _process_create_args(self, *args: Any, **kwargs: Any) -> Any:
+        params = super()._process_create_args(*args, **kwargs)
+        params.messages[0]["content"] += f" This is request {self.count_run()}."  # type: ignore[index,operator]
         return params
 
 
-def client(plain: Client, counted: Counted) -> BaseGroupChat:
-    own = Converting.__new__(Converting)
-    vars(own).update(vars(plain), counted=counted)
+def client(plain: Client, count_run: CountRun) -> BaseGroupChat:
+    own = CountingClient.__new__(CountingClient)
+    vars(own).update(vars(plain), count_run=count_run)
     return _three(plain, agent(own, "two"))

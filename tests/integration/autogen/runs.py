@@ -1,4 +1,4 @@
-"""Run a team unlinked, warmed or linked, and record its turns."""
+"""Run a team unlinked, warmed or linked, and measure each turn."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Run:
         return tuple(turn.text for turn in self.turns)
 
     def handoff(self, position: int) -> float:
-        """Return the seconds from the last token before turn ``position`` to its first token."""
+        """Return the seconds between a turn's first token and the last token of the turn before."""
         return self.turns[position].first_token - self.turns[position - 1].last_token
 
 

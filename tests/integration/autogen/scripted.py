@@ -1,4 +1,4 @@
-"""Replace the answers of a tiny random model by scripted ones; the computation stays real."""
+"""Script the answers of a tiny random model: what it computes is real, but its text is useless."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 from openai._base_client import AsyncHttpxClientWrapper
 
 FunctionCall = tuple[str, dict[str, Any]]
-Said = str | FunctionCall | list[str | FunctionCall]
-# Maps a request's body to its answer: ``None`` for the engine's own, a text, a function's name and
-# arguments, or several calls, with or without a text before them.
-Script = Callable[[dict[str, Any]], Said | None]
+# A text; a function's name and arguments; or several calls, with a text before them if any.
+Answer = str | FunctionCall | list[str | FunctionCall]
+# Returns the answer to a request, given its body; ``None`` for the engine's own answer.
+Script = Callable[[dict[str, Any]], Answer | None]
 
 
-def script_answers(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
-    """Replace the answers of engines to OpenAI's clients, once they are computed."""
+def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
+    """Replace the answers of engines to OpenAI's clients once they are computed."""
     real = httpx.AsyncClient.send
 
     async def send(
         self: httpx.AsyncClient, request: httpx.Request, **options: Any
     ) -> httpx.Response:
-        answer = said(json.loads(request.content))
+        answer = answer_to(json.loads(request.content))
         response = await real(self, request, **options)
         if answer is None or response.is_error:
             return response
@@ -39,15 +39,15 @@ def script_answers(monkeypatch: pytest.MonkeyPatch, said: Script) -> None:
 
 
 class _ScriptedStream(httpx.AsyncByteStream):
-    """Replaces a streamed answer: the first event with text gets the scripted one."""
+    """Yields an answer's events; the first one with text has all of the scripted answer instead."""
 
-    def __init__(self, response: httpx.Response, answer: Said) -> None:
+    def __init__(self, response: httpx.Response, answer: Answer) -> None:
         self._events, self._answer = response.stream, answer
 
     async def __aiter__(self) -> AsyncGenerator[bytes]:
         assert isinstance(self._events, httpx.AsyncByteStream)
         body = b"".join([piece async for piece in self._events])
-        is_said = False
+        is_replaced = False
         for line in body.decode().split("\n\n"):
             data = line.removeprefix("data: ")
             if not data.startswith("{"):
@@ -57,9 +57,9 @@ class _ScriptedStream(httpx.AsyncByteStream):
             for choice in event["choices"]:
                 if choice["delta"].get("content"):
                     choice["delta"]["content"] = None
-                    if not is_said:
+                    if not is_replaced:
                         _replace(choice, "delta", self._answer)
-                    is_said = True
+                    is_replaced = True
                 if choice.get("finish_reason") and not isinstance(self._answer, str):
                     choice["finish_reason"] = "tool_calls"
             yield f"data: {json.dumps(event)}\n\n".encode()
@@ -69,15 +69,15 @@ class _ScriptedStream(httpx.AsyncByteStream):
         await self._events.aclose()
 
 
-def _replace(choice: dict[str, Any], where: str, answer: Said) -> None:
+def _replace(choice: dict[str, Any], key: str, answer: Answer) -> None:
     parts = answer if isinstance(answer, list) else [answer]
-    calls = [_call(*one) for one in parts if not isinstance(one, str)]
-    choice[where]["content"] = next((one for one in parts if isinstance(one, str)), None)
+    calls = [_call(*part) for part in parts if not isinstance(part, str)]
+    choice[key]["content"] = next((part for part in parts if isinstance(part, str)), None)
     if not calls:
         return
     numbered = [{"index": n, "id": f"call_{n + 1}", **call} for n, call in enumerate(calls)]
-    choice[where]["tool_calls"] = numbered
-    if where == "message":
+    choice[key]["tool_calls"] = numbered
+    if key == "message":
         choice["finish_reason"] = "tool_calls"
 
 

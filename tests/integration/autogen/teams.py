@@ -1,4 +1,4 @@
-"""Teams for tests: every stock kind, and agents of a user-defined class."""
+"""Teams that tests run: every stock kind, and one with an agent of a user-defined class."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def bounded(client: Client) -> BaseGroupChat:
 
 
 def remembering(client: Client) -> BaseGroupChat:
-    """Make a memory add a system message after the text; the stock client takes only one."""
+    """Make a team with a memory, which adds a system message after the text.
+
+    The stock client takes only one system message, so the second agent has no other.
+    """
     content = MemoryContent(content="It rains.", mime_type="text/plain")
     memory = ListMemory(memory_contents=[content])
     agents = [agent(client, "one"), agent(client, "two", memory=[memory], system_message=None)]
@@ -99,7 +102,7 @@ def filtered_fan(client: Client) -> BaseGroupChat:
 
 
 def conditional(client: Client) -> BaseGroupChat:
-    """Make a team whose writer's answer decides which of two agents speaks."""
+    """Make a team in which one of two agents follows the writer, depending on its text."""
     writer, yes, no = (agent(client, n) for n in ("writer", "yes", "no"))
     builder = DiGraphBuilder()
     for one in (writer, yes, no):
@@ -124,7 +127,7 @@ def cycle(client: Client) -> BaseGroupChat:
 
 
 def selecting(client: Client) -> BaseGroupChat:
-    """Make a team with a tiny model as selector; it names nobody, and the last agent is taken."""
+    """Make a team whose selector falls back to the last speaker, as a tiny model names nobody."""
     agents = [agent(client, n) for n in ("one", "two", "three")]
     return SelectorGroupChat(
         agents,
@@ -147,12 +150,12 @@ def society(client: Client) -> BaseGroupChat:
 
 
 class Custom(BaseChatAgent):
-    """Keeps its messages itself, and answers with its model's answer."""
+    """An agent of a user-defined class, which keeps its messages itself."""
 
     def __init__(self, name: str, model_client: Client) -> None:
-        super().__init__(name, "Of a class of its own.")
+        super().__init__(name, "Of a user-defined class.")
         self._model_client = model_client
-        self._heard: list[LLMMessage] = [UserMessage(content="Be brief. " * 20, source="user")]
+        self._prompt: list[LLMMessage] = [UserMessage(content="Be brief. " * 20, source="user")]
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
@@ -161,13 +164,15 @@ class Custom(BaseChatAgent):
     async def on_messages(
         self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
     ) -> Response:
-        self._heard += [message.to_model_message() for message in messages]
-        result = await self._model_client.create(self._heard, cancellation_token=cancellation_token)
-        self._heard.append(AssistantMessage(content=str(result.content), source=self.name))
+        self._prompt += [message.to_model_message() for message in messages]
+        result = await self._model_client.create(
+            self._prompt, cancellation_token=cancellation_token
+        )
+        self._prompt.append(AssistantMessage(content=str(result.content), source=self.name))
         return Response(chat_message=TextMessage(content=str(result.content), source=self.name))
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None:
-        del self._heard[1:]
+        del self._prompt[1:]
 
 
 def custom(client: Client) -> BaseGroupChat:

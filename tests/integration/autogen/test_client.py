@@ -250,10 +250,10 @@ async def test_the_default_base_url_is_a_local_engine_or_openai_base_url(
 async def test_model_info_comes_from_the_engine(
     engine: LocalEngine, downstream: LocalEngine
 ) -> None:
-    """One engine has a parser for tool calls, the other has none."""
-    for one, calls in ((engine, True), (downstream, False)):
-        client = make(one)
-        assert client.model_info["function_calling"] is calls
+    """The first engine has a parser for tool calls, the second has none."""
+    for started, has_parser in ((engine, True), (downstream, False)):
+        client = make(started)
+        assert client.model_info["function_calling"] is has_parser
         assert client.model_info["vision"] is False
         await client.close()
 

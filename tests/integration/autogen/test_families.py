@@ -11,15 +11,15 @@ from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngines
 from flashmoa.observe import Event
 from tests.chat_templates import ALTERNATING, TEMPLATES
-from tests.integration.autogen.exactness import call_outcomes, count_outcomes, mostly_hit
+from tests.integration.autogen.exactness import count_outcomes, finished_calls, mostly_hit
 from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
 from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
 
-def said(result: TaskResult) -> list[tuple[str, str]]:
-    """Return each message with its agent; reviewers may finish in any order."""
+def sorted_messages(result: TaskResult) -> list[tuple[str, str]]:
+    """Return the messages, sorted as the reviewers finish in any order."""
     return sorted((message.source, message.to_text()) for message in result.messages)
 
 
@@ -54,14 +54,14 @@ async def test_teams_on_a_familys_template_are_predicted_and_answer_the_same(
 
 async def compare(client: Client, build: Build, task: str, family: str) -> None:
     await client.engine.flush_cache()
-    plain = said(await build(client).run(task=task))
+    plain = sorted_messages(await build(client).run(task=task))
     await client.engine.flush_cache()
     team, events = build(client), list[Event]()
     running = link(team, listener=events.append)
-    linked = said(await team.run(task=task))
+    linked = sorted_messages(await team.run(task=task))
     await running.close()
     assert linked == plain
-    calls = call_outcomes(events)[1:]
+    calls = finished_calls(events)[1:]
     count_outcomes(f"template: {family}", calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert mostly_hit(calls)

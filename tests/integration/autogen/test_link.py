@@ -47,7 +47,7 @@ async def clients(
 
 
 def chain(clients: tuple[Client, Client], guide: str, turns: int = 4) -> RoundRobinGroupChat:
-    """Make a team as in examples/chain.py: three agents on the first engine, one on the second."""
+    """Make a team of three agents on the first engine and one on the second (examples/chain.py)."""
     agents = [
         AssistantAgent(
             name,
@@ -114,7 +114,7 @@ async def test_a_run_leaves_nothing_behind(
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:500])
-    # The team's condition stopped it, so that the next agent never spoke.
+    # The team was stopped by its condition, so that the agent whose turn was next never spoke.
     await linked.close()
     await wait_until_idle(client)
     await wait_until_idle(downstream_client)
@@ -170,14 +170,16 @@ async def test_a_plain_server_works_unlinked_with_one_warning(
     finally:
         await plain.close()
     assert first.texts == second.texts == unlinked.texts
-    said = [record for record in caplog.records if "without the flashmoa-sglang" in record.message]
-    assert len(said) == 1
+    warnings = [
+        record for record in caplog.records if "without the flashmoa-sglang" in record.message
+    ]
+    assert len(warnings) == 1
 
 
 async def test_the_answer_of_an_agent_with_tools_is_not_streamed(
     clients: tuple[Client, Client], guide: str
 ) -> None:
-    """Its answer may have tool calls, so it is not streamed; the answers stay the same."""
+    """Its text is not streamed as it is written; the answers stay the same."""
 
     async def look(place: str) -> str:
         return f"a fine {place}"

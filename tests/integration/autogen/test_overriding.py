@@ -1,4 +1,4 @@
-"""Test that linking runs no user-defined code that is not included, and so changes no answer."""
+"""Linking runs no user-defined code unless the user includes it, and so changes no answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
 from tests.integration.autogen import overriding
-from tests.integration.autogen.exactness import CallOutcome, call_outcomes, mostly_hit
+from tests.integration.autogen.exactness import CallOutcome, finished_calls, mostly_hit
 from tests.integration.autogen.overriding import Build
 from tests.integration.autogen.teams import Client
 from tests.integration.support import wait_until_idle
@@ -21,15 +21,17 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @dataclass
-class Told:
-    """A run's texts, how each call found its prompt, and how often the overriding method ran."""
+class RunResult:
+    """The messages, the outcome of each call, and how often the user-defined method ran."""
 
-    said: list[tuple[str, str]]
+    messages: list[tuple[str, str]]
     calls: list[CallOutcome]
     runs: int
 
 
-async def told(client: Client, build: Build, task: str, linked: bool, *include: str) -> Told:
+async def run_team(
+    client: Client, build: Build, task: str, linked: bool, *include: str
+) -> RunResult:
     await client.engine.flush_cache()
     events: list[Event] = []
     numbers = itertools.count(1)
@@ -39,8 +41,8 @@ async def told(client: Client, build: Build, task: str, linked: bool, *include: 
         running = link(team, include=include, listener=events.append)
     result = await team.run(task=task)
     await running.close()
-    said = [(m.source, m.to_text()) for m in result.messages]
-    return Told(said, call_outcomes(events), next(numbers) - 1)
+    messages = [(m.source, m.to_text()) for m in result.messages]
+    return RunResult(messages, finished_calls(events), next(numbers) - 1)
 
 
 @pytest.fixture
@@ -80,10 +82,10 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
 async def test_overriding_code_runs_as_often_as_unlinked(
     model_client: Client, guide: str, build: Build
 ) -> None:
-    plain = await told(model_client, build, guide[:600], linked=False)
-    linked = await told(model_client, build, guide[:600], linked=True)
+    plain = await run_team(model_client, build, guide[:600], linked=False)
+    linked = await run_team(model_client, build, guide[:600], linked=True)
     assert plain.runs == linked.runs > 0
-    assert linked.said == plain.said
+    assert linked.messages == plain.messages
     assert {call.status for call in linked.calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in linked.calls} or build is overriding.manager
 
@@ -94,9 +96,9 @@ async def test_overriding_code_runs_as_often_as_unlinked(
 async def test_included_agents_with_overriding_code_are_linked(
     model_client: Client, guide: str, build: Build
 ) -> None:
-    plain = await told(model_client, build, guide[:600], linked=False)
-    linked = await told(model_client, build, guide[:600], True, "two")
-    assert linked.said == plain.said
+    plain = await run_team(model_client, build, guide[:600], linked=False)
+    linked = await run_team(model_client, build, guide[:600], True, "two")
+    assert linked.messages == plain.messages
     assert linked.runs > plain.runs
     first, *calls = linked.calls
     assert first.status is None

@@ -1,4 +1,4 @@
-"""Test a mixture of agents on autogen-core: one line links it, and its answers are the same."""
+"""A mixture of agents written by hand on autogen-core: linked by ``promise``, same answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def prompt(task: str, earlier: list[str]) -> list[Any]:
     asked = UserMessage(content=task, source="user")
     if not earlier:
         return [asked]
-    numbered = "\n\n".join(f"{number}. {one}" for number, one in enumerate(earlier, 1))
+    numbered = "\n\n".join(f"{number}. {text}" for number, text in enumerate(earlier, 1))
     return [SystemMessage(content=f"Make one answer of these.\n{numbered}"), asked]
 
 
@@ -69,7 +69,7 @@ class Worker(RoutedAgent):
 
     @message_handler
     async def work(self, message: Task, ctx: MessageContext) -> Done:
-        # This one line links the program.
+        # This line is all that linking takes.
         ask = self._client.promise if self._promises else self._client.create
         result = await ask(prompt(message.task, message.earlier))
         assert isinstance(result.content, str)
@@ -88,7 +88,7 @@ class Orchestrator(RoutedAgent):
         for layer in range(LAYERS - 1):
             workers = [AgentId("worker", f"{layer}/{number}") for number in range(WORKERS)]
             task = Task(message.task, earlier)
-            results = await asyncio.gather(*(self.send_message(task, one) for one in workers))
+            results = await asyncio.gather(*(self.send_message(task, worker) for worker in workers))
             earlier = [result.result for result in results]
         result = await self._client.create(prompt(message.task, earlier))
         self._last.append(result)
@@ -134,7 +134,7 @@ async def test_a_program_with_promises_answers_as_without(
     assert linked.content == plain.content
     assert isinstance(linked.usage, EngineUsage)
     assert linked.usage.prompt_tokens == plain.usage.prompt_tokens
-    # Most of its three upstream texts had been prefilled before the call.
+    # Most of its three upstream texts was prefilled before the call.
     assert linked.usage.streamed_tokens
     await wait_until_idle(client.engine)
 
@@ -226,9 +226,9 @@ async def test_promises_made_at_once_end_with_their_client(clients: Callable[...
     asked = [UserMessage(content="Go.", source="user")]
     promised = [await client.promise(asked) for _ in range(3)]
     await client.close()
-    for one in promised:
+    for promise in promised:
         with pytest.raises(UpstreamCancelled):
-            await client.result(str(one.content))
+            await client.result(str(promise.content))
     async with EngineClient(client.engine.url) as engine:
         await wait_until_idle(engine)
 
@@ -249,9 +249,9 @@ async def test_marks_are_replaced_in_all_kinds_of_messages(
             FunctionExecutionResultMessage(content=[result]),
         ]
 
-    found = await client.create(reading(promised))
-    assert found.content == (await client.create(reading(text))).content
-    assert found.usage.prompt_tokens == client.count_tokens(reading(text))
+    result = await client.create(reading(promised))
+    assert result.content == (await client.create(reading(text))).content
+    assert result.usage.prompt_tokens == client.count_tokens(reading(text))
     lost = "\u27e6promise-1:0123456789abcdef\u27e7"
     await client.create([UserMessage(content=lost, source="user")])
     assert f"{lost} stays as it is" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, LinkOpened
 from tests.integration.autogen import overriding
-from tests.integration.autogen.exactness import call_outcomes, count_outcomes
+from tests.integration.autogen.exactness import count_outcomes, finished_calls
 from tests.integration.autogen.teams import Build, Client, agent
 from tests.integration.support import wait_until_idle
 
@@ -50,12 +51,12 @@ async def until(holds: Callable[[], object]) -> None:
             await anyio.sleep(0.02)
 
 
-def of(events: list[Event], kind: type[Event], name: str) -> list[Any]:
+def events_of(events: list[Event], kind: type[Event], name: str) -> list[Any]:
     return [event for event in events if isinstance(event, kind) and event.agent == name]
 
 
 def stopped(client: Client) -> BaseGroupChat:
-    """Make an inner team that is stopped by a condition, which cannot be known beforehand."""
+    """Make an inner team that is stopped by its condition, which cannot be known beforehand."""
     stop = MaxMessageTermination(3)
     inner = RoundRobinGroupChat(
         [agent(client, n) for n in ("in1", "in2", "in3")], termination_condition=stop
@@ -98,7 +99,7 @@ async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_
     watch(plain, lambda _: None)
     unlinked = await plain.run(task=guide[:600])
     assert [m.to_text() for m in result.messages] == [m.to_text() for m in unlinked.messages]  # type: ignore[union-attr]
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     count_outcomes(build.__name__, calls)
     assert {call.status for call in calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in calls}
@@ -109,7 +110,7 @@ async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_
 async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
     model_client: Client, guide: str, resets: bool
 ) -> None:
-    """The next run follows at once, before the end of the one before is noticed."""
+    """The next run follows at once, before FlashMoA has noticed the end of the one before."""
     members = [agent(model_client, name) for name in ("one", "two", "three")]
     team = RoundRobinGroupChat(members, termination_condition=MaxMessageTermination(3))
     events: list[Event] = []
@@ -119,7 +120,7 @@ async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
         if resets:
             await team.reset()
     await linked.close()
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     count_outcomes("stopped, and run again at once", calls)
     assert {call.status for call in calls} <= {None, "hit", "late"}
     assert "hit" in {call.status for call in calls}
@@ -134,23 +135,23 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:600])
-    await until(lambda: of(events, LinkOpened, "one"))
+    await until(lambda: events_of(events, LinkOpened, "one"))
     if between == "a reset":
         await team.reset()
     await team.run(
         task="And now?" if between != "another task" else TextMessage(content="And?", source="two")
     )
     await linked.close()
-    first = [call for call in call_outcomes(events) if call.agent == "one"]
+    first = [call for call in finished_calls(events) if call.agent == "one"]
     assert len(first) == 2
     if between == "a reset":
         assert first[1].status is None
-        assert of(events, LinkClosed, "one")[0].reason in {"mispredicted", "unused"}
+        assert events_of(events, LinkClosed, "one")[0].reason in {"mispredicted", "unused"}
     else:
         assert first[1].status == "hit"
-        # The others' texts were prefilled; the task and the template's ends are left.
+        # The others' messages were prefilled; the task and the template's ends are left.
         assert first[1].late_tokens is not None and first[1].late_tokens < 60
-    assert {call.status for call in call_outcomes(events)} <= {None, "hit", "late"}
+    assert {call.status for call in finished_calls(events)} <= {None, "hit", "late"}
 
 
 async def test_links_for_a_next_run_end_if_it_does_not_come(
@@ -161,8 +162,8 @@ async def test_links_for_a_next_run_end_if_it_does_not_come(
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:600])
-    await until(lambda: of(events, LinkClosed, "one"))
-    assert [event.reason for event in of(events, LinkClosed, "one")] == ["unused"]
+    await until(lambda: events_of(events, LinkClosed, "one"))
+    assert [event.reason for event in events_of(events, LinkClosed, "one")] == ["unused"]
     await wait_until_idle(model_client.engine)
     await linked.close()
 
@@ -179,10 +180,10 @@ async def test_all_first_agents_of_the_next_run_are_linked(
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:600])
-    await until(lambda: of(events, LinkOpened, "a") and of(events, LinkOpened, "b"))
+    await until(lambda: events_of(events, LinkOpened, "a") and events_of(events, LinkOpened, "b"))
     await team.run(task="And now?")
     await linked.close()
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     assert [call.status for call in calls if call.agent in "ab"][2:] == ["hit", "hit"]
     assert {call.status for call in calls} <= {None, "hit", "late"}
 
@@ -190,38 +191,36 @@ async def test_all_first_agents_of_the_next_run_are_linked(
 async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
     model_client: Client, guide: str
 ) -> None:
-    """A user-defined message is not turned into text; the next message is a stock one."""
-    said: list[str] = []
+    """A message of a user-defined class is not turned into text; the next one is a stock one."""
+    numbers = itertools.count(1)
 
-    def counted() -> int:
-        said.append("it")
-        return len(said)
-
-    class OnlyFirst(overriding.Saying):
+    class OnlyFirst(overriding.FixedSpeaker):
         async def on_messages(self, messages: Any, cancellation_token: Any) -> Any:
             response = await super().on_messages(messages, cancellation_token)
-            if self.spoke:
+            if self.has_spoken:
                 text = response.chat_message.content
                 response.chat_message = TextMessage(content=text, source=self.name)
-            self.spoke = True
+            self.has_spoken = True
             return response
 
-        spoke = False
+        has_spoken = False
 
     members = [
         agent(model_client, "one"),
-        OnlyFirst("two", counted),
+        OnlyFirst("two", lambda: next(numbers)),
         agent(model_client, "three"),
         agent(model_client, "four"),
     ]
-    team = RoundRobinGroupChat(members, max_turns=8, custom_message_types=[overriding.Numbered])
+    team = RoundRobinGroupChat(
+        members, max_turns=8, custom_message_types=[overriding.NumberedMessage]
+    )
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:600])
     await linked.close()
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     four = [call.status for call in calls if call.agent == "four"]
-    assert of(events, LinkDeclined, "four")
+    assert events_of(events, LinkDeclined, "four")
     assert four[1] == "hit"
-    assert len(of(events, CallFinished, "four")) == 2
+    assert len(events_of(events, CallFinished, "four")) == 2
     assert {call.status for call in calls} <= {None, "hit", "late"}

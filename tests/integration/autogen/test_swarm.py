@@ -1,4 +1,4 @@
-"""Test swarms: possible handoff targets are linked, and no handoff's message is guessed."""
+"""Swarms: agents that may be handed off to are linked, and no handoff's message is guessed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from tests.integration.autogen.exactness import (
     CallOutcome,
-    call_outcomes,
     count_outcomes,
+    finished_calls,
     mostly_hit,
 )
-from tests.integration.autogen.scripted import script_answers
+from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Client, agent
 from tests.integration.support import wait_until_idle
 
@@ -44,19 +44,19 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
 
 
 async def run(build: Callable[[], Swarm], task: str) -> tuple[list[CallOutcome], list[Event]]:
-    """Run a swarm linked and unlinked, and compare the messages."""
+    """Run a team linked and unlinked, and compare the messages."""
     events: list[Event] = []
     team = build()
     linked = link(team, listener=events.append)
-    said = _sayings(await team.run(task=task))
+    messages = _messages(await team.run(task=task))
     await linked.close()
     plain = build()
     watch(plain, lambda _: None)
-    assert _sayings(await plain.run(task=task)) == said
-    return call_outcomes(events), events
+    assert _messages(await plain.run(task=task)) == messages
+    return finished_calls(events), events
 
 
-def _sayings(result: TaskResult) -> list[tuple[str, str]]:
+def _messages(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
 
 
@@ -67,10 +67,10 @@ def speaker(request: dict[str, Any]) -> str:
 async def test_handoff_targets_are_linked_up_to_the_handoff(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         return (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
 
     def team() -> Swarm:
         agents = [
@@ -86,8 +86,8 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
     message = UserMessage(
         content="Transferred to alice, adopting the role of alice immediately.", source="bob"
     )
-    # All tokens before the handoff's message were prefilled, except for the template's and up to
-    # 8 tokens that are too few for an increment.
+    # All before the handoff's message was prefilled, except for the template's tokens around it and
+    # up to 8 tokens, which are too few for an increment.
     left = 24 + await anyio.to_thread.run_sync(model_client.count_tokens, [message])
     late = [call.late_tokens for call in calls if call.status == "hit"]
     assert all(tokens is not None and tokens <= left for tokens in late)
@@ -98,11 +98,11 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
 ) -> None:
     turns = iter(["analyst", "writer"] * 3)
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         name = next(turns, "writer") if speaker(request) == "planner" else "planner"
         return (f"transfer_to_{name}", {})
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
 
     def team() -> Swarm:
         nonlocal turns
@@ -119,19 +119,19 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
     count_outcomes("swarm of three", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])
     assert not [event for event in events if isinstance(event, LinkDeclined)]
-    # An agent is not linked while one speaks that cannot hand off to it.
+    # An agent is not linked while the speaker cannot hand off to it.
     opened = [event.agent for event in events if isinstance(event, LinkOpened)]
     assert opened[:2] == ["analyst", "writer"]
 
 
-@pytest.mark.parametrize("beside", ["I hand this over.", ("look", {"place": "lake"})])
-async def test_messages_that_come_with_a_handoff_are_not_mispredicted(
-    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, beside: Any
+@pytest.mark.parametrize("extra", ["I hand this over.", ("look", {"place": "lake"})])
+async def test_messages_next_to_a_handoff_are_not_mispredicted(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, extra: Any
 ) -> None:
-    def said(request: dict[str, Any]) -> Any:
-        return [beside, (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})]
+    def answer_to(request: dict[str, Any]) -> Any:
+        return [extra, (f"transfer_to_{'bob' if speaker(request) == 'alice' else 'alice'}", {})]
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
 
     async def look(place: str) -> str:
         """Look at a place."""

@@ -15,8 +15,8 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event
 from tests.integration.autogen.exactness import (
     CallOutcome,
-    call_outcomes,
     count_outcomes,
+    finished_calls,
     mostly_hit,
 )
 from tests.integration.autogen.teams import (
@@ -43,16 +43,16 @@ pytestmark = pytest.mark.anyio
 
 
 @dataclass
-class Told:
-    """A run's messages in order, and how each call found its prompt."""
+class RunResult:
+    """The messages of a run, with their sources, and the outcome of each call."""
 
-    said: list[tuple[str, str]]
+    messages: list[tuple[str, str]]
     calls: list[CallOutcome]
 
 
-async def told(
+async def run_team(
     client: Client, build: Build, task: str, linked: bool, include: Sequence[str] = ()
-) -> Told:
+) -> RunResult:
     await client.engine.flush_cache()
     events: list[Event] = []
     team = build(client)
@@ -61,14 +61,14 @@ async def told(
         running = link(team, include=include, listener=events.append)
     result = await team.run(task=task)
     await running.close()
-    said = [(m.source, m.to_text()) for m in result.messages]
-    return Told(said, call_outcomes(events))
+    messages = [(m.source, m.to_text()) for m in result.messages]
+    return RunResult(messages, finished_calls(events))
 
 
-async def answered(client: Client, said: list[tuple[str, str]], name: str) -> tuple[str, str]:
-    """Return an agent's answer to messages outside of any team."""
-    messages = [TextMessage(content=text, source=source) for source, text in said]
-    response = await agent(client, name).on_messages(messages, CancellationToken())
+async def answer(client: Client, messages: list[tuple[str, str]], name: str) -> tuple[str, str]:
+    """Return an agent's answer to these messages, outside of any team."""
+    given = [TextMessage(content=text, source=source) for source, text in messages]
+    response = await agent(client, name).on_messages(given, CancellationToken())
     return name, response.chat_message.to_text()
 
 
@@ -85,7 +85,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     await client.close()
 
 
-# Calls that cannot be known before: the first ones, and the second of an agent in a row.
+# ``unlinked``: the agent whose call comes first, so that nothing can be known of it before.
 @pytest.mark.parametrize(
     ("build", "unlinked"),
     [
@@ -105,13 +105,13 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
     model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: str
 ) -> None:
     task = guide[:800]
-    linked = await told(model_client, build, task, linked=True)
-    plain = await told(model_client, build, task, linked=False)
-    assert sorted(linked.said[:-1]) == sorted(plain.said[:-1])
-    last = plain.said[-1]
-    if build is fan:  # It reads the reviewers in the order of their ends, which is random.
-        last = await answered(model_client, linked.said[:-1], "meta")
-    assert linked.said[-1] == last
+    linked = await run_team(model_client, build, task, linked=True)
+    plain = await run_team(model_client, build, task, linked=False)
+    assert sorted(linked.messages[:-1]) == sorted(plain.messages[:-1])
+    last = plain.messages[-1]
+    if build is fan:  # The last agent reads the reviewers as they finish, which is a race.
+        last = await answer(model_client, linked.messages[:-1], "meta")
+    assert linked.messages[-1] == last
     first, *calls = linked.calls
     assert first.agent == unlinked and first.status is None
     count_outcomes(build.__name__, calls)
@@ -128,11 +128,11 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
 async def test_teams_with_partly_unknown_messages_are_never_mispredicted(
     model_client: Client, client: EngineClient, guide: str, build: Build, unlinked: list[str]
 ) -> None:
-    """Unknown are the first call, and the first one of a team within the team."""
+    """Unknown are the first call, and the first call of a team within the team."""
     task = guide[:800]
-    plain = await told(model_client, build, task, linked=False)
-    linked = await told(model_client, build, task, linked=True)
-    assert linked.said == plain.said
+    plain = await run_team(model_client, build, task, linked=False)
+    linked = await run_team(model_client, build, task, linked=True)
+    assert linked.messages == plain.messages
     calls = list(linked.calls)
     for name in unlinked:
         first = next(call for call in calls if call.agent == name)
@@ -149,9 +149,9 @@ async def test_custom_agents_are_linked_on_request(
     model_client: Client, client: EngineClient, guide: str, include: tuple[str, ...]
 ) -> None:
     task = guide[:800]
-    plain = await told(model_client, custom, task, linked=False)
-    linked = await told(model_client, custom, task, linked=True, include=include)
-    assert linked.said == plain.said
+    plain = await run_team(model_client, custom, task, linked=False)
+    linked = await run_team(model_client, custom, task, linked=True, include=include)
+    assert linked.messages == plain.messages
     mine = [call for call in linked.calls if call.agent == "mine"]
     assert len(mine) == 2
     if include:

@@ -1,4 +1,4 @@
-"""Test the telemetry of real runs: OpenTelemetry, AutoGen's own events, our listeners."""
+"""What real runs report to users' tools: OpenTelemetry, AutoGen's own events, our listeners."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def pair(client: Client, guide: str, *, stream: bool = False) -> RoundRobinGroup
     return RoundRobinGroupChat(agents, max_turns=2)
 
 
-def of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
-    """Return the one span of an agent whose name begins with ``start``."""
-    (found,) = [
+def span_of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
+    """Return an agent's only span whose name begins with ``start``."""
+    (only,) = [
         span
         for span in spans
         if span.name.startswith(start) and (span.attributes or {}).get("gen_ai.agent.name") == agent
     ]
-    return found
+    return only
 
 
 async def test_a_linked_team_has_spans_within_autogens(
@@ -78,7 +78,7 @@ async def test_a_linked_team_has_spans_within_autogens(
     telemetry: Telemetry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """AutoGen already has spans of agents; ours are within them."""
+    """AutoGen makes the agents' spans; ours are within them."""
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", telemetry.tracers)
     client = clients(max_tokens=64)
     await client.engine.flush_cache()
@@ -87,16 +87,15 @@ async def test_a_linked_team_has_spans_within_autogens(
     await team.run(task="Go.")
     await wait_until_idle(client.engine)
     spans = list(telemetry.exporter.get_finished_spans())
-    # Our spans; the writer also has those of its link and of its prefills.
     for agent in ("planner", "writer"):
-        turn, chat = of(spans, agent, "invoke_agent "), of(spans, agent, "chat tiny")
+        turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
         assert turn.instrumentation_scope is not None
         assert turn.instrumentation_scope.name == "autogen-core"
         assert parent(chat) == turn.context.span_id
-    chat, linked = of(spans, "writer", "chat tiny"), of(spans, "writer", "link ")
+    chat, linked = span_of(spans, "writer", "chat tiny"), span_of(spans, "writer", "link ")
     assert chat.attributes is not None
     assert chat.attributes["flashmoa.link.status"] == "hit"
-    assert parent(linked) == of(spans, "writer", "invoke_agent ").context.span_id
+    assert parent(linked) == span_of(spans, "writer", "invoke_agent ").context.span_id
     assert linked.attributes is not None
     assert linked.attributes["flashmoa.link.reason"] == "used"
     assert times(linked)[0] <= times(chat)[0]
@@ -124,30 +123,28 @@ async def test_a_workflow_has_spans_of_its_calls(
             await flow.ask([review], name="review", max_tokens=4, **more)
     spans = list(telemetry.exporter.get_finished_spans())
     for agent in ("draft", "review"):
-        turn, chat = of(spans, agent, "invoke_agent "), of(spans, agent, "chat tiny")
+        turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
         assert parent(turn) == trip.get_span_context().span_id
         assert parent(chat) == turn.context.span_id
         assert chat.attributes is not None
         assert chat.attributes["gen_ai.response.finish_reasons"] == ("length",)
-    linked = of(spans, "review", "link ")
-    assert parent(linked) == of(spans, "review", "invoke_agent ").context.span_id
+    linked = span_of(spans, "review", "link ")
+    assert parent(linked) == span_of(spans, "review", "invoke_agent ").context.span_id
     assert (linked.attributes or {})["flashmoa.link.upstream"] == ("draft",)
 
 
-async def test_a_failed_workflow_has_spans_of_all_calls(
-    client: EngineClient, telemetry: Telemetry
-) -> None:
-    """This includes the call whose request was never sent."""
+async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telemetry) -> None:
+    """The turn whose request was never sent has a span, too."""
     async with Workflow(client, listener=telemetry.listener()) as flow:
         ask = {"role": "user", "content": "Go."}
         broken = flow.ask([ask], name="broken", model="tiny", max_tokens=-1)
         reader = flow.ask([{"role": "user", "content": f"Read {broken}"}], name="reader")
-        for one in (broken, reader):
+        for answer in (broken, reader):
             with pytest.raises(Exception, match="must be at least 0"):
-                await one
+                await answer
     spans = list(telemetry.exporter.get_finished_spans())
-    failed = [of(spans, "broken", n) for n in ("invoke_agent ", "chat ")]
-    for span in [*failed, of(spans, "reader", "invoke_agent ")]:
+    failed = [span_of(spans, "broken", n) for n in ("invoke_agent ", "chat ")]
+    for span in [*failed, span_of(spans, "reader", "invoke_agent ")]:
         assert span.status.status_code is trace.StatusCode.ERROR
         assert (span.attributes or {})["error.type"] == "MalformedRequest"
 
@@ -155,7 +152,7 @@ async def test_a_failed_workflow_has_spans_of_all_calls(
 async def test_an_answer_that_is_dropped_ends_its_spans(
     clients: Callable[..., Client], guide: str, telemetry: Telemetry
 ) -> None:
-    """A stream's reader may stop before the end of the answer."""
+    """The reader of an answer's stream may stop before its end."""
     client = clients(max_tokens=2000, listener=telemetry.listener())
     stream = client.create_stream(ASK)
     await anext(stream)
@@ -168,18 +165,18 @@ async def test_an_answer_that_is_dropped_ends_its_spans(
 
 @pytest.fixture
 def logged() -> Iterator[list[Any]]:
-    """The events that AutoGen's clients log."""
-    found: list[Any] = []
+    """Return a list of the events that AutoGen's clients log."""
+    messages: list[Any] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.msg)
+            messages.append(record.msg)
 
     logger, handler = logging.getLogger(EVENT_LOGGER_NAME), Handler()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield messages
     logger.setLevel(level)
     logger.removeHandler(handler)
 
@@ -194,16 +191,16 @@ async def test_autogens_log_events_have_streamed_tokens(
     link(team, listener=events.append)
     await team.run(task="Go.")
     kind = LLMStreamEndEvent if stream else LLMCallEvent
-    told = [event.kwargs for event in logged if type(event) is kind]
+    fields = [event.kwargs for event in logged if type(event) is kind]
     made = calls(events)
-    assert len(told) == len(made) == 2
-    for data, call in zip(told, made, strict=True):
+    assert len(fields) == len(made) == 2
+    for data, call in zip(fields, made, strict=True):
         assert call.usage is not None
         assert data["cached_tokens"] == call.usage.cached_tokens
         assert data["streamed_tokens"] == call.usage.streamed_tokens
         assert data["late_tokens"] == call.usage.late_tokens
         assert str(call.agent) in data["agent_id"]
-    writer = told[1]
+    writer = fields[1]
     assert writer["streamed_tokens"] > 0
     assert writer["prompt_tokens"] == writer["cached_tokens"] + writer["late_tokens"]
 
@@ -211,9 +208,9 @@ async def test_autogens_log_events_have_streamed_tokens(
 async def test_autogens_events_of_unlinked_calls_have_their_own_figures(
     clients: Callable[..., Client], logged: list[Any]
 ) -> None:
-    """Calls may overlap, and the stock client logs its own events."""
+    """Each of several overlapping calls has its own figures; a stock client's event has none."""
     client = clients()
-    await client.create(ASK)  # After this, a part of every prompt is in the cache.
+    await client.create(ASK)  # A part of each later prompt is in the cache then.
     logged.clear()
     one, other = client.create_stream(ASK), client.create_stream(ASK * 2)
     await anext(one)
@@ -263,9 +260,9 @@ async def test_a_clients_listener_receives_failures(clients: Callable[..., Clien
         CallFailed
     ]
     assert not [event for event in events if isinstance(event, CallStarted)]
-    token_less = clients(listener=events.append, max_tokens=2000)
-    promised = await token_less.promise(ASK)
-    await token_less.close()
+    endless = clients(listener=events.append, max_tokens=2000)
+    promised = await endless.promise(ASK)
+    await endless.close()
     with pytest.raises(UpstreamCancelled):
         await client.result(str(promised.content))
 
@@ -274,12 +271,12 @@ async def test_a_clients_listener_receives_failures(clients: Callable[..., Clien
 async def test_a_teams_calls_are_reported_once(
     clients: Callable[..., Client], guide: str, auto_link: bool
 ) -> None:
-    """The team's listener reports them, also if the team is not linked."""
+    """They are reported to the team's listener, or to the client's if the team is not linked."""
     events: list[Event] = []
     client = clients(listener=events.append, auto_link=auto_link)
     await pair(client, guide).run(task="Go.")
-    told = [event for event in events if isinstance(event, CallStarted | CallFinished)]
-    assert [event.agent for event in told] == ["planner", "planner", "writer", "writer"]
+    reported = [event for event in events if isinstance(event, CallStarted | CallFinished)]
+    assert [event.agent for event in reported] == ["planner", "planner", "writer", "writer"]
     events.clear()
     team, others = pair(client, guide), list[Event]()
     link(team, listener=others.append)

@@ -1,4 +1,4 @@
-"""Test teams in which answers decide who speaks: an orchestrator, a selector, tools."""
+"""Teams in which messages decide who speaks: an orchestrator, a selector, tools."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkWaits
 from tests.integration.autogen.exactness import (
     CallOutcome,
-    call_outcomes,
     count_outcomes,
+    finished_calls,
     mostly_hit,
 )
-from tests.integration.autogen.scripted import script_answers
+from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Custom
 from tests.integration.support import wait_until_idle
 
@@ -63,8 +63,8 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
     )
 
 
-def predicted(kind: str, calls: list[CallOutcome]) -> bool:
-    """Count the calls; return whether all were predicted, except those that came too early."""
+def are_predicted(kind: str, calls: list[CallOutcome]) -> bool:
+    """Count calls; return whether all that were not too early hit, and at least half did."""
     count_outcomes(kind, calls)
     return {call.status for call in calls} <= {"hit", "late"} and mostly_hit(calls)
 
@@ -77,7 +77,7 @@ async def run_linked(team: BaseGroupChat, task: str) -> tuple[TaskResult, list[E
     return result, events
 
 
-def sayings(result: TaskResult) -> list[tuple[str, str]]:
+def messages_of(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
 
 
@@ -97,7 +97,7 @@ async def test_an_orchestrators_prompts_are_predicted(
     await client.engine.flush_cache()
     ledgers = 0
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         nonlocal ledgers
         if "response_format" not in request:
             return None
@@ -111,11 +111,11 @@ async def test_an_orchestrators_prompts_are_predicted(
         }
         return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
     agents = [agent(client, name) for name in ("coder", "writer")]
     team = MagenticOneGroupChat(agents, model_client=client, max_turns=6)
     _, events = await run_linked(team, guide[:600])
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     reading = [
         call
         for before, call in pairwise(calls)
@@ -123,7 +123,7 @@ async def test_an_orchestrators_prompts_are_predicted(
     ]
     assert len(reading) == 3
     speaking = [call for call in calls if call.agent != "(manager)"]
-    assert predicted("magentic one", [*reading, *speaking])
+    assert are_predicted("magentic one", [*reading, *speaking])
     assert ledgers == 4
     await wait_until_idle(client.engine)
     await client.close()
@@ -134,11 +134,11 @@ async def test_prompts_of_a_selector_and_its_candidates_are_predicted(
 ) -> None:
     turns = iter(["two", "three", "one", "three", "two"] * 2)
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         text = request["messages"][-1]["content"]
         return next(turns) if "You decide who speaks next" in text else None
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
     agents = [agent(model_client, name) for name in ("one", "two", "three")]
     team = SelectorGroupChat(
         agents,
@@ -147,11 +147,11 @@ async def test_prompts_of_a_selector_and_its_candidates_are_predicted(
         termination_condition=MaxMessageTermination(6),
     )
     _, events = await run_linked(team, guide[:600])
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     assert [call.agent for call in calls[::2]] == ["(manager)"] * 5
     assert [call.agent for call in calls[1::2]] == ["two", "three", "one", "three", "two"]
-    # All calls except the very first, before which nothing is known.
-    assert predicted("selector, our prompt", calls[1:])
+    # All but the very first one, about which nothing is known before.
+    assert are_predicted("selector, our prompt", calls[1:])
 
 
 @pytest.mark.parametrize("reflect", [False, True])
@@ -161,19 +161,19 @@ async def test_tool_calls_are_not_streamed_and_reflections_are(
     async def look(place: str) -> str:
         return f"a fine {place}"
 
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         return ("look", {"place": "lake"}) if request.get("tools") else None
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
     one = agent(model_client, "one", tools=[look], reflect_on_tool_use=reflect)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=4)
     result, events = await run_linked(team, guide[:600])
-    readers = [call for call in call_outcomes(events) if call.agent == "two"]
+    readers = [call for call in finished_calls(events) if call.agent == "two"]
     assert len(readers) == 2
-    assert predicted("tools, reflected on" if reflect else "tools", readers)
+    assert are_predicted("tools, reflected on" if reflect else "tools", readers)
     waits = {event.reason for event in events if isinstance(event, LinkWaits)}
     assert waits == {"it has tools, so its answer may be a call"}
-    assert ("one", "a fine lake") in sayings(result) or reflect
+    assert ("one", "a fine lake") in messages_of(result) or reflect
 
 
 async def test_auto_link_links_a_team_without_a_call_of_link(
@@ -187,7 +187,7 @@ async def test_auto_link_links_a_team_without_a_call_of_link(
     result = await team.run(task=guide[:600])
     usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
     assert all(isinstance(usage, EngineUsage) and usage.streamed_tokens for usage in usages)
-    assert [call.agent for call in call_outcomes(events)] == ["one", "two", "three", "one"]
+    assert [call.agent for call in finished_calls(events)] == ["one", "two", "three", "one"]
     alone = await agent(client, "alone").run(task="Go.")
     assert len(alone.messages) == 2
     await client.close()
@@ -201,28 +201,28 @@ async def test_linking_again_replaces_the_first_link(model_client: Client, guide
     link(team, listener=first.append)
     _, events = await run_linked(team, guide[:600])
     assert not first
-    assert [call.status for call in call_outcomes(events)][1:] == ["hit"]
+    assert [call.status for call in finished_calls(events)][1:] == ["hit"]
 
 
-async def test_an_agent_used_as_a_tool_is_not_confused_with_its_caller(
+async def test_an_agent_used_as_a_tool_is_not_mistaken_for_its_caller(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def said(request: dict[str, Any]) -> Any:
+    def answer_to(request: dict[str, Any]) -> Any:
         return ("inner", {"task": "Look."}) if request.get("tools") else None
 
-    script_answers(monkeypatch, said)
+    script(monkeypatch, answer_to)
     inner = AgentTool(agent(model_client, "inner"))
     one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=False)
     team = RoundRobinGroupChat([one, agent(model_client, "two")], max_turns=2)
     _, events = await run_linked(team, guide[:600])
-    calls = call_outcomes(events)
+    calls = finished_calls(events)
     assert [call.agent for call in calls] == ["one", "two"]
-    assert predicted("an agent as a tool", calls[1:])
+    assert are_predicted("an agent as a tool", calls[1:])
 
 
 async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEngine) -> None:
     class Own(Custom):
-        """Keeps its client in a place where links do not look for it."""
+        """Keeps its client in an attribute in which links do not look for it."""
 
         def __init__(self, name: str, client: Client) -> None:
             super().__init__(name, client)
@@ -230,8 +230,8 @@ async def test_a_team_that_cannot_be_linked_runs_with_auto_link(engine: LocalEng
             del self._model_client
 
         async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
-            heard = [message.to_model_message() for message in messages]
-            text = str((await self._llm.create(heard)).content)
+            prompt = [message.to_model_message() for message in messages]
+            text = str((await self._llm.create(prompt)).content)
             return Response(chat_message=TextMessage(content=text, source=self.name))
 
     client = make(engine, auto_link=True)

@@ -15,14 +15,13 @@ pytestmark = pytest.mark.anyio
 async def test_engine_that_links_has_nothing_to_fix(
     engine: LocalEngine, client: EngineClient
 ) -> None:
-    found = {
-        one.about: one for one in await check_engine(EngineToCheck(f"{engine.url}/v1", model="x"))
-    }
-    assert not [one for one in found.values() if one.level == "fix"]
-    assert found["link"].text.startswith("hit")
-    assert "requests for 'x'" in found["model"].text
-    assert found["chat template"].level == "ok"
-    # No stream is left.
+    findings = await check_engine(EngineToCheck(f"{engine.url}/v1", model="x"))
+    assert not [finding for finding in findings if finding.level == "fix"]
+    by_topic = {finding.about: finding for finding in findings}
+    assert by_topic["link"].text.startswith("hit")
+    assert "requests for 'x'" in by_topic["model"].text
+    assert by_topic["chat template"].level == "ok"
+    # The check leaves no stream open.
     await wait_until_idle(client)
 
 

@@ -18,7 +18,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed
-from tests.integration.autogen.exactness import call_outcomes
+from tests.integration.autogen.exactness import finished_calls
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
     ACTIONS,
@@ -69,7 +69,7 @@ class Pair:
             return "the team is cancelled"
         except Exception as error:
             return f"the team raises {type(error).__name__}"
-        status = call_outcomes(self.events)[-1].status
+        status = finished_calls(self.events)[-1].status
         return f"{len(result.messages)} messages, the last one {status or 'unlinked'}"
 
     def is_closed(self) -> bool:

@@ -101,7 +101,7 @@ async def test_a_link_to_a_plain_or_dead_engine_ends_without_an_error(
 
 
 async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words) -> None:
-    """It pauses longer than the engine would keep a vanished client's stream."""
+    """It pauses longer than a stream lives, before and after its text."""
     head, events = words(100, 84), list[Event]()
     async with EngineClient(engine.url, timeout=60, stream_ttl_seconds=2.0) as client:
         prompt = Prompt([head, Slot("A"), " go"])

@@ -38,7 +38,7 @@ def asks(text: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
 
-async def said(engine: EngineClient, text: str) -> str:
+async def answer_to(engine: EngineClient, text: str) -> str:
     async with engine.chat(asks(text), **PARAMETERS) as deltas:
         return "".join([delta.text async for delta in deltas])
 
@@ -50,7 +50,7 @@ def status(usage: PromptUsage | None) -> str | None:
 async def test_linked_answers_equal_unlinked_ones(
     client: EngineClient, reader: EngineClient, guide: str
 ) -> None:
-    """Three calls write at once, one reads them all, and another one reads that."""
+    """Three calls write at once, one reads them all, and another reads that one."""
     questions = [f"{guide[:300]} Part {number}?" for number in range(3)]
     events: list[Event] = []
     async with Workflow(client, listener=events.append) as flow:
@@ -62,21 +62,21 @@ async def test_linked_answers_equal_unlinked_ones(
         assert f"{parts[0]}" == texts[0] and parts[0].is_complete
     assert [part.name for part in parts] == ["part", "part-2", "part-3"]
     assert status(whole.usage) == status(last.usage) == "hit"
-    told = [event for event in events if event.agent == "last"]
-    calls = [type(event) for event in told if isinstance(event, CallStarted | CallFinished)]
+    reports = [event for event in events if event.agent == "last"]
+    calls = [type(event) for event in reports if isinstance(event, CallStarted | CallFinished)]
     assert calls == [CallStarted, CallFinished]
-    (finished,) = [event for event in told if isinstance(event, CallFinished)]
+    (finished,) = [event for event in reports if isinstance(event, CallFinished)]
     assert (finished.text, finished.usage) == (await last, last.usage)
     opened = [event for event in events if isinstance(event, LinkOpened)]
     assert ("part", "part-2", "part-3") in {event.upstream for event in opened}
     await client.flush_cache()
     await reader.flush_cache()
-    expected = [await said(client, question) for question in questions]
+    expected = [await answer_to(client, question) for question in questions]
     assert texts == expected
     joined = "\n\n".join(f"{n}. {text}" for n, text in enumerate(expected, 1))
-    expected_whole = await said(reader, f"{guide[:1500]}\n{joined}\nAll?")
+    expected_whole = await answer_to(reader, f"{guide[:1500]}\n{joined}\nAll?")
     assert await whole == expected_whole
-    assert await last == await said(client, f"In short: {expected_whole}")
+    assert await last == await answer_to(client, f"In short: {expected_whole}")
     await wait_until_idle(client)
 
 
@@ -172,7 +172,7 @@ async def test_a_plain_server_answers_with_what_had_arrived(plain_engine: LocalE
         review = flow.ask(asks(f"Review: {draft}"), **PARAMETERS)
         draft.write("half a")
         draft.fail(ValueError("broken"))
-        assert await review == await said(plain, "Review: half a")
+        assert await review == await answer_to(plain, "Review: half a")
     failed = [event for event in events if isinstance(event, UpstreamFailed)]
     assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]
 
@@ -188,10 +188,8 @@ async def test_a_text_may_be_in_a_content_part(client: EngineClient) -> None:
             assert await review == "".join([delta.text async for delta in deltas])
 
 
-async def test_a_claimed_request_that_is_never_sent_releases_its_stream(
-    reader: EngineClient, guide: str
-) -> None:
-    """The workflow is cancelled after the request was claimed."""
+async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) -> None:
+    """It is claimed, and then the workflow is cancelled."""
     with anyio.CancelScope() as scope:
         async with Workflow(reader) as flow:
             draft = flow.text("draft")
@@ -207,10 +205,8 @@ async def test_a_claimed_request_that_is_never_sent_releases_its_stream(
     assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
-async def test_a_link_that_cannot_be_made_does_not_fail_its_request(
-    client: EngineClient, guide: str
-) -> None:
-    """The client of its engine is closed; requests to other engines continue."""
+async def test_a_link_that_cannot_be_made_costs_nothing(client: EngineClient, guide: str) -> None:
+    """Its engine's client is closed; requests to another engine are answered."""
     other = EngineClient(client.url)
     await other.close()
     async with Workflow(client) as flow:

@@ -23,4 +23,4 @@ def first_letter(answer: str) -> str | None:
 
 def answers_by_round(result: DebateResult) -> list[list[str]]:
     """Return the answers of each round, by debater."""
-    return [[one.text for one in round_] for round_ in result.rounds]
+    return [[answer.text for answer in round_] for round_ in result.rounds]

@@ -1,4 +1,4 @@
-"""Test debates on real engines: equal answers with and without links, and every way to end."""
+"""Debates on real engines: equal answers with and without links, failures and cancellation."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineCli
     assert answers_by_round(unlinked) == answers_by_round(linked) and unlinked.text == linked.text
     assert linked.vote is not None
     assert linked.text == linked.rounds[-1][linked.vote.place].text != ""
-    assert linked.vote.ballots == tuple(first_letter(one.text) for one in linked.rounds[-1])
-    streams = [one.usage.prompt_stream for round_ in linked.rounds for one in round_ if one.usage]
-    hits = [use.status for use in streams if use is not None]
-    assert hits.count("hit") >= 3 and set(hits) == {"hit"}
+    assert linked.vote.ballots == tuple(first_letter(answer.text) for answer in linked.rounds[-1])
+    usages = [answer.usage for round_ in linked.rounds for answer in round_]
+    streams = [usage.prompt_stream for usage in usages if usage]
+    statuses = [use.status for use in streams if use is not None]
+    assert statuses.count("hit") >= 3 and set(statuses) == {"hit"}
     for before, after in pairwise(linked.rounds):
-        finished = [one.finished for one in before]
-        for one in after:
-            assert one.started and one.first_token and one.finished and one.status == "used"
-            assert all(done and done <= one.started for done in finished)
+        for answer in after:
+            assert answer.started and answer.first_token and answer.finished
+            assert answer.status == "used"
+            assert all(read.finished and read.finished <= answer.started for read in before)
     # Events name the agents that are read.
-    upstream = {one.agent: one.upstream for one in events if isinstance(one, LinkOpened)}
+    upstream = {event.agent: event.upstream for event in events if isinstance(event, LinkOpened)}
     assert upstream["2.2"] == ("1.2", "1.1", "1.3")
 
 
@@ -73,7 +74,7 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
     three = Debate([agent(small, 1), failing, agent(small, 3)], 2, first_letter, prompt=PROMPT)
     result = await three.answer(QUESTION)
     for round_ in result.rounds:
-        assert [one.status for one in round_] == ["used", "failed", "used"]
+        assert [answer.status for answer in round_] == ["used", "failed", "used"]
         assert round_[1].problem
     assert result.vote is not None and result.vote.ballots[1] is None
     with pytest.raises(MixtureFailed, match="no agent answered"):
@@ -102,17 +103,17 @@ async def test_cancelled_debate_frees_its_engines(
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    answer_counts: list[int] = []
 
-    async def room(_model: Model, _empty: object, most: list[int | None]) -> int:
-        asked.append(len(most))
+    async def room(_model: Model, _empty: object, limits: list[int | None]) -> int:
+        answer_counts.append(len(limits))
         return 60
 
     monkeypatch.setattr(Model, "free_tokens", room)
     small, _ = pair
     two = Debate([agent(small, 1, max_tokens=40), agent(small, 2)], 3, first_letter, prompt=PROMPT)
     result = await two.answer(QUESTION)
-    # Two rounds are remembered, so each may have half of the room.
-    assert set(asked) == {4}
-    cut = [[one.cut_tokens for one in round_] for round_ in result.rounds]
+    # A prompt has two rounds, so that each may take half of the room.
+    assert set(answer_counts) == {4}
+    cut = [[answer.cut_tokens for answer in round_] for round_ in result.rounds]
     assert cut == [[40 - 18, 0], [40 - 18, 0], [0, 0]]

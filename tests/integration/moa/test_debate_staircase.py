@@ -38,12 +38,13 @@ async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineCli
     assert linked.text == linked.rounds[-1][linked.vote.place].text
     assert linked.time_to_first_token is not None
     for number, round_ in enumerate(linked.rounds):
-        for one in round_:
-            assert one.status == "used" and one.usage and one.usage.completion_tokens == 24
-            assert one.started and one.first_token and one.finished
-            # One request each for its chunks of 8 and 16 tokens.
-            assert len(one.steps) == (2 if number else 0)
-            assert "".join(step.text for step in one.steps) == (one.text if number else "")
+        for answer in round_:
+            assert answer.status == "used"
+            assert answer.usage and answer.usage.completion_tokens == 24
+            assert answer.started and answer.first_token and answer.finished
+            # After the first round, an answer's parts of 8 and 16 tokens have a request each.
+            assert len(answer.steps) == (2 if number else 0)
+            assert "".join(step.text for step in answer.steps) == (answer.text if number else "")
     for engine in pair:
         await wait_until_idle(engine)
 
@@ -55,13 +56,13 @@ async def test_interleaved_chunks_are_prefilled_once(
         await engine.flush_cache()
     steps = Steps(order="interleaved")
     result = await debate(pair, first_letter, staircase=steps).answer(QUESTION)
-    for one in (one for round_ in result.rounds[1:] for one in round_):
-        usage = [step.usage for step in one.steps if step.usage is not None]
-        again = [
-            before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usage)
+    for answer in (answer for round_ in result.rounds[1:] for answer in round_):
+        usages = [step.usage for step in answer.steps if step.usage is not None]
+        recomputed = [
+            before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usages)
         ]
         # Only the template's tokens at the prompt's end are computed again.
-        assert again and max(again) <= 8
+        assert recomputed and max(recomputed) <= 8
 
 
 async def test_aggregator_writes_along_with_debaters(
@@ -84,7 +85,7 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
     )
     result = await two.answer(QUESTION)
     for round_ in result.rounds:
-        assert [one.status for one in round_] == ["used", "failed"] and round_[1].problem
+        assert [answer.status for answer in round_] == ["used", "failed"] and round_[1].problem
     assert result.vote is not None and result.vote.ballots[1] is None
     with pytest.raises(MixtureFailed, match="no agent answered"):
         await Debate([failing, failing], 2, first_letter, staircase=Steps()).answer(QUESTION)

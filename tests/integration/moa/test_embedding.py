@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngines
 from flashmoa.moa import EngineEmbedder
-from flashmoa.moa.early_exit import frobenius_cosine, normalised
+from flashmoa.moa.early_exit import frobenius_cosine, normalise
 from tests.integration.support import start_special_engine
 
 pytestmark = pytest.mark.anyio
@@ -34,9 +34,9 @@ async def test_embedding_engine_returns_a_row_per_sentence(
             "Go by train.",
         ]
         embedded = [await embedder.embed(answer) for answer in answers]
-    assert [len(one) for one in embedded] == [3, 1, 1, 1]
-    assert len({one.shape[1] for one in embedded}) == 1
-    assert all(np.isfinite(one).all() for one in embedded)
-    river, train, _, again = map(normalised, embedded)
+    assert [len(rows) for rows in embedded] == [3, 1, 1, 1]
+    assert len({rows.shape[1] for rows in embedded}) == 1
+    assert all(np.isfinite(rows).all() for rows in embedded)
+    river, train, _, again = map(normalise, embedded)
     assert frobenius_cosine(train, again) == pytest.approx(1)
     assert frobenius_cosine(river, train) < 0.999

@@ -1,4 +1,4 @@
-"""Test the family that comes with FlashMoA, on a real engine."""
+"""The models of ``flashmoa_bench.family`` answer questions on a real engine."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ async def family(
 
 async def test_single_model_answers_most_easy_questions(family: EngineClient) -> None:
     async with Workflow(family) as flow:
-        asked = [
+        answers = [
             flow.ask([{"role": "user", "content": question.text}], **GREEDY)
             for question in QUESTIONS
         ]
-        texts = [str(await answer) for answer in asked]
+        texts = [str(await answer) for answer in answers]
     right = sum(map(is_right, QUESTIONS, texts))
     assert right >= len(QUESTIONS) * 0.6, texts
 
 
 @pytest.mark.parametrize("family", [AGGREGATOR], indirect=True)
 async def test_aggregator_finds_the_right_answer_among_others(family: EngineClient) -> None:
-    drawn = Model(family, sampling={**GREEDY, "temperature": 0.8})
+    random = Model(family, sampling={**GREEDY, "temperature": 0.8})
     greedy = Model(family, sampling=GREEDY)
     mixture = MixtureOfAgents(
-        [[drawn, drawn, greedy], [greedy]], prompt=AGGREGATION["question-first"]
+        [[random, random, greedy], [greedy]], prompt=AGGREGATION["question-first"]
     )
     results = [await mixture.answer(question.text) for question in QUESTIONS]
     texts = [result.text for result in results]

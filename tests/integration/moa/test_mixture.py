@@ -1,4 +1,4 @@
-"""Test mixtures on real engines: equal answers with and without links, and every way to end."""
+"""Mixtures on real engines: equal answers with and without links, failures and cancellation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 PROMPT = AggregationPrompt(instruction="Weigh these answers:")
 
 
-class Alike:
+class ConstantEmbedder:
     """An embedder to which all texts are the same."""
 
     async def embed(self, text: str) -> Embedding:
@@ -46,7 +46,7 @@ def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgent
 
 def answers_by_layer(result: MixtureResult) -> list[list[str]]:
     """Return the answers of each layer."""
-    return [[one.text for one in layer] for layer in result.layers]
+    return [[answer.text for answer in layer] for layer in result.layers]
 
 
 @pytest.mark.parametrize("layout", ["answers-first", "question-first"])
@@ -65,18 +65,17 @@ async def test_linked_mixture_equals_unlinked(
     )
     assert results[0].text == results[0].final.text != ""
     linked = results[2]
-    usage = [one.usage for layer in linked.layers[1:] for one in layer]
-    hits = [use.prompt_stream.status for use in usage if use and use.prompt_stream]
-    assert hits.count("hit") >= 2 and set(hits) == {"hit"}
-    for layer in linked.layers:
-        for one in layer:
-            assert one.status == "used" and one.cut_tokens == 0
-            assert one.started and one.first_token and one.finished
-            assert one.started <= one.first_token <= one.finished
+    usages = [answer.usage for layer in linked.layers[1:] for answer in layer]
+    statuses = [usage.prompt_stream.status for usage in usages if usage and usage.prompt_stream]
+    assert statuses.count("hit") >= 2 and set(statuses) == {"hit"}
+    for answer in (answer for layer in linked.layers for answer in layer):
+        assert answer.status == "used" and answer.cut_tokens == 0
+        assert answer.started and answer.first_token and answer.finished
+        assert answer.started <= answer.first_token <= answer.finished
     for place, reader in enumerate(linked.layers[1]):
-        read = linked.layers[0][2 * place : 2 * place + 2]
+        cluster = linked.layers[0][2 * place : 2 * place + 2]
         assert reader.started is not None
-        assert all(one.finished and one.finished <= reader.started for one in read)
+        assert all(answer.finished and answer.finished <= reader.started for answer in cluster)
 
 
 async def test_all_to_all_streams_the_last_answer(pair: tuple[EngineClient, EngineClient]) -> None:
@@ -94,15 +93,15 @@ async def test_early_exit_cancels_the_remaining_agents(
 ) -> None:
     small, large = pair
     slow = agent(large, 3, max_tokens=400)
-    policy = EarlyExit(Alike(), tau=1.0, rule="threshold", threshold=0.0)
+    policy = EarlyExit(ConstantEmbedder(), tau=1.0, rule="threshold", threshold=0.0)
     layers = [[agent(small, 1), agent(small, 2), slow], [agent(large)]]
     events: list[Event] = []
     mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy, listener=events.append)
     result = await mixture.answer(QUESTION)
-    (decided, left) = result.decisions
-    assert not decided.left and decided.answers == 1
-    assert left.left and (left.answers, left.of) == (2, 3) and left.quality.agreement == 1
-    assert [one.status for one in result.layers[0]] == ["used", "used", "left out"]
+    first, second = result.decisions
+    assert not first.left and first.answers == 1
+    assert second.left and (second.answers, second.of) == (2, 3) and second.quality.agreement == 1
+    assert [answer.status for answer in result.layers[0]] == ["used", "used", "left out"]
     assert result.layers[0][2].finished is None
     await wait_until_idle(large)
     # The aggregator read the two used answers only, numbered 1 and 2.
@@ -111,7 +110,7 @@ async def test_early_exit_cancels_the_remaining_agents(
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
-class Asking(EngineClient):
+class RecordingClient(EngineClient):
     """A client that records which requests ask for log-probabilities, and its other requests."""
 
     def __init__(self, url: str) -> None:
@@ -136,17 +135,17 @@ class Asking(EngineClient):
 async def test_only_scored_answers_have_logprobs(
     pair: tuple[EngineClient, EngineClient], min_answers: int, scored: list[bool]
 ) -> None:
-    """With ``min_answers=2`` a cluster of two cannot be left early and is not scored.
+    """With ``min_answers=2`` a cluster of two cannot exit early and is not scored.
 
     The last answer is never scored. An engine mixes no prefill into decode steps of requests with
     log-probabilities."""
-    policy = EarlyExit(Alike(), rule="threshold", threshold=1, min_answers=min_answers)
-    async with Asking(pair[0].url) as asking:
-        layers = [[agent(asking, seed) for seed in range(6)], [agent(asking)] * 2, [agent(asking)]]
+    policy = EarlyExit(ConstantEmbedder(), rule="threshold", threshold=1, min_answers=min_answers)
+    async with RecordingClient(pair[0].url) as client:
+        layers = [[agent(client, seed) for seed in range(6)], [agent(client)] * 2, [agent(client)]]
         mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy)
         result = await mixture.answer(QUESTION)
     first, second = scored
-    assert asking.logprobs == [first] * 6 + [second] * 2 + [False]
+    assert client.logprobs == [first] * 6 + [second] * 2 + [False]
     assert {decision.of for decision in result.decisions} <= ({3, 2} if second else {3})
 
 
@@ -156,7 +155,7 @@ async def test_failed_proposer_is_left_out(pair: tuple[EngineClient, EngineClien
     async with EngineClient("http://127.0.0.1:9") as nowhere:
         layers = [[agent(nowhere), agent(small, 1), failing], [agent(large)]]
         result = await MixtureOfAgents(layers, prompt=PROMPT).answer(QUESTION)
-    assert [one.status for one in result.layers[0]] == ["failed", "used", "failed"]
+    assert [answer.status for answer in result.layers[0]] == ["failed", "used", "failed"]
     assert "cannot be reached" in result.layers[0][0].problem
     assert result.layers[0][2].problem and result.text
 
@@ -202,7 +201,7 @@ async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     monkeypatch.setattr(Model, "free_tokens", room)
     layers = [[agent(small, 1, max_tokens=40), agent(large, 2)], [agent(large)]]
     result = await MixtureOfAgents(layers, prompt=PROMPT).answer(QUESTION)
-    assert [one.cut_tokens for one in result.layers[0]] == [40 - 18, 0]
+    assert [answer.cut_tokens for answer in result.layers[0]] == [40 - 18, 0]
 
 
 async def test_free_tokens_are_the_context_without_prompt_and_answer(
@@ -221,21 +220,21 @@ async def test_free_tokens_need_no_prefill_and_one_info_request(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     messages = [{"role": "user", "content": QUESTION}]
-    async with Asking(pair[0].url) as asking:
-        rooms = [await agent(asking, seed).free_tokens(messages, [100, None]) for seed in range(3)]
-        assert await agent(asking).fits(messages, 300)
-        assert not await agent(asking).fits(messages, 20)
-        assert asking.others == ["info"]
-        counted = (await asking.prefill_only(messages=messages)).prompt_tokens
-        context = (await asking.info()).context_length
-    assert rooms == [context - 12 - counted] * 3
+    async with RecordingClient(pair[0].url) as client:
+        rooms = [await agent(client, seed).free_tokens(messages, [100, None]) for seed in range(3)]
+        assert await agent(client).fits(messages, 300)
+        assert not await agent(client).fits(messages, 20)
+        assert client.others == ["info"]
+        prompt_tokens = (await client.prefill_only(messages=messages)).prompt_tokens
+        context = (await client.info()).context_length
+    assert rooms == [context - 12 - prompt_tokens] * 3
 
 
 async def test_free_tokens_are_unknown_without_the_plugin(
     plain_engine: LocalEngine,
 ) -> None:
     messages = [{"role": "user", "content": QUESTION}]
-    async with Asking(plain_engine.url) as asking:
+    async with RecordingClient(plain_engine.url) as client:
         for _ in range(2):
-            assert await agent(asking).free_tokens(messages, [None]) is None
-        assert asking.others == ["info"]
+            assert await agent(client).free_tokens(messages, [None]) is None
+        assert client.others == ["info"]

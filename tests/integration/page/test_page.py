@@ -44,29 +44,29 @@ def browser() -> Generator[Browser]:
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Generator[Show]:
     """Open the page of a run; check at the end that it had no errors and loaded nothing."""
-    wrong: list[str] = []
+    errors: list[str] = []
 
     def open_page(events: Sequence[Event], **context: Any) -> Page:
         file = tmp_path / "run.html"
         file.write_text(page(events, "run.jsonl"), encoding="utf-8")
         shown = browser.new_page(viewport={"width": 1400, "height": 900}, **context)
-        shown.on("console", lambda message: wrong.append(message.text))
-        shown.on("pageerror", lambda error: wrong.append(str(error)))
-        shown.on("dialog", lambda dialog: wrong.append(dialog.message))
-        shown.on("request", lambda request: asked.append(request.url))
-        asked: list[str] = []
+        shown.on("console", lambda message: errors.append(message.text))
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.on("dialog", lambda dialog: errors.append(dialog.message))
+        shown.on("request", lambda request: requested.append(request.url))
+        requested: list[str] = []
         shown.goto(file.as_uri())
         expect(shown.locator("#lanes .decode").first).to_be_attached()
-        assert asked == [file.as_uri()]
-        pages.append((shown, asked))
+        assert requested == [file.as_uri()]
+        pages.append((shown, requested))
         return shown
 
     pages: list[tuple[Page, list[str]]] = []
     yield open_page
-    for shown, asked in pages:
-        assert len(asked) == 1
+    for shown, requested in pages:
+        assert len(requested) == 1
         shown.close()
-    assert wrong == []
+    assert errors == []
 
 
 def test_page_shows_lanes_flows_figures_and_calls(show: Show) -> None:
@@ -157,7 +157,7 @@ def test_both_colour_schemes_are_drawn(show: Show, scheme: str, tmp_path: Path) 
     shown = show(read(RUN), color_scheme=scheme)
     ground = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") is (scheme == "light")
-    # A folder in which the screenshots are kept.
+    # The folder in which the screenshots are kept.
     folder = Path(os.environ.get("FLASHMOA_SCREENSHOTS", tmp_path))
     assert len(shown.screenshot(path=folder / f"timeline-{scheme}.png")) > 20_000
 

@@ -1,4 +1,4 @@
-"""Relay connections to an engine that break after a number of bytes."""
+"""Break connections to an engine in the middle of an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyio.abc import SocketAttribute, SocketStream
 
 @asynccontextmanager
 async def broken_connection(engine: str, after: int) -> AsyncGenerator[str]:
-    """Yield a URL of the engine whose connections end after ``after`` bytes of answers."""
+    """Serve the engine at another URL, where a connection ends after ``after`` bytes of answers."""
     port = urlsplit(engine).port
     assert port is not None
 

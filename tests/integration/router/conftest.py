@@ -1,4 +1,4 @@
-"""Serve routers in front of real engines, each on a separate port."""
+"""Serve a router in front of real engines on a separate port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.router.serving import serve
 
 @asynccontextmanager
 async def serve_router(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
-    """Serve a router on a real socket, and yield a client of it."""
+    """Serve a router on a real socket; yield a client of it."""
     app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
     async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
@@ -28,6 +28,6 @@ def make_options(*engines: LocalEngine, **more: object) -> RouterOptions:
 
 @pytest.fixture
 async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a router over the session's two engines."""
+    """A client of a router in front of the session's two engines."""
     async with serve_router(make_options(engine, downstream)) as client:
         yield client

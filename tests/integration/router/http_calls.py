@@ -1,4 +1,4 @@
-"""Make the requests that the router's tests send, and read the answers."""
+"""Make requests to engines and routers, and read the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.support import GREEDY
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
     """Return the body of a chat completion with one message."""
-    # A random model must not end its answer by chance.
+    # ``ignore_eos``: a model with random weights must not end its answer by chance.
     body = {"model": "default", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     return body | {"messages": [{"role": "user", "content": content}]} | more
 
@@ -47,7 +47,7 @@ async def request_with_answer(
         return path, chat("".join(part["text"] for part in body["messages"][0]["content"]))
     prompt = body.pop("prompt")
     if form == "tokens":
-        return path, body | {"input_ids": [one for part in prompt for one in part["input_ids"]]}
+        return path, body | {"input_ids": [token for part in prompt for token in part["input_ids"]]}
     return path, body | {"text": "".join(part["text"] for part in prompt)}
 
 
@@ -60,10 +60,10 @@ async def _request(
         content.insert(1, kind | middle)
         return "/v1/chat/completions", chat(content)
     if form == "tokens":
-        given = [{"input_ids": ids} for ids in await client.tokenize(texts)]
+        parts = [{"input_ids": ids} for ids in await client.tokenize(texts)]
     else:
-        given = [{"text": text} for text in texts]
-    body = generation("", 8) | {"prompt": [given[0], middle, given[1]]}
+        parts = [{"text": text} for text in texts]
+    body = generation("", 8) | {"prompt": [parts[0], middle, parts[1]]}
     del body["text"]
     return "/generate", body
 
@@ -94,6 +94,6 @@ async def wait_for_metric(client: httpx.AsyncClient, line: str) -> None:
 
 
 async def metric(client: httpx.AsyncClient, line: str) -> float:
-    """Return the sum of the lines on /metrics that begin with ``line``; 0 without such lines."""
+    """Return the sum of the metrics whose lines begin with ``line``; 0 if there are none."""
     page = (await client.get("/metrics")).text
-    return sum(float(one.rsplit(" ", 1)[1]) for one in page.splitlines() if one.startswith(line))
+    return sum(float(row.rsplit(" ", 1)[1]) for row in page.splitlines() if row.startswith(line))

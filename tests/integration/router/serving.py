@@ -1,4 +1,4 @@
-"""Serve applications on real sockets, in the process of the tests."""
+"""Serve applications on real sockets in the process of the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 @asynccontextmanager
 async def serve(app: Starlette) -> AsyncGenerator[str]:
-    """Serve an application, and yield its URL."""
+    """Serve an application; yield its URL."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

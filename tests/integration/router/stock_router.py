@@ -1,4 +1,4 @@
-"""Start the stock sglang-router."""
+"""Run the stock sglang-router, which users may have had before FlashMoA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 
 from flashmoa.engine.local import free_port
 
-# The router would import SGLang, for traces; on a CPU, that needs the plugin's preparations.
+# The stock router imports SGLang for traces if it can, which fails on a CPU without the plugin.
 _LAUNCH = """
 import sys
 sys.modules["sglang"] = None

@@ -1,4 +1,4 @@
-"""Test bodies that no engine accepts: their senders get an error, and other clients none."""
+"""Test that bodies which no engine accepts give an error to their senders and harm no others."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ JSON = {"content-type": "application/json"}
 async def test_appends_survive_bodies_that_break_other_connections(
     engine: LocalEngine, plain_engine: LocalEngine
 ) -> None:
-    """Stock SGLang answers such a chat with 500, and closes the connection without notice."""
+    """Stock SGLang answers such a chat with 500, and closes the connection without saying so."""
     answers = Counter[int]()
-    # One of the two has no prompt streams.
+    # Only one of the two engines has prompt streams.
     async with serve_router(make_options(engine, plain_engine)) as router:
         async with EngineClient(engine.url) as direct:
             stream = await direct.open_stream(text="It begins:")
-        over = anyio.Event()
+        is_over = anyio.Event()
 
         async def spoil() -> None:
-            while not over.is_set():
+            while not is_over.is_set():
                 path = "/v1/chat/completions"
                 answers[(await router.post(path, content=b"[]", headers=JSON)).status_code] += 1
 
@@ -44,7 +44,7 @@ async def test_appends_survive_bodies_that_break_other_connections(
                 answer = await router.post(path, json={"seq": number, "text": " x"})
                 if answer.status_code != 200:
                     failed.append(answer.text)
-            over.set()
+            is_over.set()
         assert failed == [] and set(answers) == {500} and answers[500] > 20
         state = (await router.get(f"/prompt_streams/{stream.id}")).json()
         assert state["next_seq"] == 180

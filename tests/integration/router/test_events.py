@@ -1,4 +1,4 @@
-"""Test how engines' KV events fill a router's tables."""
+"""Test that engines' KV events fill a router's tables."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ BLOCKS = "flashmoa_router_engine_blocks{"
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of engines with KV events, whose hash SGLang compiles in a new folder then.
+    """The environment of engines that publish KV events, for which SGLang compiles a hash function.
 
-    An engine that is killed while it compiles leaves a lock, for which torch then waits forever.
+    It compiles in a new folder, because an engine that is killed while it compiles leaves a lock
+    for which torch would wait without end.
     """
     return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}
 
 
 async def wait_for_blocks(router: httpx.AsyncClient, blocks: int) -> None:
-    """Wait until the router knows at least ``blocks`` blocks."""
+    """Wait until the router's tables have this many blocks."""
     with anyio.fail_after(30):
         while await metric(router, BLOCKS) < blocks:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.02)
@@ -44,20 +45,20 @@ async def test_kv_events_fill_and_empty_an_engines_table(
     events["replay_endpoint"] = f"tcp://*:{replay}"
     document = words(320, 1030)
     arguments = ("--kv-events-config", json.dumps(events))
-    async with start_special_engine(engines, model, *arguments, environment=compiling) as told:
-        # The measurements also fill the engine's cache.
-        await wait_until_measured(told)
+    async with start_special_engine(engines, model, *arguments, environment=compiling) as publisher:
+        # The engine's own measurements at its start also fill its cache.
+        await wait_until_measured(publisher)
         async with (
-            serve_router(make_options(told)) as router,
-            httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
+            serve_router(make_options(publisher)) as router,
+            httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,
         ):
-            # The router receives events of requests that others send, once it is connected.
+            # The router learns of requests of other clients once it is connected.
             with anyio.fail_after(60):
                 while not await metric(router, BLOCKS):
                     await flush(direct)
                     await generated(direct, document)
                 await flush(direct)
-                # A flush sends no event; the next request does.
+                # It also learns of a flush that it did not send itself.
                 while await metric(router, BLOCKS):
                     await generated(direct, "hi", tokens=1)
                 await generated(direct, document)
@@ -65,29 +66,29 @@ async def test_kv_events_fill_and_empty_an_engines_table(
                     await anyio.sleep(0.02)
             await generated(router, document, tokens=1)
             assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
-        # A new router asks for the events before its start.
-        async with serve_router(make_options(told)) as later:
+        # A router that starts later requests the events that it has missed.
+        async with serve_router(make_options(publisher)) as later:
             await wait_for_blocks(later, 20)
 
 
 async def test_router_follows_events_of_every_rank(
     engines: LocalEngines, model: Path, words: Words, compiling: dict[str, str]
 ) -> None:
-    # The ranks' ports follow one another.
+    # The ranks have consecutive ports.
     port = free_port()
     events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})
     arguments = ("--dp", "2", "--kv-events-config", events)
     async with start_special_engine(
         engines, model, *arguments, pool=6000, environment=compiling
-    ) as told:
-        # The measurements also fill the ranks' caches.
-        await wait_until_measured(told)
+    ) as publisher:
+        # The engine's own measurements at its start also fill its ranks' caches.
+        await wait_until_measured(publisher)
         async with (
-            serve_router(make_options(told)) as router,
-            httpx.AsyncClient(base_url=told.url, timeout=60) as direct,
+            serve_router(make_options(publisher)) as router,
+            httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,
         ):
             with anyio.fail_after(60):
-                # A subscription takes a moment, and misses the events before it.
+                # A subscription takes a moment, and receives no earlier events.
                 while await metric(router, BLOCKS) < 40:
                     await flush(direct)
                     # Documents go to the ranks in turn, 20 blocks to each.

@@ -1,4 +1,4 @@
-"""Test engines that die, come back, or hang."""
+"""Test routers whose engines die, come back or hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_other_engine_serves_when_one_dies(
     async with serve_router(
         make_options(engine, LocalEngine(0, 9, model), policy=RoundRobin())
     ) as router:
-        # One of the engines never existed.
+        # The second engine never existed.
         await generated(router, words(20, 990))
     mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     try:
@@ -47,12 +47,12 @@ async def test_other_engine_serves_when_one_dies(
                     router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"'
                 )
                 await mortal.stop()
-            # Its requests were sent again to the other engine.
+            # The requests that the engine had were sent to the other one.
             assert len(answers) == 4
             await generated(router, words(30, 1010))
             up = f'flashmoa_router_engine_up{{engine="{mortal.url}"}}'
             assert await metric(router, up) == 0
-            # It comes back at its old address, and gets requests again.
+            # An engine that starts at the old address gets requests again.
             port = mortal.url.rpartition(":")[2]
             mortal = await engines.start(
                 model, arguments=["--port", port, "--max-total-tokens", "12000"], wait=False
@@ -66,7 +66,7 @@ async def test_other_engine_serves_when_one_dies(
 
 
 class EndingServer:
-    """Ends at the first request as a process does: its connections first, then its port."""
+    """Ends at the first POST like a process: it drops its connections, and then closes its port."""
 
     def __init__(self, dropped: int) -> None:
         self._left = dropped
@@ -89,10 +89,10 @@ class EndingServer:
 
     async def _answer(self, client: SocketStream) -> None:
         async with client:
-            said = b"" if self._ends else await client.receive()
+            request = b"" if self._ends else await client.receive()
             if self._ends:
                 self._left -= 1
-            elif said.startswith(b"POST"):
+            elif request.startswith(b"POST"):
                 self._ends = True
             else:
                 await client.send(b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}")
@@ -121,29 +121,29 @@ async def test_other_engine_serves_when_one_hangs(
     try:
         async with serve_router(several) as router:
             await wait_for_metric(router, up)
-            # Send requests until it is this engine's turn.
+            # Requests are sent until it is the engine's turn.
             sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'
             while not await metric(router, sent):
                 await generated(router, words(10, 1072))
             await generated(router, words(10, 1072))
             ask, answers, events = generation(words(30, 1070), 2000, stream=True), [], []
 
-            async def begun() -> None:
+            async def stream() -> None:
                 async with router.stream("POST", "/generate", json=ask) as answer:
                     async for line in answer.aiter_lines():
                         events.append(line)
                         if len(events) == 1:
-                            # It then accepts connections, and answers no request.
+                            # The engine now accepts connections and answers none.
                             os.killpg(hanging.pid, signal.SIGSTOP)
-                            group.start_soon(waiting)
-                            group.start_soon(waiting)
+                            group.start_soon(wait)
+                            group.start_soon(wait)
 
-            async def waiting() -> None:
+            async def wait() -> None:
                 answers.append(await generated(router, words(30, 1071)))
 
             async with anyio.create_task_group() as group:
-                group.start_soon(begun)
-            # Requests without a first token were sent again; the other one ends with an error.
+                group.start_soon(stream)
+            # The requests without an answer were sent again, and the stream ended with an error.
             assert len(answers) == 2 and answers[0]["text"] == answers[1]["text"]
             assert "The engine is gone" in "".join(events[-2:])
             assert await metric(router, up) == 0

@@ -1,4 +1,4 @@
-"""Test the shell router over a PD pair: a prefill engine, a decode engine and the stock router."""
+"""Test the shell router over a real PD pair and the stock router."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pair:
     prefill_metrics: httpx.AsyncClient
 
     async def transferred(self) -> float:
-        """Return the MB of KV sent to the decode engine so far."""
+        """Return the MB of KV that were sent to the decode engine so far."""
         return await metric(self.prefill_metrics, "sglang:kv_transfer_total_mb_sum")
 
 
@@ -78,7 +78,7 @@ async def pair(
     decode = await engines.start(
         model,
         core=1,
-        # The default backend needs a GPU.
+        # The default backup needs a GPU.
         arguments=[
             *common, "--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup",
             "cpu_tensor",
@@ -94,8 +94,8 @@ async def pair(
             httpx.AsyncClient(base_url=prefill.url) as metrics,
         ):
             yield Pair(prefill, decode, model, shell, metrics)
-        for one in (prefill, decode):
-            assert one.is_running() and "leak" not in one.log.read_text()
+        for engine in (prefill, decode):
+            assert engine.is_running() and "leak" not in engine.log.read_text()
     finally:
         await prefill.stop()
         await decode.stop()
@@ -132,14 +132,14 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
     own = alone["meta_info"]["prompt_tokens"]
     if form == "chat":
         assert answers["reader"]["choices"] == expected["choices"]
-        told = answers["reader"]["usage"]
-        told |= told["prompt_tokens_details"]
+        usage = answers["reader"]["usage"]
+        usage |= usage["prompt_tokens_details"]
     else:
         assert answers["reader"]["output_ids"] == expected["output_ids"]
-        told = answers["reader"]["meta_info"]
-    length = told["prompt_tokens"]
-    assert told["cached_tokens"] >= 0.99 * length
-    # Each of the two prompts is transferred once.
+        usage = answers["reader"]["meta_info"]
+    length = usage["prompt_tokens"]
+    assert usage["cached_tokens"] >= 0.99 * length
+    # The KV of the two requests' prompts was transferred, each once.
     assert transferred * (1 << 20) == pytest.approx((own + length) * bytes_per_token(pair.model))
 
 

@@ -1,4 +1,4 @@
-"""Test the router over two real engines: its answers, its choice of engine, and its errors."""
+"""Test the router in front of two real engines."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ async def test_stream_and_its_request_stay_on_one_engine(
     text, more = words(100, 970), " " + words(50, 971)
     async with serve_router(make_options(engine, downstream, policy=RoundRobin())) as router:
         async with EngineClient(str(router.base_url)) as client:
-            # An engine's client does not notice that it is a router.
+            # The router looks like an engine to an engine's client.
             assert "prompt_streams" in (await client.info()).capabilities
             streams = [await client.open_stream(text=text) for _ in range(2)]
             for stream in streams:
                 await client.append(stream.id, 0, text=more)
             for stream in streams:
                 assert (await client.stream_state(stream.id)).next_seq == 1
-        # A different router does not know these streams.
+        # Another router does not know the streams.
         async with serve_router(make_options(engine, downstream)) as other:
             answer = await generated(other, text + more, prompt_stream_id=streams[1].id)
             assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
-            # Its engine already has the prompt, and later requests benefit from that.
+            # The request was no load, because the engine had its prompt; the router records that.
             assert await metric(other, "flashmoa_router_prompt_tokens_total") > 0
             assert await metric(other, "flashmoa_router_engine_blocks") > 0
             assert await metric(other, "flashmoa_router_engine_load{") == 0
@@ -108,10 +108,8 @@ async def test_stream_and_its_request_stay_on_one_engine(
             assert unknown.json()["error"]["code"] == "unknown_stream"
 
 
-async def test_engine_that_only_decodes_gets_more_requests(
-    engine: LocalEngine, words: Words
-) -> None:
-    """An answer that is not streamed sends nothing before its end; its prompt is computed."""
+async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: Words) -> None:
+    """The router learns that a prompt is computed although its long answer is not streamed."""
     full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
     async with serve_router(make_options(engine, saturation_margin=0.01)) as router:
         over: list[str] = []
@@ -168,10 +166,10 @@ async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: 
         httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
     ):
         ask = {"model": "default", "input": [words(30, 1060), words(20, 1061)]}
-        told = [(await one.post("/v1/embeddings", json=ask)).json() for one in (direct, router)]
-        assert len(told[0]["data"]) == len(told[1]["data"]) == 2
-        for one, other in zip(told[0]["data"], told[1]["data"], strict=True):
-            # Prompt tokens that are already cached are not computed again.
+        answers = [(await to.post("/v1/embeddings", json=ask)).json() for to in (direct, router)]
+        assert len(answers[0]["data"]) == len(answers[1]["data"]) == 2
+        for one, other in zip(answers[0]["data"], answers[1]["data"], strict=True):
+            # They differ slightly, because the second one used the cache.
             assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-3)
         assert await metric(router, "flashmoa_router_prompt_tokens_total") > 0
 
@@ -183,13 +181,13 @@ async def test_scores_are_routed(
     ask |= {"items": [words(20, 1071), words(20, 1072)], "apply_softmax": True}
     before = await metric(router, "flashmoa_router_prompt_tokens_total")
     async with httpx.AsyncClient(base_url=client.url, timeout=60) as direct:
-        told = [await post_json(one, "/v1/score", ask) for one in (direct, router)]
-    assert len(told[0]["scores"]) == 2
-    for one, other in zip(told[0]["scores"], told[1]["scores"], strict=True):
-        # Prompt tokens that are already cached are not computed again.
+        answers = [await post_json(to, "/v1/score", ask) for to in (direct, router)]
+    assert len(answers[0]["scores"]) == 2
+    for one, other in zip(answers[0]["scores"], answers[1]["scores"], strict=True):
+        # They differ slightly, because the second one used the cache.
         assert one == pytest.approx(other, abs=1e-3)
     assert await metric(router, "flashmoa_router_prompt_tokens_total") >= before + 100
-    # The engine itself refuses these, because its model cannot do them.
+    # The engine itself refuses these, because its model is not made for them.
     for path in ("/v1/rerank", "/v1/classify"):
         assert (await router.post(path, json={"model": "default"})).status_code == 400
 
@@ -204,15 +202,15 @@ async def test_router_forwards_the_clients_api_key_and_never_its_own(
         ask = generation(words(40, 1050))
         key = {"Authorization": "Bearer secret"}
         async with EngineClient(str(router.base_url), headers=key) as client:
-            # The router knows the stream's engine, and still asks it, because the key may be wrong.
+            # The router knows the stream's engine, which still checks the key of every request.
             stream = await client.open_stream(text=words(40, 1051))
-        for held in (stream.id, "unknown"):
-            one = f"/prompt_streams/{held}"
-            for path in (f"{one}/append", f"{one}/keep_alive"):
+        for stream_id in (stream.id, "unknown"):
+            url = f"/prompt_streams/{stream_id}"
+            for path in (f"{url}/append", f"{url}/keep_alive"):
                 assert (await router.post(path, json={"seq": 0})).status_code == 401
-            assert (await router.get(one)).status_code == 401
-            assert (await router.delete(one)).status_code == 401
-            with_stream = ask | {"prompt_stream_id": held}
+            assert (await router.get(url)).status_code == 401
+            assert (await router.delete(url)).status_code == 401
+            with_stream = ask | {"prompt_stream_id": stream_id}
             assert (await router.post("/generate", json=with_stream)).status_code == 401
         for path in ("/generate", "/prefill_only", "/prompt_streams", "/render", "/flush_cache"):
             assert (await router.post(path, json=ask)).status_code == 401
@@ -224,5 +222,5 @@ async def test_router_forwards_the_clients_api_key_and_never_its_own(
         answer = await router.post("/generate", json=ask, headers=key)
         assert answer.status_code == 200
         info = (await router.get("/flashmoa/info", headers=key)).json()
-        # The router itself has been able to read the engine's settings.
+        # The router could read the engine's settings with its own key.
         assert info["router"]["engines"][0]["saturation"] > 0

@@ -1,4 +1,4 @@
-"""Test requests that read each other's answers; one engine is prefill engine and router at once."""
+"""Test requests that read each other's answers; one engine is both prefill engine and PD router."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ async def test_prompt_is_prefilled_while_its_agents_write(
         assert answers["reader"]["choices"] == expected["choices"]
     else:
         assert answers["reader"]["output_ids"] == expected["output_ids"]
-        told = answers["reader"]["meta_info"]
-        assert told["cached_tokens"] >= 0.99 * told["prompt_tokens"]
-        # The tokens computed before and after the planner's end are all tokens of the prompt.
+        usage = answers["reader"]["meta_info"]
+        assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
+        # The tokens computed before the planner ended and those computed after it are the prompt.
         late = await metric(shell, "flashmoa_shell_late_tokens_total")
-        assert told["prompt_tokens"] - late == await metric(shell, AHEAD)
+        assert usage["prompt_tokens"] - late == await metric(shell, AHEAD)
     assert await metric(shell, AHEAD) >= 140
     await wait_until_idle(client)
 
@@ -119,11 +119,11 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
         loop = read | {"agent": "a"}
         answer = await shell.post("/generate", json=loop)
         assert answer.status_code == 400 and "would wait" in answer.text
-        # Its client disconnects in the middle of the answer.
-        told: list[httpx.Response] = []
+        # The writer's client disconnects in the middle of the answer.
+        responses: list[httpx.Response] = []
 
         async def wait() -> None:
-            told.append(await shell.post("/generate", json=read))
+            responses.append(await shell.post("/generate", json=read))
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
@@ -132,7 +132,7 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
             async with shell.stream("POST", "/generate", json=body) as writing:
                 async for _ in writing.aiter_lines():
                     break
-        assert told[0].status_code == 424 and "was left" in told[0].text
+        assert responses[0].status_code == 424 and "was left" in responses[0].text
         refused = await shell.post("/generate", json={"agent": "a", "text": 3})
         assert refused.status_code == 400
         answer = await shell.post("/generate", json=read)
@@ -152,7 +152,7 @@ async def test_logs_never_contain_a_streams_id(
     ):
         group.start_soon(partial(shell.post, "/generate", json=read))
         await wait_for_prefill(client)
-        # The stream is released when its client disconnects.
+        # The stream is deleted when the client disconnects.
         group.cancel_scope.cancel()
     await wait_until_idle(client)
     assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text

@@ -1,4 +1,4 @@
-"""Test our router and the stock one over the same engines."""
+"""Test our router and the stock one in front of the same engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def stock(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[
 
 
 async def chain(client: EngineClient, words: Words) -> tuple[str, int]:
-    """Run two linked agents; return the second answer, and the tokens that its stream computed."""
+    """Run two linked agents; return the second one's answer, and the tokens of its stream."""
     greedy = {"temperature": 0, "ignore_eos": True}
     async with Workflow(client) as workflow:
         plan = [{"role": "user", "content": words(60, 2201)}]
@@ -59,9 +59,9 @@ async def test_links_work_during_traffic_through_the_stock_router(
                 group.start_soon(ordinary, text)
             linked, streamed = await chain(ours, words)
         assert streamed > 200
-        # Requests that our router has not sent do not count as its load.
+        # The load of the stock router's requests does not count in ours.
         assert await metric(router, "flashmoa_router_engine_load") == 0
-        # Through the stock router alone, the same agents run unlinked and answer the same.
+        # Through the stock router alone the same agents run unlinked, with the same answers.
         assert await chain(theirs, words) == (linked, 0)
         with pytest.raises(PluginMissing):
             await theirs.open_stream(text="hi")

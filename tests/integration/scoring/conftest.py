@@ -1,4 +1,4 @@
-"""Provide the reference scores: the same model in transformers, in float32."""
+"""The reference for scores: the same model in transformers, in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer(model: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def reference(model: Path, tokenizer: Any) -> Logprobs:
-    """``reference(context, candidates)`` returns their log-probabilities, from whole forwards."""
+    """Return a function of a context and candidates that computes their log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -39,13 +39,13 @@ def reference(model: Path, tokenizer: Any) -> Logprobs:
             with torch.no_grad():
                 last = loaded(torch.tensor([list(context)])).logits[0, -1].double()
             return [float(torch.log_softmax(last, -1)[token]) for (token,) in candidates]
-        return [one_by_one(context, candidate) for candidate in candidates]
+        return [logprob(context, candidate) for candidate in candidates]
 
-    def one_by_one(context: Sequence[int], candidate: Sequence[int]) -> float:
+    def logprob(context: Sequence[int], candidate: Sequence[int]) -> float:
         with torch.no_grad():
             logits = loaded(torch.tensor([[*context, *candidate]])).logits[0].double()
-        each = torch.log_softmax(logits[len(context) - 1 : -1], -1)
-        return math.fsum(float(row[token]) for row, token in zip(each, candidate, strict=True))
+        rows = torch.log_softmax(logits[len(context) - 1 : -1], -1)
+        return math.fsum(float(row[token]) for row, token in zip(rows, candidate, strict=True))
 
     return logprobs
 

@@ -41,7 +41,7 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
 async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
     model_client: Client, client: EngineClient, guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: dict[bool, list[TextMessage]] = {}
+    messages: dict[bool, list[TextMessage]] = {}
     events: list[Event] = []
     for linked in (False, True):
         team = RoundRobinGroupChat(
@@ -56,21 +56,23 @@ async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
         with caplog.at_level(logging.WARNING):
             result = await team.run(task="Three days in Nepal.")
         assert not caplog.messages
-        said[linked] = [one for one in result.messages if isinstance(one, TextMessage)]
-    assert [one.source for one in said[True]] == ["user", "writer", "judge", "writer", "judge"]
-    assert [one.content for one in said[True]] == [one.content for one in said[False]]
-    for one, other in zip(said[True][2::2], said[False][2::2], strict=True):
-        shares = json.loads(one.metadata["probabilities"])
-        assert list(shares) == LABELS and one.content == max(shares, key=shares.__getitem__)
+        messages[linked] = [one for one in result.messages if isinstance(one, TextMessage)]
+    sources = [message.source for message in messages[True]]
+    assert sources == ["user", "writer", "judge", "writer", "judge"]
+    unlinked, linked = ([message.content for message in messages[way]] for way in (False, True))
+    assert unlinked == linked
+    for message, other in zip(messages[True][2::2], messages[False][2::2], strict=True):
+        shares = json.loads(message.metadata["probabilities"])
+        assert list(shares) == LABELS and message.content == max(shares, key=shares.__getitem__)
         assert shares == pytest.approx(json.loads(other.metadata["probabilities"]), abs=1e-4)
-        assert one.models_usage is not None and one.models_usage.completion_tokens == 0
+        assert message.models_usage is not None and message.models_usage.completion_tokens == 0
     calls = [one for one in events if isinstance(one, CallFinished) and one.agent == "judge"]
     assert len(calls) == 2
     for call in calls:
         assert call.usage is not None and call.usage.prompt_stream is not None
         assert call.usage.prompt_stream.status == "hit"
         assert call.usage.completion_tokens == 0
-        # The guide, the task and the writer's text had been prefilled.
+        # The guide, the task and the writer's text had been prefilled before the call.
         assert call.usage.late_tokens is not None
         assert call.usage.late_tokens < call.usage.prompt_tokens / 4
     closed = [one for one in events if isinstance(one, LinkClosed) and one.agent == "judge"]

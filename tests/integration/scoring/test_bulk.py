@@ -1,4 +1,4 @@
-"""Test scoring files of lines: what is written, what is skipped, and how a killed run continues."""
+"""Score files: records and skipped lines are written, and a killed run is continued."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_alike(found: Path, expected: Path) -> None:
-    """Assert that the files are the same but for the last digits, which depend on the batches."""
-    for one, other in zip(read(found), read(expected), strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
+    """Compare records but for the last digits, which depend on the requests that share a batch."""
+    for record, other in zip(read(found), read(expected), strict=True):
+        assert record.keys() == other.keys()
+        for key, value in record.items():
             is_number = key in ("probabilities", "logprobs", "mass")
             assert value == (pytest.approx(other[key], abs=1e-4) if is_number else other[key])
 
@@ -42,7 +42,7 @@ async def score(engine: LocalEngine, source: Path, out: Path, *more: str) -> int
 
 @pytest.fixture
 def lines(tmp_path: Path, words: Callable[[int, int], str]) -> Path:
-    made: list[str] = []
+    texts: list[str] = []
     for number in range(LINES):
         context, line = words(20 + number % 7, number), {"id": f"n{number}"}
         if number % 4 == 0:
@@ -53,13 +53,13 @@ def lines(tmp_path: Path, words: Callable[[int, int], str]) -> Path:
             line |= {"messages": [{"role": "user", "content": context}], "options": ["one", "two"]}
         else:
             line |= {"context": context, "options": ["one", "two"], "multiple": True}
-        made.append(json.dumps(line))
-    made[20] = "no JSON"
-    made[21] = ""
-    made[40] = json.dumps({"context": "x", "candidates": ["", " a"]})
-    made[50] = json.dumps({"context": words(13000, 1), "candidates": [" a", " the"]})
+        texts.append(json.dumps(line))
+    texts[20] = "no JSON"
+    texts[21] = ""
+    texts[40] = json.dumps({"context": "x", "candidates": ["", " a"]})
+    texts[50] = json.dumps({"context": words(13000, 1), "candidates": [" a", " the"]})
     path = tmp_path / "input.jsonl"
-    path.write_text("\n".join(made))
+    path.write_text("\n".join(texts))
     return path
 
 
@@ -68,10 +68,9 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert await score(engine, lines, whole) == 3
-    said = capfd.readouterr().out
-    assert (
-        f"{SCORED} lines scored" in said and " 0 decoded" in said and "3 lines were skipped" in said
-    )
+    summary = capfd.readouterr().out
+    assert f"{SCORED} lines scored" in summary and " 0 decoded" in summary
+    assert "3 lines were skipped" in summary
     records = read(whole)
     scored = [number for number in range(1, LINES + 1) if number not in (*BAD, 22)]
     assert [one["line"] for one in records] == scored
@@ -85,7 +84,7 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
             while not parts.exists() or parts.read_bytes().count(b"\n") < 25:  # noqa: ASYNC110
                 await anyio.sleep(0.005)
         process.kill()
-    # Both files end as if the process had been killed during a write.
+    # Make both files look as if the process was killed while it wrote a line.
     written = parts.read_bytes()
     assert 25 <= written.count(b"\n") < SCORED
     parts.write_bytes(written[:-20])
@@ -95,19 +94,19 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
     assert "lines already" in capfd.readouterr().out
     assert_alike(parts, whole)
     assert_alike(tmp_path / "parts.errors.jsonl", tmp_path / "whole.errors.jsonl")
-    # A complete file is not changed by another run.
+    # A complete run has nothing left to do.
     before = parts.read_bytes()
     assert await score(engine, lines, parts) == 3
     assert parts.read_bytes() == before
 
 
-async def test_file_that_has_no_scores_is_not_overwritten(
+async def test_file_that_is_not_a_file_of_scores_is_left_alone(
     engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
     for content, problem in [
-        ("my notes", "no file of scores"),
-        ('{"a": 1}\n', "no file of scores"),
+        ("my notes", "is not a file of scores"),
+        ('{"a": 1}\n', "is not a file of scores"),
         ('{"line": 2, "id": "other", "candidates": []}\n', "does not have the scores of"),
         ('{"line": 999, "candidates": []}\n', "does not have the scores of"),
     ]:
@@ -134,12 +133,12 @@ async def test_lost_engine_is_reported_and_written_scores_are_kept(
     assert not out.exists()
 
 
-BELOW_NONE: list[dict[str, Any]] = [
+NEGATIVE: list[dict[str, Any]] = [
     {"context": [-1, 5], "candidates": [" yes"]},
     {"context": "One", "labels": {"yes": [7, -1]}},
     {"context": "One", "candidates": [[7], [-1, 7]]},
 ]
-NOT_THERE: list[dict[str, Any]] = [
+ABOVE_VOCABULARY: list[dict[str, Any]] = [
     {"context": [5, 2_000_000], "candidates": [" yes"]},
     {"context": [5, 2_000_000], "candidates": [[7]]},
     {"context": "One", "candidates": [[2_000_000], " two"]},
@@ -153,14 +152,14 @@ NOT_THERE: list[dict[str, Any]] = [
 async def test_line_with_an_unknown_token_is_skipped(
     engine: LocalEngine, plain_engine: LocalEngine, tmp_path: Path, has_plugin: bool
 ) -> None:
-    # Stock SGLang would end because of tokens above its vocabulary; the plugin refuses them.
-    asked = engine if has_plugin else plain_engine
-    wrong = [*BELOW_NONE, *(NOT_THERE if has_plugin else ())]
+    # Stock SGLang ends itself over tokens above its vocabulary; the plugin refuses them.
+    tested = engine if has_plugin else plain_engine
+    wrong = [*NEGATIVE, *(ABOVE_VOCABULARY if has_plugin else ())]
     source, out = tmp_path / "input.jsonl", tmp_path / "out.jsonl"
     good = {"context": "One", "candidates": [" two", " trek"]}
     source.write_text("\n".join(map(json.dumps, [*wrong, good])))
-    assert await score(asked, source, out) == 3
-    assert [one["line"] for one in read(out)] == [len(wrong) + 1]
-    told = read(tmp_path / "out.errors.jsonl")
-    assert [one["line"] for one in told] == list(range(1, len(wrong) + 1))
-    assert asked.is_running()
+    assert await score(tested, source, out) == 3
+    assert [record["line"] for record in read(out)] == [len(wrong) + 1]
+    errors = read(tmp_path / "out.errors.jsonl")
+    assert [error["line"] for error in errors] == list(range(1, len(wrong) + 1))
+    assert tested.is_running()

@@ -1,4 +1,4 @@
-"""Test scores on a real engine: exact, from prefills alone, shared prefixes computed once."""
+"""Scores on a real engine are exact, come from prefills alone, and share their prefixes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CHAT: list[dict[str, Any]] = [
 def assert_exact(found: Scores, expected: list[float], lengths: list[int] | None = None) -> None:
     assert found.logprobs == pytest.approx(expected, abs=EXACT)
     assert found.mass == pytest.approx(probability_mass(expected), abs=EXACT)
-    weighed = expected
+    weights = expected
     if lengths is not None:
-        weighed = [one / length for one, length in zip(expected, lengths, strict=True)]
-    assert found.probabilities == pytest.approx(softmax(weighed), abs=EXACT)
+        weights = [total / length for total, length in zip(expected, lengths, strict=True)]
+    assert found.probabilities == pytest.approx(softmax(weights), abs=EXACT)
     assert math.isclose(sum(found.probabilities), 1)
     assert found.usage.decoded_tokens == 0
 
@@ -73,7 +73,7 @@ async def test_probabilities_equal_hugging_face(
     by_length = await scorer.score(context, candidates, length_normalised=True)
     assert_exact(cold, expected)
     assert_exact(warm, expected)
-    assert_exact(by_length, expected, [len(its) for its in tokens])
+    assert_exact(by_length, expected, list(map(len, tokens)))
     assert cold.best == candidates[expected.index(max(expected))]
 
 
@@ -96,12 +96,12 @@ async def test_choose_needs_one_prefill(
 ) -> None:
     options = ["Walk to the lake", "Fly home", "Stay"]
     found = await scorer.choose("What now?", options)
-    asked = (
+    question = (
         "What now?\n\nA. Walk to the lake\nB. Fly home\nC. Stay\n"
         "Answer with the letter of one option.\nAnswer:"
     )
     tokens = [tokenizer.encode(f" {letter}") for letter in "ABC"]
-    assert_exact(found, reference(tokenizer.encode(asked), tokens))
+    assert_exact(found, reference(tokenizer.encode(question), tokens))
     assert found.candidates == options and found.best in options
     in_chat = await scorer.choose(CHAT, options)
     assert in_chat.usage.requests == 1
@@ -136,7 +136,7 @@ async def test_candidates_of_several_tokens_share_the_context(
     await client.flush_cache()
     found = await scorer.score(context, candidates)
     assert found.usage.requests == 6
-    # Each candidate computes the context's last token again, to get its own first token.
+    # Each request computes the context's last token again, to score its own first one.
     assert found.usage.computed_tokens is not None
     assert found.usage.computed_tokens <= 1200 + found.usage.requests * (1 + 4)
 
@@ -168,7 +168,7 @@ async def test_engine_that_does_not_share_gets_one_request_first(
     words: Callable[[int, int], str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Siblings that wait together for another request would be computed in one forward."""
+    """Siblings that wait in the queue together would all be computed in one forward."""
     context, options = words(600, 39), ["lakes", "hills", "temples", "food"]
     async with (
         start_special_engine(engines, model, "--flashmoa-intra-turn", "off") as engine,
@@ -186,7 +186,7 @@ async def test_engine_that_does_not_share_gets_one_request_first(
     assert any("does not share prefixes" in one for one in caplog.messages)
 
 
-async def test_scores_during_a_decoding_request_are_the_same(
+async def test_scores_do_not_depend_on_a_decoding_request(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
     context = words(50, 34)
@@ -194,11 +194,11 @@ async def test_scores_during_a_decoding_request_are_the_same(
     async with anyio.create_task_group() as group:
         group.start_soon(generate, client, words(60, 35), 60)
         for _ in range(5):
-            beside = await scorer.score(context, [" the", " and"])
-            assert beside.logprobs == pytest.approx(alone.logprobs, abs=EXACT)
+            together = await scorer.score(context, [" the", " and"])
+            assert together.logprobs == pytest.approx(alone.logprobs, abs=EXACT)
 
 
-async def test_context_is_prefilled_while_it_is_being_written(
+async def test_context_is_prefilled_while_it_is_written(
     client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
 ) -> None:
     written, opened = words(400, 38), anyio.Event()

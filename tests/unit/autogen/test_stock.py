@@ -1,4 +1,4 @@
-"""Test which code of a user's objects counts as their own, of the code that a dry run calls."""
+"""Whether a dry run would call code of a user's objects that is not AutoGen's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autogen_core.model_context import (
 from autogen_core.tools import FunctionTool, StaticStreamWorkbench, StaticWorkbench
 from pydantic import BaseModel, field_serializer
 
-from flashmoa.autogen._stock import CONTEXTS, own_code, require_stock_message
+from flashmoa.autogen._stock import CONTEXTS, foreign_code, is_stock, require_stock_message
 from flashmoa.linking.placeholders import NotForecastable
 
 
@@ -24,25 +24,25 @@ def tool(name: str = "look") -> FunctionTool:
 
 def test_a_subclass_that_changes_no_called_method_is_stock() -> None:
     class Mine(StaticWorkbench):
-        async def call_tool(self, *given: Any, **named: Any) -> Any:
-            return await super().call_tool(*given, **named)
+        async def call_tool(self, *args: Any, **kwargs: Any) -> Any:
+            return await super().call_tool(*args, **kwargs)
 
         def describe(self) -> str:
             return "mine"
 
-    assert own_code(Mine([tool()]), StaticWorkbench) is None
-    assert own_code(StaticStreamWorkbench([tool()]), StaticWorkbench) is None
+    assert is_stock(Mine([tool()]), StaticWorkbench)
+    assert is_stock(StaticStreamWorkbench([tool()]), StaticWorkbench)
 
 
 def test_an_overridden_method_that_is_called_indirectly_is_own_code() -> None:
     class Mine(AssistantAgent):
         @staticmethod
-        def _get_compatible_context(*given: Any, **named: Any) -> Any: ...
+        def _get_compatible_context(*args: Any, **kwargs: Any) -> Any: ...
 
         async def on_reset(self, cancellation_token: Any) -> None: ...
 
     mine = Mine.__new__(Mine)
-    assert own_code(mine, AssistantAgent) == "Mine._get_compatible_context"
+    assert foreign_code(mine, AssistantAgent) == "Mine._get_compatible_context"
 
 
 def test_a_method_of_a_mixin_is_own_code() -> None:
@@ -52,36 +52,36 @@ def test_a_method_of_a_mixin_is_own_code() -> None:
 
     class Mine(Mixin, UnboundedChatCompletionContext): ...  # type: ignore[misc]
 
-    assert own_code(Mine(), *CONTEXTS) == "Mixin.get_messages"
+    assert foreign_code(Mine(), *CONTEXTS) == "Mixin.get_messages"
 
 
 def test_a_method_set_on_one_object_is_own_code() -> None:
     bench: Any = StaticWorkbench([tool()])
     bench.list_tools = list
-    assert own_code(bench, StaticWorkbench) == "list_tools of one StaticWorkbench"
+    assert foreign_code(bench, StaticWorkbench) == "list_tools of one StaticWorkbench"
 
 
 def test_a_class_that_is_not_stock_is_named() -> None:
     context = TokenLimitedChatCompletionContext.__new__(TokenLimitedChatCompletionContext)
-    assert own_code(context, *CONTEXTS) == "TokenLimitedChatCompletionContext"
+    assert foreign_code(context, *CONTEXTS) == "TokenLimitedChatCompletionContext"
 
 
 class Plain(BaseModel):
     city: str
 
 
-class Serialized(BaseModel):
+class WithSerializer(BaseModel):
     city: str
 
     @field_serializer("city")
-    def shown(self, city: str) -> str:
+    def serialize_city(self, city: str) -> str:
         return city.upper()
 
 
-def test_structured_messages_are_stock_unless_their_content_has_own_serializers() -> None:
+def test_structured_messages_are_stock_unless_their_content_has_serializers() -> None:
     message: BaseChatMessage = StructuredMessage[Plain](content=Plain(city="Pokhara"), source="a")
     require_stock_message(message)
     require_stock_message(TextMessage(content="Go.", source="a"))
-    other = StructuredMessage[Serialized](content=Serialized(city="Pokhara"), source="a")
-    with pytest.raises(NotForecastable, match="serializers of Serialized"):
+    other = StructuredMessage[WithSerializer](content=WithSerializer(city="Pokhara"), source="a")
+    with pytest.raises(NotForecastable, match="serializers of WithSerializer"):
         require_stock_message(other)

@@ -1,4 +1,4 @@
-"""Test the forecasts of who may speak next, with managers that do not run."""
+"""Who may speak next, read from managers without a runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.autogen._turn_order import MANAGER, starting, upcoming
+from flashmoa.autogen._turn_order import MANAGER, first_turns, upcoming_turns
 from flashmoa.linking.planned_links import Step, Turn
 
 Edges = set[tuple[int, int]]
@@ -79,7 +79,7 @@ def test_turns_of_an_unconditional_graph_are_forecast_to_its_end(graph: tuple[Ed
         Turn(name, tuple(steps[:place])) for place in range(1, len(steps)) for name in steps[place]
     }
     before = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
-    assert set(upcoming(manager, "a0")) == expected
+    assert set(upcoming_turns(manager, "a0")) == expected
     after = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
     assert before == after
 
@@ -89,23 +89,23 @@ def test_turns_after_a_condition_are_unsure_and_the_last_ones_forecast() -> None
     manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
     manager._active_speakers = ["a0"]
     step = frozenset(["a0"])
-    assert upcoming(manager, "a0") == [Turn("a1", (step,), False), Turn("a2", (step,), False)]
+    assert upcoming_turns(manager, "a0") == [Turn("a1", (step,), False), Turn("a2", (step,), False)]
 
 
 def test_no_turns_are_forecast_beyond_max_turns() -> None:
     manager = graph_manager({(0, 1), (1, 2)}, 3)
     manager._active_speakers = ["a0"]
     manager._max_turns = 2
-    assert [turn.agent for turn in upcoming(manager, "a0")] == ["a1"]
+    assert [turn.agent for turn in upcoming_turns(manager, "a0")] == ["a1"]
 
 
 def test_an_unknown_manager_has_no_turns() -> None:
-    assert upcoming(SimpleNamespace(), "one") == []  # type: ignore[arg-type]
-    assert starting(SimpleNamespace()) == []  # type: ignore[arg-type]
+    assert upcoming_turns(SimpleNamespace(), "one") == []  # type: ignore[arg-type]
+    assert first_turns(SimpleNamespace()) == []  # type: ignore[arg-type]
 
 
-def standing(kind: type, **state: Any) -> Any:
-    """Make a group chat manager that has ended, without a runtime."""
+def idle_manager(kind: type, **state: Any) -> Any:
+    """Make the manager of a team whose run has ended, without a runtime."""
     manager: Any = kind.__new__(kind)
     vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
     return manager
@@ -113,15 +113,15 @@ def standing(kind: type, **state: Any) -> Any:
 
 def test_the_first_turns_of_the_next_run_are_forecast_by_every_manager() -> None:
     handoff = HandoffMessage(content="Go.", source="one", target="three")
-    swarm = standing(SwarmGroupChatManager, _current_speaker="one")
-    assert starting(swarm) == [Turn("one", sure=False)]
+    swarm = idle_manager(SwarmGroupChatManager, _current_speaker="one")
+    assert first_turns(swarm) == [Turn("one", sure=False)]
     swarm._message_thread.append(handoff)
-    assert starting(swarm) == [Turn("three", sure=False)]
-    order = standing(RoundRobinGroupChatManager, _next_speaker_index=1)
-    assert starting(order) == [Turn("two", sure=False)]
-    graph = standing(GraphFlowManager, _ready=["one", "two"])
-    assert starting(graph) == [Turn("one", sure=False), Turn("two", sure=False)]
-    selector = standing(SelectorGroupChatManager, _selector_func=None, _candidate_func=None)
-    assert starting(selector) == [Turn(MANAGER, sure=False)]
+    assert first_turns(swarm) == [Turn("three", sure=False)]
+    order = idle_manager(RoundRobinGroupChatManager, _next_speaker_index=1)
+    assert first_turns(order) == [Turn("two", sure=False)]
+    graph = idle_manager(GraphFlowManager, _ready=["one", "two"])
+    assert first_turns(graph) == [Turn("one", sure=False), Turn("two", sure=False)]
+    selector = idle_manager(SelectorGroupChatManager, _selector_func=None, _candidate_func=None)
+    assert first_turns(selector) == [Turn(MANAGER, sure=False)]
     selector._selector_func = lambda thread: "one"
-    assert starting(selector) == []
+    assert first_turns(selector) == []

@@ -1,7 +1,7 @@
-"""Compute what SGLang would do with a GPU's memory, by SGLang's own arithmetic; no GPU is needed.
+"""Compute how SGLang would divide a GPU's memory, by SGLang's own arithmetic and without a GPU.
 
-This is a separate program, because SGLang's arguments leave traces in the process that reads them.
-It reads requests as JSON, one a line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
+This is a separate program, because parsing SGLang's arguments leaves traces in its process. It
+reads requests as JSON, one per line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
 ``config.json``), ``total`` MiB of memory as nvidia-smi shows it, and ``taken`` bytes that are in
 use when the server starts. It answers each with a line: a ``Budget``, as JSON.
 """
@@ -40,15 +40,15 @@ _GIB = 1 << 30
 
 @dataclass
 class Budget:
-    """How the memory would be used.
+    """Says how a server divides the GPU's memory.
 
     Attributes:
-        problem: why the plugin or SGLang refuses to start; ``None`` if the server starts.
+        problem: why the plugin or SGLang refuses to start, ``None`` if they do not.
         fraction: share of the free memory for weights and KV (``--mem-fraction-static``).
         weights, kv: bytes of the weights on the device, and of the KV pool.
-        tokens: number of tokens in the pool.
-        left: bytes for forwards, which are neither weights nor KV.
-        forward: number of tokens of the largest forward.
+        tokens: number of tokens in the KV pool.
+        left: bytes that remain for forwards.
+        forward: number of tokens in the largest forward.
     """
 
     problem: str | None
@@ -74,16 +74,16 @@ def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
         ):
             arguments = sglang_arguments.prepare_server_args(rest)
         config = arguments.get_model_config()
-        weights = _on_device(config.hf_config, options)
+        weights = _weight_bytes(config.hf_config, options)
         fraction = arguments.mem_fraction_static
-        if found := _refused(arguments, options):
-            return Budget(found, fraction, weights)
+        if problem := _plugin_problem(arguments, options):
+            return Budget(problem, fraction, weights)
         free = (total << 20) - taken
         try:
-            pool = _pool(arguments, config, free, free - weights)
+            pool = _pool_tokens(arguments, config, free, free - weights)
         except ValueError as error:
             return Budget(str(error), fraction, weights)
-        cell = _cell_bytes(arguments, config)
+        cell = _bytes_per_token(arguments, config)
     chunk, most = arguments.chunked_prefill_size, arguments.max_prefill_tokens
     kv = cell * pool // (config.num_hidden_layers if options.kv_cache == "off" else 1)
     return Budget(
@@ -99,7 +99,7 @@ def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
 
 @contextmanager
 def _options(argv: list[str]) -> Generator[tuple[list[str], Options]]:
-    """Split off the plugin's arguments, and return them and the others."""
+    """Split arguments into SGLang's and the plugin's options."""
     with mock.patch.dict(os.environ):
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(None, parser)
@@ -107,7 +107,7 @@ def _options(argv: list[str]) -> Generator[tuple[list[str], Options]]:
         yield rest, Options.from_environment()
 
 
-def _refused(arguments: Any, options: Options) -> str | None:
+def _plugin_problem(arguments: Any, options: Options) -> str | None:
     try:
         if kv_free.is_on():
             kv_free.refuse_unsupported(arguments)
@@ -116,8 +116,8 @@ def _refused(arguments: Any, options: Options) -> str | None:
     return asyncep.problem(arguments, options)
 
 
-def _on_device(config: Any, options: Options) -> int:
-    """Return the bytes of the model's weights that are on the device once it is loaded."""
+def _weight_bytes(config: Any, options: Options) -> int:
+    """Return how many bytes the loaded model's weights take on the device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     layers: dict[str, int] = {}
@@ -134,10 +134,13 @@ def _on_device(config: Any, options: Options) -> int:
     return others + first + options.asyncep_slots * max(copied)
 
 
-def _pool(arguments: Any, config: Any, before: int, after: int) -> int:
-    """Tokens, with so many bytes free before the weights were loaded and after that.
+def _pool_tokens(arguments: Any, config: Any, before: int, after: int) -> int:
+    """Return the number of tokens in the KV pool.
 
-    Raises: ValueError as SGLang does where nothing is left.
+    Args:
+        before, after: free bytes before and after the weights are loaded.
+
+    Raises: ValueError by SGLang if there is no memory for a pool.
     """
     schedule = SimpleNamespace(
         mem_fraction_static=arguments.mem_fraction_static,
@@ -159,15 +162,15 @@ def _pool(arguments: Any, config: Any, before: int, after: int) -> int:
         return KVCacheConfigurator.config_from_budget(kv, left).max_total_num_tokens
 
 
-def _cell_bytes(arguments: Any, config: Any) -> int:
-    """Return the bytes of one token's KV in all layers."""
+def _bytes_per_token(arguments: Any, config: Any) -> int:
+    """Return how many bytes the KV of one token takes in all layers."""
     with _one_device():
         kv = _configurator(arguments, config)
         return pool_configurator.create_memory_pool_configurator(kv)._cell_size
 
 
 def _configurator(arguments: Any, config: Any) -> Any:
-    """Make the part of SGLang's configurator that these formulas need, without a model runner."""
+    """Return SGLang's configurator with the attributes that its formulas read."""
     layers = SimpleNamespace(
         num_effective_layers=config.num_hidden_layers,
         start_layer=0,
@@ -176,7 +179,7 @@ def _configurator(arguments: Any, config: Any) -> Any:
     no_draft = SimpleNamespace(
         is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
     )
-    made = SimpleNamespace(
+    configurator = SimpleNamespace(
         device="cuda",
         gpu_id=0,
         server_args=arguments,
@@ -192,8 +195,10 @@ def _configurator(arguments: Any, config: Any) -> Any:
         mambaish_config=None,
         post_capture_kv_active=False,
     )
-    made._apply_token_constraints = partial(KVCacheConfigurator._apply_token_constraints, made)
-    return made
+    configurator._apply_token_constraints = partial(
+        KVCacheConfigurator._apply_token_constraints, configurator
+    )
+    return configurator
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Test the documentation's commands for a GPU: by SGLang's own arithmetic, they start and fit.
+"""Commands for a GPU in the documentation start, by SGLang's arithmetic, and have enough memory.
 
-Nothing here has run on a GPU.
+None of them is run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import pytest
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]
-# MiB of memory as nvidia-smi shows it, and as SGLang uses it.
+# MiB of memory that nvidia-smi shows and SGLang divides.
 GPUS = {"H100": 81559, "H200": 143771}
-# The driver, CUDA's context and libraries take about half of this.
+# Bytes in use at the start: twice what the driver, CUDA's context and libraries usually take.
 TAKEN = 2 << 30
-# Reserve for fragments of torch's allocator, workspaces and logits.
+# Factor for the allocator's fragments, workspaces and logits.
 MARGIN = 1.5
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -44,17 +44,22 @@ MODELS = {
     "Qwen/Qwen3-30B-A3B": QWEN3_30B,
     "examples/models/qwen3-30b-a3b": QWEN3_30B,
 }
-# Placeholders, and models for CPUs, for which there is nothing to compute.
+# Placeholders for a model's name, and a model for CPUs.
 NO_MODEL = {"MODEL", "M", "$(ls"}
 OLD = "--disable-cuda-graph --chunked-prefill-size 131072 --max-prefill-tokens 131072"
 
 
 @dataclass(frozen=True)
 class Command:
-    """``arguments`` of ``flashmoa serve``. ``where``: the block that it stands in, whose servers
-    share one GPU; ``gpus``: those that its comments name, or all."""
+    """A documented command.
 
-    where: str
+    Attributes:
+        block: the code block that has it. All servers of a block share one GPU.
+        arguments: arguments of ``flashmoa serve``.
+        gpus: the GPUs that the block's comments name, or all.
+    """
+
+    block: str
     model: str
     arguments: tuple[str, ...]
     gpus: tuple[str, ...] = tuple(GPUS)
@@ -64,21 +69,21 @@ def commands(path: Path) -> Iterable[Command]:
     text = path.read_text()
     fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     inline = re.findall(r"`(flashmoa serve --model-path [^`]+)`", text)
-    for number, block in enumerate([*fenced, *inline]):
-        yield from commands_of(block, f"{path.relative_to(ROOT)}, block {number}")
+    for number, code in enumerate([*fenced, *inline]):
+        yield from commands_of(code, f"{path.relative_to(ROOT)}, block {number}")
 
 
-def commands_of(block: str, where: str) -> Iterable[Command]:
-    variables = dict(re.findall(r'^(\w+)="(.*?)"', block, re.DOTALL | re.MULTILINE))
+def commands_of(code: str, block: str) -> Iterable[Command]:
+    variables = dict(re.findall(r'^(\w+)="(.*?)"', code, re.DOTALL | re.MULTILINE))
     for name, value in variables.items():
-        block = block.replace(f"${name}", " ".join(value.split()))
-    named = tuple(gpu for gpu in GPUS if re.search(rf"^#.*\b{gpu}\b", block, re.MULTILINE))
-    for line in block.replace("\\\n", " ").splitlines():
+        code = code.replace(f"${name}", " ".join(value.split()))
+    gpus = tuple(gpu for gpu in GPUS if re.search(rf"^#.*\b{gpu}\b", code, re.MULTILINE))
+    for line in code.replace("\\\n", " ").splitlines():
         if line.startswith("flashmoa serve --model-path "):
             _, _, _, model, *rest = shlex.split(line, comments=True)
             if model not in NO_MODEL:
-                arguments = tuple(one for one in rest if one != "&")
-                yield Command(where, model, arguments, named or tuple(GPUS))
+                arguments = tuple(argument for argument in rest if argument != "&")
+                yield Command(block, model, arguments, gpus or tuple(GPUS))
 
 
 DOCUMENTED = [
@@ -87,14 +92,14 @@ DOCUMENTED = [
     for command in commands(path)
 ]
 CASES = [
-    (where, gpu)
-    for where in dict.fromkeys(command.where for command in DOCUMENTED)
-    for gpu in next(one.gpus for one in DOCUMENTED if one.where == where)
+    (block, gpu)
+    for block in dict.fromkeys(command.block for command in DOCUMENTED)
+    for gpu in next(command.gpus for command in DOCUMENTED if command.block == block)
 ]
 
 
-class Sglang:
-    """Asks :mod:`gpu_memory`, in a separate process."""
+class GpuMemory:
+    """Computes budgets by :mod:`gpu_memory`, in a separate process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,42 +126,44 @@ class Sglang:
 
 
 @pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Sglang]:
+def gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterable[GpuMemory]:
     if installed() != "0.5.18":
         pytest.skip("the formulas are called by the names that they have in SGLang 0.5.18")
-    asked = Sglang(tmp_path_factory.mktemp("models"))
-    yield asked
-    asked.stop()
+    process = GpuMemory(tmp_path_factory.mktemp("models"))
+    yield process
+    process.stop()
 
 
 def activations(model: dict[str, Any], tokens: int) -> int:
-    """Bytes that a forward needs at its peak, by the tensors that SGLang makes in it: bfloat16,
-    and Triton's kernels for experts, which have a row for each token and expert."""
+    """Return how many bytes a forward needs at its peak for the tensors that SGLang makes.
+
+    Assumes bfloat16, and Triton's kernels for experts, which have a row for each token and expert.
+    """
     hidden, head = model["hidden_size"], model["head_dim"]
     heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
     rows = model.get("num_experts_per_tok", 1)
     inner = model.get("moe_intermediate_size", model["intermediate_size"])
-    # The outputs of gate and up, their product, and the output of down.
+    # Gate and up projections, their product, and the down projection.
     feed_forward = rows * (2 * inner + inner + hidden)
-    # Queries, keys and values, together and as separate copies, and the result.
+    # Queries, keys and values, together and split; the result.
     attention = 2 * (heads + 2 * kv_heads) * head + heads * head
     # The input, the output, the residual and its sum.
     return 2 * tokens * (4 * hidden + max(feed_forward, attention))
 
 
-@pytest.mark.parametrize(("where", "gpu"), CASES)
+@pytest.mark.parametrize(("block", "gpu"), CASES)
 def test_the_servers_of_a_documented_block_fit_on_the_gpu(
-    sglang: Sglang, where: str, gpu: str
+    gpu_memory: GpuMemory, block: str, gpu: str
 ) -> None:
     used, forwards, free = TAKEN, 0.0, 0
     for command in DOCUMENTED:
-        if command.where != where:
+        if command.block != block:
             continue
-        # Servers start one after the other: SGLang uses the memory that is free at each start.
-        budget = sglang.budget(command, gpu, used)
+        # Servers start one after the other, and SGLang divides the memory that is free then.
+        budget = gpu_memory.budget(command, gpu, used)
         assert budget["problem"] is None
         assert 0 < budget["fraction"] < 1
-        # The largest forward has room in the pool, and a few more prompts of the usual length.
+        # The pool has room for the largest forward and a few more prompts of the usual length.
         assert budget["tokens"] >= 1.05 * budget["forward"] > 0
         used += budget["weights"] + budget["kv"]
         forwards += MARGIN * activations(MODELS[command.model], budget["forward"])
@@ -165,30 +172,30 @@ def test_the_servers_of_a_documented_block_fit_on_the_gpu(
 
 
 def test_the_documentation_has_commands_for_a_gpu() -> None:
-    blocks = {command.where.partition(",")[0] for command in DOCUMENTED}
-    assert {"README.md", "docs/asyncep.md", "docs/scoring.md"} <= blocks
+    files = {command.block.partition(",")[0] for command in DOCUMENTED}
+    assert {"README.md", "docs/asyncep.md", "docs/scoring.md"} <= files
     asyncep = [command for command in DOCUMENTED if "h2d" in command.arguments]
     assert {gpu for command in asyncep for gpu in command.gpus} == set(GPUS)
 
 
 @pytest.mark.parametrize(("gpu", "fraction"), [("H100", -1.418), ("H200", -0.372)])
-def test_sglangs_own_memory_fraction_leaves_no_kv_with_long_forwards(
-    sglang: Sglang, gpu: str, fraction: float
+def test_sglangs_own_choice_for_long_forwards_leaves_nothing(
+    gpu_memory: GpuMemory, gpu: str, fraction: float
 ) -> None:
     model = "Qwen/Qwen3-30B-A3B"
     resident = Command("before", model, tuple(OLD.split()))
-    budget = sglang.budget(resident, gpu)
+    budget = gpu_memory.budget(resident, gpu)
     assert budget["fraction"] == fraction
     assert "no GPU memory for the KV cache" in budget["problem"]
-    # With h2d, the plugin reports this before the weights are loaded.
+    # With h2d the plugin refuses this before the weights are loaded.
     copied = replace(resident, arguments=(*resident.arguments, "--flashmoa-asyncep", "h2d"))
-    assert "give --mem-fraction-static" in sglang.budget(copied, gpu)["problem"]
+    assert "give --mem-fraction-static" in gpu_memory.budget(copied, gpu)["problem"]
 
 
-def test_the_figures_of_the_documentation_equal_the_arithmetic(sglang: Sglang) -> None:
-    (h2d, *_) = [one for one in DOCUMENTED if "h2d" in one.arguments]
-    resident = sglang.budget(Command("", h2d.model, ()), "H200")
-    h100, h200 = (sglang.budget(h2d, gpu) for gpu in GPUS)
+def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) -> None:
+    (h2d, *_) = [command for command in DOCUMENTED if "h2d" in command.arguments]
+    resident = gpu_memory.budget(Command("", h2d.model, ()), "H200")
+    h100, h200 = (gpu_memory.budget(h2d, gpu) for gpu in GPUS)
     text = " ".join((ROOT / "docs" / "asyncep.md").read_text().split())
     assert f"of {resident['weights'] / 1e9:.0f} GB" in text
     assert f"{h100['weights'] / 1e9:.1f} GB" in text

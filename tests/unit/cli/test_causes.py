@@ -1,10 +1,10 @@
-"""Test the sentence that is made from the end of SGLang's output when a start fails."""
+"""The end of SGLang's output is explained in a sentence."""
 
 from __future__ import annotations
 
 import pytest
 
-from flashmoa.cli.causes import cause
+from flashmoa.cli.causes import find_cause
 
 OUTPUTS = {
     "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no/such'. Use "
@@ -36,15 +36,14 @@ OUTPUTS = {
 @pytest.mark.parametrize("output", OUTPUTS, ids=OUTPUTS.values())
 def test_known_causes_become_a_sentence(output: str) -> None:
     around = f"Traceback (most recent call last):\n  File x, line 1\n{output}"
-    told = cause(
+    cause = find_cause(
         f"{around}\n[2026] kill_process_tree called\n" if "msgspec" not in output else output
     )
-    assert told is not None and OUTPUTS[output] in told
+    assert cause is not None and OUTPUTS[output] in cause
 
 
-def test_an_output_without_a_known_cause_has_no_sentence() -> None:
-    # Successful starts write these lines.
-    warned = (
+def test_warnings_of_successful_starts_are_not_causes() -> None:
+    warnings = (
         "Ignore import error: No module named 'triton'\nModuleNotFoundError: No module named 'x'"
     )
-    assert cause(f"{warned}\nThe server is fired up and ready to roll!\nAborted") is None
+    assert find_cause(f"{warnings}\nThe server is fired up and ready to roll!\nAborted") is None

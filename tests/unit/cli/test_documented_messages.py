@@ -1,4 +1,4 @@
-"""Test that the messages which docs/troubleshooting.md quotes are those of the code."""
+"""Messages that docs/troubleshooting.md quotes are in the code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Placeholders for values in a quoted message.
-_VALUE = re.compile(
+# Words that stand for a value in a quoted message.
+_PLACEHOLDER = re.compile(
     r"\.\.\.|/flashmoa/info|\b(?:AGENT|CLASS|ERROR|HOST|METHOD|M|N|NAME|PORT|URL|X|on_failure)\b"
 )
-# These messages are SGLang's own.
-OTHERS = ("Requested token count exceeds", "The input (N tokens) is longer than")
-# The first column of these tables quotes messages.
+MESSAGES_OF_SGLANG = ("Requested token count exceeds", "The input (N tokens) is longer than")
+# Sections with a table whose first column quotes messages.
 SECTIONS = (
     "### `LinkWaits.reason`",
     "### `LinkDeclined.reason`",
@@ -26,7 +25,7 @@ SECTIONS = (
 )
 
 
-def quoted() -> Iterator[str]:
+def quoted_messages() -> Iterator[str]:
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     for section in SECTIONS:
         part = text.partition(f"\n{section}")[2]
@@ -36,17 +35,18 @@ def quoted() -> Iterator[str]:
                 yield from re.findall(r"`([^`]+)`", row.split(" | ")[0])
 
 
-def code() -> str:
+@pytest.fixture(scope="module")
+def strings() -> str:
     """Return the strings of the code, one per line, with a space for each value in them."""
-    found = [(ROOT / "Makefile").read_text()]
+    texts = [(ROOT / "Makefile").read_text()]
     for folder in ("flashmoa", "server_patches"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(_constant(part) for part in node.values))
+                    texts.append("".join(_constant(part) for part in node.values))
                 else:
-                    found.append(_constant(node))
-    return "\n".join(found)
+                    texts.append(_constant(node))
+    return re.sub(r"[ \t]+", " ", "\n".join(texts))
 
 
 def _constant(node: ast.AST) -> str:
@@ -54,15 +54,10 @@ def _constant(node: ast.AST) -> str:
     return value if isinstance(value, str) else " "
 
 
-@pytest.fixture(scope="module")
-def strings() -> str:
-    return re.sub(r"[ \t]+", " ", code())
-
-
-@pytest.mark.parametrize("message", dict.fromkeys(quoted()))
+@pytest.mark.parametrize("message", dict.fromkeys(quoted_messages()))
 def test_quoted_messages_are_in_the_code(message: str, strings: str) -> None:
-    if message.startswith(OTHERS) or " " not in message:
+    if message.startswith(MESSAGES_OF_SGLANG) or " " not in message:
         return
-    for part in _VALUE.split(message):
+    for part in _PLACEHOLDER.split(message):
         words = part.strip(" '.:()[]/")
         assert words in strings, words

@@ -1,4 +1,4 @@
-"""Test the messages that a newcomer gets if something is missing or in the wrong place."""
+"""Messages to a user who lacks a package, a file or an engine, or has a wrong URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.anyio
 NOWHERE = "http://127.0.0.1:9"
 
 
-def without(package: str, script: str) -> str:
+def error_without(package: str, script: str) -> str:
+    """Return the last line that a script writes to standard error without a package."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules[{package!r}] = None\n{script}"],
         capture_output=True,
@@ -36,22 +37,19 @@ def without(package: str, script: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_importing_without_autogen_says_what_to_install() -> None:
-    said = without("autogen_agentchat", "import flashmoa.autogen")
-    assert said.startswith("ModuleNotFoundError: flashmoa.autogen needs AutoGen")
-    assert said.endswith("pip install 'flashmoa[autogen]'")
+def test_without_autogen() -> None:
+    error = error_without("autogen_agentchat", "import flashmoa.autogen")
+    assert error.startswith("ModuleNotFoundError: flashmoa.autogen needs AutoGen")
+    assert error.endswith("pip install 'flashmoa[autogen]'")
 
 
 def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
     script = "from flashmoa.cli import bench; sys.exit(bench.main(['chunk']))"
-    assert without("flashmoa_sglang", script).endswith("give engines' URLs")
+    assert error_without("flashmoa_sglang", script).endswith("give engines' URLs")
 
 
-@pytest.mark.anyio
-async def test_missing_and_unreadable_files_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # This runs in another thread, because the session's event loop may run in this one.
+async def test_missing_or_binary_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # anyio.run() needs a thread without the session's event loop.
     command = ["handoff", "--upstream-decodes", "--text", str(tmp_path / "no.md")]
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     assert "No such file" in capsys.readouterr().err
@@ -60,7 +58,7 @@ async def test_missing_and_unreadable_files_are_reported(
     assert "is not a trace: it is not text" in capsys.readouterr().err
 
 
-def test_a_full_disk_ends_a_trace_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_a_trace_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     write = Trace("/dev/full")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -72,12 +70,12 @@ def test_a_full_disk_ends_a_trace_with_one_warning(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     "url", ["localhost:1", "http:/x", "http://h:port", "http://[::1", "ftp://h"]
 )
-def test_an_invalid_url_is_refused(url: str) -> None:
+def test_a_text_that_is_not_a_url(url: str) -> None:
     with pytest.raises(ValueError, match="give http://HOST:PORT"):
         engine_url(url)
 
 
-async def test_a_team_without_its_engine_names_the_command_that_starts_one() -> None:
+async def test_a_team_whose_engine_cannot_be_reached() -> None:
     client = FlashMoAChatCompletionClient(model="m", base_url=NOWHERE, max_retries=0)
     team = RoundRobinGroupChat([AssistantAgent("a", model_client=client)], max_turns=1)
     try:
@@ -87,7 +85,7 @@ async def test_a_team_without_its_engine_names_the_command_that_starts_one() -> 
         await client.close()
 
 
-def answering(status: int, **content: object) -> EngineClient:
+def client_of_server(status: int, **content: object) -> EngineClient:
     """Return a client of a server that gives every request the same answer."""
     client = EngineClient(NOWHERE)
     client._http = httpx.AsyncClient(
@@ -107,20 +105,20 @@ async def test_a_lost_connection_is_reported_with_its_reason() -> None:
             await client.info()
 
 
-async def test_servers_that_are_not_engines_are_reported_with_advice() -> None:
+async def test_a_server_that_is_not_an_engine() -> None:
     async with EngineClient(NOWHERE) as client:
         with pytest.raises(EngineUnreachable, match="`flashmoa serve` starts one"):
             await client.info()
-    async with answering(200, html="<html>") as client:
+    async with client_of_server(200, html="<html>") as client:
         with pytest.raises(BadAnswer, match="flashmoa doctor --engine"):
             await client.info()
         with pytest.raises(BadAnswer, match="Is the URL right"):
             async with client.chat([]) as deltas:
                 async for _ in deltas:
                     pass
-    async with answering(404, html="<html>") as client:
+    async with client_of_server(404, html="<html>") as client:
         with pytest.raises(PluginMissing, match="or it is not an engine"):
             await client.info()
-    async with answering(401, json={"error": "Unauthorized"}) as client:
+    async with client_of_server(401, json={"error": "Unauthorized"}) as client:
         with pytest.raises(RequestRefused, match="give it as api_key"):
             await client.info()

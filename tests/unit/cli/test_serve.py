@@ -1,15 +1,16 @@
-"""Test how ``flashmoa serve`` starts and ends, with another program in SGLang's place."""
+"""Starts and ends of ``flashmoa serve``, with another program in SGLang's place."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashmoa.cli import serve
+from flashmoa.cli import moa, router, serve
 
 SERVER = """
 import sys
@@ -48,10 +49,10 @@ def test_failed_start_ends_in_one_sentence(instead: str, ended: str) -> None:
 def test_output_is_passed_on_and_stages_are_announced() -> None:
     lines = "server_args=ServerArgs()", "Load weight begin.", "Load weight end."
     script = "".join(f"print({line!r}, flush=True);" for line in lines)
-    out, said = start(script).communicate(timeout=60)
+    out, progress = start(script).communicate(timeout=60)
     assert out.splitlines()[:3] == list(lines)
-    assert "flashmoa: importing SGLang, which takes a while (0 s)" in said
-    assert "flashmoa: making the KV pool (" in said
+    assert "flashmoa: importing SGLang, which takes a while (0 s)" in progress
+    assert "flashmoa: making the KV pool (" in progress
 
 
 def test_interrupt_during_start_leaves_no_process() -> None:
@@ -59,14 +60,14 @@ def test_interrupt_during_start_leaves_no_process() -> None:
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=60)
+    out, progress = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "ended: None\n")
-    assert "Traceback" not in said
+    assert "Traceback" not in progress
     assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
         (["--model-path", "/tmp"], "--model-path /tmp is not a model: it has no config.json"),
@@ -75,10 +76,27 @@ def test_interrupt_during_start_leaves_no_process() -> None:
     ],
 )
 def test_bad_arguments_are_refused_before_the_start(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serve.main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["0", "70000"])
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [(moa.main, ["serve", "moa.toml"]), (router.main, ["--engine", "http://127.0.0.1:9"])],
+)
+def test_other_servers_refuse_the_same_ports(
+    command: Callable[[list[str]], int],
+    arguments: list[str],
+    port: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command([*arguments, "--port", port])
+    assert ended.value.code == 2
+    assert f"--port {port} is not between 1 and 65535" in capsys.readouterr().err
 
 
 def test_other_systems_and_old_releases_are_refused_before_the_start(

@@ -1,4 +1,4 @@
-"""Test the doctor without an engine: the installation, and URLs without an engine."""
+"""The doctor without an engine: packages, the machine, and URLs of other servers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_installation_is_ok_without_importing_torch_or_sglang() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
-    found = {one["about"]: one for one in json.loads(done.stdout)}
-    assert done.returncode == 0, found
-    assert found["SGLang"]["level"] == "ok" and found["internals"]["level"] == "ok"
+    findings = {finding["about"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 0, findings
+    assert findings["SGLang"]["level"] == "ok" and findings["internals"]["level"] == "ok"
 
 
 def test_an_old_sglang_is_reported_as_a_problem() -> None:
     old = installation.check_release("0.4.6")
-    assert old.level == "fix" and all(one in old.text for one in releases.TESTED)
+    assert old.level == "fix" and all(release in old.text for release in releases.TESTED)
     assert installation.check_release("0.5.19").level == "note"
     assert releases.too_old("0.0.0.dev1+g123") is None
 
@@ -83,20 +83,22 @@ def test_missing_internal_of_an_optional_feature_is_a_note(monkeypatch: pytest.M
     monkeypatch.setattr(internals, "installed", lambda: Renamed("PlatformEnum"))
     for gpus, level in ((["nvidia0"], "note"), ([], "fix")):
         monkeypatch.setattr(installation, "accelerators", lambda gpus=gpus: gpus)
-        assert [one.level for one in installation.check_internals()] == [level]
+        assert [finding.level for finding in installation.check_internals()] == [level]
 
 
 def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda _name: None)
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
-    to_fix = {one.about: one.remedy for one in check_installation() if one.level == "fix"}
-    assert to_fix["C compiler"] == "apt-get install gcc"
-    assert "SGLANG_PLATFORM" in to_fix["environment"]
+    remedies = {
+        finding.about: finding.remedy for finding in check_installation() if finding.level == "fix"
+    }
+    assert remedies["C compiler"] == "apt-get install gcc"
+    assert "SGLANG_PLATFORM" in remedies["environment"]
     monkeypatch.setattr(installation, "installed", lambda _name: None)
     assert "flashmoa[autogen]" in installation.check_autogen().remedy
-    # This machine is for clients only, which is not a problem.
-    assert [one.level for one in installation.check_plugin()] == ["note"]
+    # A machine without both packages has no problem: it is for clients only.
+    assert [finding.level for finding in installation.check_plugin()] == ["note"]
     monkeypatch.setattr(installation, "installed", {"sglang": "0.5.18"}.get)
     assert installation.check_plugin()[1].remedy == "pip install ./server_patches"
 
@@ -108,16 +110,16 @@ async def test_system_other_than_linux_is_a_note(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("url", "said", "remedy"),
+    ("url", "text", "remedy"),
     [
         ("http://127.0.0.1:9", "nothing answers at http://127.0.0.1:9", "--port 9"),
         ("localhost:30000", "is not an engine's URL", "http://HOST:PORT"),
         ("http://127.0.0.1:port", "is not an engine's URL", "http://HOST:PORT"),
     ],
 )
-async def test_a_url_without_an_engine_is_a_problem(url: str, said: str, remedy: str) -> None:
+async def test_url_without_an_engine(url: str, text: str, remedy: str) -> None:
     (finding,) = await check_engine(EngineToCheck(url))
-    assert finding.level == "fix" and said in finding.text and remedy in finding.remedy
+    assert finding.level == "fix" and text in finding.text and remedy in finding.remedy
 
 
 async def test_a_server_that_is_not_an_engine_is_a_problem(other_server: str) -> None:
@@ -125,21 +127,20 @@ async def test_a_server_that_is_not_an_engine_is_a_problem(other_server: str) ->
     assert (finding.level, finding.text) == ("fix", f"{other_server} answers, but is not an engine")
 
 
-@pytest.mark.anyio
 async def test_report_shows_remedies_and_their_number(capsys: pytest.CaptureFixture[str]) -> None:
-    # This runs in another thread, because the session's event loop may run in this one.
+    # anyio.run() needs a thread without the session's event loop.
     command = ["--engine-only", "--engine", "http://127.0.0.1:9"]
     assert await anyio.to_thread.run_sync(doctor.main, command) == 1
-    shown = capsys.readouterr().out
-    assert "fix   engine" in shown and "→ flashmoa serve" in shown and "1 to fix" in shown
+    report = capsys.readouterr().out
+    assert "fix   engine" in report and "→ flashmoa serve" in report and "1 to fix" in report
 
 
-def test_torch_without_cuda_on_a_machine_with_a_gpu_is_a_problem(
+def test_torch_without_cuda_is_to_be_fixed_if_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
-    assert machine._accelerator()[-1].level == "fix"
+    assert machine._check_accelerator()[-1].level == "fix"
     monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "12.8"))
-    assert machine._accelerator()[-1].text == "nvidia0"
+    assert machine._check_accelerator()[-1].text == "nvidia0"

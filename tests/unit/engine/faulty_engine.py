@@ -1,4 +1,4 @@
-"""An OpenAI server on a real socket whose answers fail in chosen ways."""
+"""Serve OpenAI's API so that answers fail in chosen ways, over real sockets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, TypeVar
 import anyio
 from anyio.abc import SocketAttribute, SocketStream
 
-# How one request ends: it is answered (word by word with pauses, or at once), its
-# connection is lost half-way, its answer ends there, hangs or becomes an error, or it is refused.
+# What happens to a request. It is answered ("slow": with pauses between the words, "other": with
+# another text); half-way its connection is lost ("cut"), or its answer ends, hangs or becomes an
+# error; or it is refused, with a status or with HTML.
 Fate = Literal["fine", "slow", "other", "cut", "ends", "hang", "error", 500, 429, 404, "html"]
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)
@@ -27,10 +28,10 @@ _USAGE = {
 
 
 class FaultyEngine:
-    """A server with a fate for each request, in their order; later requests are answered.
+    """A server with a fate for each request, in order; all further requests are answered.
 
     Attributes:
-        bodies: bodies of the requests so far.
+        bodies: the bodies of the requests so far.
     """
 
     def __init__(self, url: str, fates: Sequence[Fate]) -> None:
@@ -41,12 +42,12 @@ class FaultyEngine:
     async def serve(self, client: SocketStream) -> None:
         async with client:
             with suppress(*BROKEN):
-                _, _, request = await received(client)
+                _, _, request = await receive(client)
                 self.bodies.append(request)
                 fate: Fate = self._fates.pop(0) if self._fates else "fine"
-                await self._meet(client, fate, bool(request.get("stream")))
+                await self._answer(client, fate, bool(request.get("stream")))
 
-    async def _meet(self, client: SocketStream, fate: Fate, is_streamed: bool) -> None:
+    async def _answer(self, client: SocketStream, fate: Fate, is_streamed: bool) -> None:
         if isinstance(fate, int):
             retry = b"Retry-After-Ms: 40\r\n" if fate == 429 else b""
             await send(client, fate, _ERROR | {"code": fate}, retry)
@@ -78,11 +79,11 @@ def _head(status: int, kind: bytes, more: bytes) -> bytes:
     return line + fields + more + b"\r\n"
 
 
-async def received(client: SocketStream) -> tuple[str, str, dict[str, Any]]:
+async def receive(client: SocketStream) -> tuple[str, str, dict[str, Any]]:
     """Receive a request; return its method, path and JSON."""
     head, _, body = (await client.receive()).partition(b"\r\n\r\n")
     first, *fields = head.decode().split("\r\n")
-    lengths = [int(one[15:]) for one in fields if one.lower().startswith("content-length:")]
+    lengths = [int(field[15:]) for field in fields if field.lower().startswith("content-length:")]
     while len(body) < sum(lengths):
         body += await client.receive()
     method, path, _ = first.split(" ")
@@ -155,7 +156,7 @@ T = TypeVar("T", bound=Serving)
 
 @asynccontextmanager
 async def listening(make: Callable[[str], T]) -> AsyncGenerator[T]:
-    """Serve the application that ``make`` returns for the server's URL."""
+    """Run the server that ``make`` returns for a URL, at that URL."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as group:
         port = listener.extra(SocketAttribute.local_port)

@@ -12,11 +12,11 @@ from flashmoa_sglang.http.errors import ApiError
 
 import flashmoa
 from flashmoa import errors
-from flashmoa.engine.refusals import refusal
+from flashmoa.engine.refusals import make_refusal
 
 URL = "http://engine"
-# Server errors that have no class of the same name on the client.
-OTHERWISE = {
+# Classes on the client for server errors without a class of the same name there.
+CLIENT_CLASSES = {
     "DecodesOnly": errors.PluginMissing,
     "EngineBusy": errors.EngineDraining,
     "EngineFailed": errors.RequestRefused,
@@ -25,23 +25,23 @@ OTHERWISE = {
 
 def refused(status: int, body: Any) -> errors.EngineError:
     request = httpx.Request("POST", f"{URL}/prompt_streams")
-    return refusal(httpx.Response(status, json=body, request=request), URL)
+    return make_refusal(httpx.Response(status, json=body, request=request), URL)
 
 
 @pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_a_server_error_has_the_same_class_name_on_the_client(kind: type[ApiError]) -> None:
     error = refused(kind.status, kind("Read this.").body())
-    assert type(error) is OTHERWISE.get(kind.__name__) or type(error).__name__ == kind.__name__
+    assert type(error) is CLIENT_CLASSES.get(kind.__name__) or type(error).__name__ == kind.__name__
     assert "Read this." in str(error)
     if isinstance(error, errors.RequestRefused):
         assert (error.status, error.code) == (kind.status, kind.code)
 
 
 @pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_the_error_code_decides_and_not_the_status(kind: type[ApiError]) -> None:
-    """A proxy may answer with a different status, and two errors may share one."""
+def test_code_decides_whatever_the_status(kind: type[ApiError]) -> None:
+    """A proxy may change the status, and two errors may share one."""
     error = refused(418, kind("Read this.").body())
-    assert type(error) is OTHERWISE.get(kind.__name__) or type(error).__name__ == kind.__name__
+    assert type(error) is CLIENT_CLASSES.get(kind.__name__) or type(error).__name__ == kind.__name__
 
 
 @pytest.mark.parametrize("status", [409, 410, 429])
@@ -80,8 +80,9 @@ def exceptions() -> set[type[BaseException]]:
     return found
 
 
-# These end a dry run once its request is captured, or switch the tap off, and never reach a user.
-INTERNAL = {"Captured", "_Captured", "_Unheard"}
+# They end a dry run once its request is captured, or have a request sent again without a tap. They
+# reach no user.
+INTERNAL = {"RequestCaptured", "_CallCaptured", "_UnusableStream"}
 
 
 def test_every_exception_is_a_flashmoa_error() -> None:

@@ -16,7 +16,7 @@ from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import agent_dry_runs
-from flashmoa.autogen._link_planner import possible_calls
+from flashmoa.autogen._link_planner import predict_calls
 from flashmoa.autogen._self_hosted import render
 from flashmoa.engine import MalformedRequest
 from flashmoa.linking.placeholders import Placeholders
@@ -63,10 +63,10 @@ async def look(place: str) -> str:
     return place
 
 
-async def told_and_sent(
+async def predict_and_send(
     family: str, texts: Sequence[str], *, merge: bool, tools: bool
 ) -> tuple[str, str, str]:
-    """Return a prompt's certain part before and after its texts are written, and the prompt."""
+    """Return a prompt's certain text before and after its texts are written, and that sent."""
     agent = reader(family, merge=merge, tools=tools)
     context = agent._model_context
     await context.add_message(TextMessage(content="Hi", source="user").to_model_message())
@@ -75,7 +75,7 @@ async def told_and_sent(
     placeholders = Placeholders(writers)
     (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
     future = [TextMessage(content=placeholders.padded(name), source=name) for name in writers]
-    (call,) = await possible_calls([dry_run], [future])
+    (call,) = await predict_calls([dry_run], [future])
     rendered = await render(agent._model_client, call.messages, call.tools)
     prompt = placeholders.build_prompt(rendered)
     before = prompt.stable()
@@ -90,7 +90,8 @@ async def told_and_sent(
 
 @pytest.mark.parametrize("family", TEMPLATES)
 @given(
-    # With a template that trims blank text, less is certain than predicted; this only costs time.
+    # Texts are not blank: a template that trims them leaves less text than was sent ahead, which
+    # costs only time.
     texts=st.lists(
         st.text(alphabet="ab \n<>[]{}|/é漢", max_size=12).filter(str.strip), min_size=1, max_size=3
     ),
@@ -101,12 +102,12 @@ def test_predicted_prompt_equals_the_prompt_sent(
     family: str, texts: list[str], tools: bool
 ) -> None:
     merge = family in ALTERNATING
-    before, told, sent = asyncio.run(told_and_sent(family, texts, merge=merge, tools=tools))
-    assert told == sent
-    assert told.startswith(before) and "A trip, please." in before
+    before, after, sent = asyncio.run(predict_and_send(family, texts, merge=merge, tools=tools))
+    assert after == sent
+    assert after.startswith(before) and "A trip, please." in before
 
 
 @pytest.mark.parametrize("family", sorted(ALTERNATING))
 def test_template_that_refuses_consecutive_users_raises(family: str) -> None:
     with pytest.raises(MalformedRequest, match="alternate"):
-        asyncio.run(told_and_sent(family, ["a", "b"], merge=False, tools=False))
+        asyncio.run(predict_and_send(family, ["a", "b"], merge=False, tools=False))

@@ -1,4 +1,4 @@
-"""An engine with the plugin's routes, some of which accept a request and never answer it."""
+"""Serve the plugin's routes, some of which accept a request and never answer it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal
 import anyio
 from anyio.abc import SocketStream
 
-from tests.unit.engine.faulty_engine import BROKEN, listening, received, send, stream
+from tests.unit.engine.faulty_engine import BROKEN, listening, receive, send, stream
 
 Route = Literal["render", "open", "append", "keep_alive", "delete", "chat"]
 
 
 class HungEngine:
-    """An engine that keeps any number of prompt streams.
+    """Serves any number of prompt streams.
 
     Attributes:
         hangs: routes that do not answer.
         lacks: routes that it does not have.
-        gone: streams that have expired.
-        asked: all requests so far, as (route, body).
+        gone: ids of streams that have expired.
+        requests: every request so far, as (route, body).
     """
 
     def __init__(self, url: str, hangs: tuple[Route, ...]) -> None:
@@ -30,14 +30,14 @@ class HungEngine:
         self.hangs = set(hangs)
         self.lacks: set[Route] = set()
         self.gone: set[str] = set()
-        self.asked: list[tuple[Route, dict[str, Any]]] = []
+        self.requests: list[tuple[Route, dict[str, Any]]] = []
         self._ids = (f"s{number}" for number in itertools.count())
 
     def routes(self) -> list[Route]:
-        return [route for route, _ in self.asked]
+        return [route for route, _ in self.requests]
 
     async def until(self, route: Route, times: int = 1) -> None:
-        """Wait until a route has been requested a number of times."""
+        """Wait until it has received that many requests to a route."""
         with anyio.fail_after(10):
             while self.routes().count(route) < times:  # noqa: ASYNC110
                 await anyio.sleep(0.005)
@@ -45,11 +45,11 @@ class HungEngine:
     async def serve(self, client: SocketStream) -> None:
         async with client:
             with suppress(*BROKEN):
-                method, path, body = await received(client)
+                method, path, body = await receive(client)
                 route = _route(method, path)
-                self.asked.append((route, body))
+                self.requests.append((route, body))
                 if route in self.hangs:
-                    await client.receive()  # Wait until the client has disconnected.
+                    await client.receive()  # This returns when the client disconnects.
                 elif route in self.lacks:
                     await send(client, 404, {"detail": "Not Found"})
                 elif path.split("/")[2:3] and path.split("/")[2] in self.gone:
@@ -65,7 +65,7 @@ class HungEngine:
             elif body.get("stream"):
                 await stream(client, "fine")
             else:
-                raise AssertionError("only streams are asked for here")
+                raise AssertionError("clients of this engine ask for streams only")
         elif route == "render":
             await send(client, 200, {"text": "\n".join(m["content"] for m in body["messages"])})
         else:

@@ -1,4 +1,4 @@
-"""Test failure policies."""
+"""Failure policies, and texts read by them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from flashmoa import FailurePolicy, Text, UpstreamCancelled
 from flashmoa.engine import EngineTimeout, EngineUnreachable
-from flashmoa.linking.failure_policy import failure_of
-from flashmoa.linking.streamed_text import mentioned, replaced
+from flashmoa.linking.failure_policy import classify_failure
+from flashmoa.linking.streamed_text import find_texts, replace_marks
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +24,7 @@ def anyio_backend() -> str:
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
+    """Return the error with a cause."""
     error.__cause__ = cause
     return error
 
@@ -51,12 +52,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_an_exception_is_classified_as_a_failure(error: BaseException, failure: str) -> None:
-    assert failure_of(error) == failure
+    assert classify_failure(error) == failure
 
 
 def test_a_cycle_of_causes_is_classified() -> None:
     error = ValueError()
-    assert failure_of(caused(error, caused(KeyError(), error))) == "error"
+    assert classify_failure(caused(error, caused(KeyError(), error))) == "error"
 
 
 def test_a_policy_of_one_action_applies_it_to_all_failures_but_stalls() -> None:
@@ -67,16 +68,16 @@ def test_a_policy_of_one_action_applies_it_to_all_failures_but_stalls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("arguments", "message"),
     [
         ({"error": "ignore"}, "error must be 'abort' or 'finalize'"),
         ({"stall_seconds": 0}, "stall_seconds must be a positive number"),
         ({"stall_seconds": "soon"}, "stall_seconds must be a positive number"),
     ],
 )
-def test_invalid_policies_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        FailurePolicy(**wrong)
+def test_invalid_policies_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FailurePolicy(**arguments)
 
 
 async def test_reading_a_failed_text_follows_the_readers_policy() -> None:
@@ -100,6 +101,6 @@ async def test_reading_a_failed_text_follows_the_readers_policy() -> None:
 def test_marks_of_texts_are_found_and_replaced() -> None:
     texts = {text.mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
     one, two, three = texts
-    assert [t.mark for t in mentioned([f"{two} {one}", f"x{two}"], texts)] == [two, one]
-    assert mentioned([one[:-1], two[1:], "\u27e6one:0123456789abcdef\u27e7"], texts) == []
-    assert replaced(f"<{one}{three}>", {one: two, three: ""}) == f"<{two}>"
+    assert [t.mark for t in find_texts([f"{two} {one}", f"x{two}"], texts)] == [two, one]
+    assert find_texts([one[:-1], two[1:], "\u27e6one:0123456789abcdef\u27e7"], texts) == []
+    assert replace_marks(f"<{one}{three}>", {one: two, three: ""}) == f"<{two}>"

@@ -1,4 +1,4 @@
-"""Test that an engine which does not answer delays neither a request nor a shutdown."""
+"""An engine that does not answer delays neither requests nor closing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.linking.test_openai_tap import INFO
 
 pytestmark = pytest.mark.anyio
-# Nothing may take longer than this; a hung request would take 25 s.
+# Seconds that every operation here may take. A request to an engine that hangs takes 25 s.
 SOON = 1.0
 
 
@@ -53,10 +53,11 @@ def asks(text: object) -> list[dict[str, Any]]:
 
 
 async def reached(engine: HungEngine, text: Text, times: int = 1) -> None:
-    """Wait until ``times`` links to a text have come as far as they can; streams also get text."""
-    far: Route | None = next((one for one in ("render", "open") if one in engine.hangs), None)
-    await engine.until(far or "open", times)
-    if far is None:
+    """Wait until ``times`` links to a text hang, or until a piece of the text was appended."""
+    routes: tuple[Route, ...] = ("render", "open")
+    hanging = next((route for route in routes if route in engine.hangs), None)
+    await engine.until(hanging or "open", times)
+    if hanging is None:
         text.write("a ")
         await engine.until("append", times)
 
@@ -123,13 +124,13 @@ async def test_leaving_a_workflow_does_not_wait_for_a_hung_engine(
         try:
             async with Workflow(client, listener=events.append) as flow:
                 draft = flow.text("draft")
-                several = [await flow.expect(asks(draft), name=f"e{n}") for n in range(3)]
+                expected = [await flow.expect(asks(draft), name=f"e{n}") for n in range(3)]
                 await reached(engine, draft, 3)
                 if hangs == ("delete",):
-                    # The workflow itself releases the stream of a request that was claimed.
-                    assert several[0].claim()
+                    # The workflow itself releases the stream of a claimed request, too.
+                    assert expected[0].claim()
                     with soon():
-                        await several[0].release()
+                        await expected[0].release()
                 before = anyio.current_time()
                 if is_error:
                     raise ZeroDivisionError
@@ -156,7 +157,7 @@ async def test_a_refused_request_does_not_wait_for_a_hung_engine() -> None:
 
 @pytest.mark.parametrize("hangs", ["render", "open", "append", "delete"])
 async def test_closing_a_client_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
-    """The links that it closes do not add up their waiting times either."""
+    """Its links are closed at the same time, not one after the other."""
     async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
         writer, reader = client_of(writing), client_of(reading)
         mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content
@@ -194,9 +195,9 @@ async def test_closing_linked_teams_does_not_wait_for_a_hung_engine(hangs: Route
 
 
 async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
-    host, done = TaskHost(), 0
+    host, done = TaskHost("work failed"), 0
 
-    async def last() -> None:
+    async def clean_up() -> None:
         nonlocal done
         with anyio.CancelScope(shield=True):
             await anyio.lowlevel.checkpoint()
@@ -206,7 +207,7 @@ async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
         try:
             await anyio.sleep_forever()
         finally:
-            host.finish(last)
+            host.start_cleanup(clean_up)
 
     for _ in range(3):
         host.start(work)

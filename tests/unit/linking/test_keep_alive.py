@@ -1,4 +1,4 @@
-"""Test that prompt streams live as long as their links, and not much longer."""
+"""Streams are kept alive as long as their link, and not much longer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autogen_core.models import ChatCompletionClient
 from flashmoa import EngineClient, Link, Prompt, Slot, Workflow
 from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe import Event, LinkClosed, LinkOpened, ignore
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
 from tests.unit.linking.test_openai_tap import INFO
 
 pytestmark = pytest.mark.anyio
-# Streams are kept alive every third of this, which is short.
+# Seconds that a stream lives; short, since the tests wait for a part of it.
 TTL = 0.3
 
 
@@ -31,13 +31,14 @@ def anyio_backend() -> str:
 async def linked(
     engine: HungEngine, events: list[Event] | None = None, **more: Any
 ) -> AsyncGenerator[Link]:
-    """Yield a link to a prompt that two agents write, once its stream is open."""
-    prompt, told = Prompt(["Go. ", Slot("a"), Slot("b")]), events if events is not None else []
+    """Yield a link to a prompt with two slots, once its stream is open."""
+    prompt = Prompt(["Go. ", Slot("a"), Slot("b")])
+    listener = events.append if events is not None else ignore
     async with (
         EngineClient(engine.url, timeout=25.0, stream_ttl_seconds=TTL) as client,
         anyio.create_task_group() as group,
     ):
-        link = Link(client, prompt, agent="reader", listener=told.append, **more)
+        link = Link(client, prompt, agent="reader", listener=listener, **more)
         group.start_soon(link.run)
         await engine.until("open")
         yield link
@@ -75,9 +76,9 @@ async def test_the_stream_of_a_complete_prompt_is_kept_alive_until_its_request()
         await engine.until("append")
         await engine.until("keep_alive", 3)
         assert link.claim() == "s0"
-        asked = len(engine.routes())
+        requests = len(engine.requests)
         await anyio.sleep(TTL)
-        assert len(engine.routes()) == asked
+        assert len(engine.requests) == requests
 
 
 async def test_an_unused_stream_is_released_after_unused_seconds() -> None:
@@ -117,13 +118,13 @@ async def test_text_is_appended_while_a_keep_alive_gets_no_answer() -> None:
         await engine.until("keep_alive")
         link.feed("a", "some ")
         await engine.until("append")
-        # The engine gets another keep-alive as soon as there is nothing else to send.
+        # It is asked again to keep the stream when there is nothing to append.
         await engine.until("keep_alive", 2)
         assert not link.is_over
 
 
 async def test_link_opened_is_reported_once() -> None:
-    """Keep-alive messages do not report it again."""
+    """Answers to keep_alive are not reported."""
     events: list[Event] = []
     async with hung_engine() as engine, linked(engine, events):
         await engine.until("keep_alive", 2)
@@ -141,7 +142,7 @@ async def test_stream_ttl_seconds_reaches_the_engine() -> None:
             group.start_soon(Link(client, Prompt(["Go. ", Slot("a")]), agent="b").run)
             await engine.until("open", 3)
             group.cancel_scope.cancel()
-    opened = [body["ttl_seconds"] for route, body in engine.asked if route == "open"]
+    opened = [body["ttl_seconds"] for route, body in engine.requests if route == "open"]
     assert opened == [7.0, 9.0, 30.0]
 
 

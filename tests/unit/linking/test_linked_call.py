@@ -26,11 +26,11 @@ class Planner(CallOwner):
     def waiting_for(self, agent: str) -> list[Link]:
         return [link for link in self._links if link.waits_for(agent)]
 
-    def finished(self, call: LinkedCall) -> None: ...
+    def call_finished(self, call: LinkedCall) -> None: ...
 
-    def failed(self, call: LinkedCall) -> None: ...
+    def call_failed(self, call: LinkedCall) -> None: ...
 
-    def held_back(self, call: LinkedCall, reason: str) -> None: ...
+    def call_held_back(self, call: LinkedCall, reason: str) -> None: ...
 
     def release(self, link: Link) -> None: ...
 
@@ -39,18 +39,18 @@ async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late() -> None
     planner, request = Planner(), CallRequest("http://engine", "m", None)
     async with EngineClient("http://127.0.0.1:9") as engine:
         link = Link(engine, Prompt(["a"]), agent="b")
-        LinkedCall(planner, "b", request, link, rewritten=None, early=False)
+        LinkedCall(planner, "b", request, link, rewrite_reason=None, missed_link=False)
     (started,) = planner.events
     assert isinstance(started, CallStarted)
     assert started.late and started.stream_id is None
 
 
-async def test_an_answer_that_differs_from_its_observed_text_ends_the_links_to_it() -> None:
-    """The request broke off, and its retry got a different answer."""
+async def test_an_answer_that_differs_from_its_streamed_text_ends_the_links_to_it() -> None:
+    """Its request broke off, was sent again, and got a different answer."""
     request = CallRequest("http://engine", "m", None)
     async with EngineClient("http://127.0.0.1:9") as engine:
         link = Link(engine, Prompt([Slot("a")]), agent="b")
-        call = LinkedCall(Planner(link), "a", request, None, rewritten=None, early=False)
+        call = LinkedCall(Planner(link), "a", request, None, rewrite_reason=None, missed_link=False)
         call.text.follow(link)
         call.on_text("The quick")
         assert not link.is_over

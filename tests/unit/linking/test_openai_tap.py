@@ -1,4 +1,4 @@
-"""Test that observing an answer changes neither the answer nor its errors."""
+"""Watching an answer changes neither the answer nor the errors of its call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from agent_framework import Message
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import APIStatusError, AsyncOpenAI
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from flashmoa import EngineClient, Link, Prompt, Slot
 from flashmoa.agent_framework import FlashMoAChatClient
@@ -34,7 +35,7 @@ INFO = ModelInfo(
 )
 How = Literal["stock", "unlinked", "listener", "linked"]
 HOWS: tuple[How, ...] = get_args(How)
-# A timeout long enough for answers, and short enough to wait for.
+# A timeout long enough for an answer without pauses, and short enough to wait for.
 BRIEF = 0.5
 
 
@@ -62,8 +63,8 @@ async def client_of(
         await made.close()
 
 
-async def ended(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngine) -> Any:
-    """Return a call's text or exception, and its number of requests."""
+async def outcome_of(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngine) -> Any:
+    """Return the text or the exception of a call, and how many requests it made."""
     try:
         if how == "linked":
             assert isinstance(client, FlashMoAChatCompletionClient)
@@ -103,9 +104,9 @@ async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
             # A slow answer takes longer than the timeout, but none of its words does.
             timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
             async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
-                outcomes[how] = await ended(client, how, engine)
-            is_heard = how in ("listener", "linked")
-            assert all(bool(body.get("stream")) == is_heard for body in engine.bodies)
+                outcomes[how] = await outcome_of(client, how, engine)
+            is_tapped = how in ("listener", "linked")
+            assert all(bool(body.get("stream")) == is_tapped for body in engine.bodies)
     assert outcomes == dict.fromkeys(HOWS, outcomes["stock"])
     if fates == ("fine",):
         assert outcomes["stock"] == (TEXT, 1)
@@ -136,49 +137,50 @@ def openai_of(engine: FaultyEngine, **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="x", **more)
 
 
-async def asked(client: AsyncOpenAI, heard: list[str]) -> Any:
+async def ask_tapped(client: AsyncOpenAI, pieces: list[str]) -> Any:
+    """Ask for an answer that is not streamed; add the pieces of its text to ``pieces``."""
     return await client.chat.completions.create(
         model="m",
         messages=[{"role": "user", "content": "Go."}],
-        extra_body=WatchedBody({"prompt_stream_id": "s"}, heard.append, taps=True),
+        extra_body=WatchedBody({"prompt_stream_id": "s"}, pieces.append, taps=True),
     )
 
 
 async def test_a_tapped_answer_equals_an_untapped_one() -> None:
-    async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as heard:
-        watch_completions(heard)
+    async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as tapped:
+        watch_completions(tapped)
         plain: Any = await stock.chat.completions.create(model="m", messages=[])
         pieces: list[str] = []
-        whole = await asked(heard, pieces)
+        whole = await ask_tapped(tapped, pieces)
     assert pieces == WORDS
-    # Fields that are ``None`` may differ.
+    # An assembled answer lacks fields that are null.
     assert whole.to_dict(exclude_none=True) == plain.to_dict(exclude_none=True)
     assert whole._request_id == plain._request_id == "r1"
     assert engine.bodies[1]["prompt_stream_id"] == "s"
 
 
 @pytest.mark.parametrize(
-    ("fates", "told", "text"),
+    ("fates", "passed_on", "text"),
     [
         (("cut", "cut", "fine"), WORDS, TEXT),
-        # A different answer is not observed, and the text observed so far ends there.
+        # The text of an attempt that differs from the first one is not passed on.
         (("cut", "other"), WORDS[:3], "".join(OTHER)),
         (("cut", "other", "fine"), WORDS[:3], "".join(OTHER)),
     ],
 )
-async def test_text_of_a_retried_request_is_observed_once(
-    fates: tuple[Fate, ...], told: list[str], text: str
+async def test_text_of_a_retried_request_is_passed_on_once(
+    fates: tuple[Fate, ...], passed_on: list[str], text: str
 ) -> None:
     pieces: list[str] = []
     async with faulty_engine(*fates) as engine, openai_of(engine) as client:
         watch_completions(client)
-        answer = await asked(client, pieces)
+        answer = await ask_tapped(client, pieces)
     assert answer.choices[0].message.content == text
-    assert pieces == told
+    assert pieces == passed_on
 
 
 async def test_a_promise_whose_retry_differs_gets_the_new_text() -> None:
-    """Its readers get the new answer, and links that got text of the old one end."""
+    """Whoever waits gets the new answer; links that were fed the first one end."""
     async with (
         faulty_engine("cut", "other") as engine,
         EngineClient("http://127.0.0.1:9") as nowhere,
@@ -198,7 +200,7 @@ async def test_a_shared_http_client_is_tapped_once() -> None:
         for client in (one, other, one):
             watch_completions(client)
         pieces: list[str] = []
-        await asked(one, pieces)
+        await ask_tapped(one, pieces)
         assert pieces == WORDS
         await one.chat.completions.create(model="m", messages=[])
         await one.with_options(max_retries=1).chat.completions.create(model="m", messages=[])
@@ -219,20 +221,41 @@ async def test_a_patch_of_the_http_clients_send_method_still_works(
 
         watch_completions(client)
         monkeypatch.setattr(kind, "send", send)
-        assert (await asked(client, [])).choices[0].message.content == TEXT
+        assert (await ask_tapped(client, [])).choices[0].message.content == TEXT
     assert seen == ["/v1/chat/completions"]
 
 
-async def test_an_observer_that_raises_does_not_lose_the_answer(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_observer_that_fails_neither_fails_nor_repeats_a_request(
+    streams: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def hear(_: str) -> None:
+    def fail(_: str) -> None:
         raise ZeroDivisionError
 
     async with faulty_engine() as engine, openai_of(engine) as client:
         watch_completions(client)
-        body = WatchedBody({}, hear, taps=True)
-        answer = await client.chat.completions.create(model="m", messages=[], extra_body=body)
+        create: Any = client.chat.completions.create
+        body = WatchedBody({}, fail, taps=True)
+        answer = await create(model="m", messages=[], stream=streams, extra_body=body)
+        if streams:
+            text = "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
+        else:
+            text = answer.choices[0].message.content
+    assert text == TEXT
+    assert [body.get("stream") for body in engine.bodies] == [True]
+    assert caplog.text.count("An observer of a call failed") == 1
+
+
+async def test_a_stream_that_cannot_be_put_together_is_asked_for_untapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ChatCompletionStreamState, "handle_chunk", fail)
+    async with faulty_engine() as engine, openai_of(engine) as client:
+        watch_completions(client)
+        answer = await ask_tapped(client, [])
     assert answer.choices[0].message.content == TEXT
     assert [body.get("stream") for body in engine.bodies] == [True, None]
     assert "it is asked for again" in caplog.text
@@ -244,26 +267,26 @@ async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped
     fate: Fate, retries: int
 ) -> None:
     outcomes: list[Any] = []
-    for is_heard in (False, True):
+    for is_tapped in (False, True):
         async with faulty_engine(fate) as engine:
             client = FlashMoAChatClient("m", base_url=engine.url)
             openai: Any = client.client
             openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
-            workflow = Hearing()
-            if is_heard:
-                client.linked.add(workflow)
+            workflow = WatchedWorkflow()
+            if is_tapped:
+                client.linked_workflows.add(workflow)
             try:
                 outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
             except Exception as error:
                 outcome = type(error), type(error.__cause__)
             outcomes.append((outcome, len(engine.bodies)))
             await client.close()
-            assert all(bool(body.get("stream")) == is_heard for body in engine.bodies)
+            assert all(bool(body.get("stream")) == is_tapped for body in engine.bodies)
     assert outcomes[0] == outcomes[1]
 
 
-class Hearing(LinkedTeam):
-    """A linked workflow that observes every request."""
+class WatchedWorkflow(LinkedTeam):
+    """A linked workflow to which every request belongs."""
 
     def observe(self, request: CallRequest) -> ReportedCall:
         return ReportedCall(CallReporter(ignore, agent="a", engine=request.engine, model="m"))

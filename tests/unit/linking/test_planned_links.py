@@ -1,4 +1,4 @@
-"""Test which links a planner keeps and which it ends, without engines."""
+"""The links that a planner holds, and when they do not fit any more; without engines."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ async def engine() -> AsyncGenerator[EngineClient]:
 
 
 def forecast(
-    engine: EngineClient, turn: Turn, received: int | None = 0, coming: int = 0
+    engine: EngineClient, turn: Turn, received: int | None = 0, expected: int = 0
 ) -> Forecast:
     placeholders = Placeholders(())
-    return Forecast(turn, engine, placeholders, [], coming=coming, received_since=lambda: received)
+    return Forecast(
+        turn, engine, placeholders, [], expected_messages=expected, received_since=lambda: received
+    )
 
 
 def held(
-    engine: EngineClient, prompt: Prompt, received: int | None, coming: int = 1
+    engine: EngineClient, prompt: Prompt, received: int | None, expected: int = 1
 ) -> PlannedLinks:
-    """Hold one link, to agent ``b``, which has received ``received`` messages since it was made."""
+    """Hold one link, to ``b``, which has received that many messages since the link was made."""
     links = PlannedLinks(streams=True)
-    made_from = forecast(engine, Turn("b", (frozenset("a"),)), received, coming)
+    made_from = forecast(engine, Turn("b", (frozenset("a"),)), received, expected)
     links.add(Link(engine, prompt, agent="b"), made_from)
     return links
 
@@ -54,7 +56,7 @@ async def test_a_complete_link_is_used_if_its_agent_received_what_was_forecast(
 async def test_an_uncertain_link_is_used_unless_its_team_was_reset(
     engine: EngineClient, received: int | None, is_used: bool
 ) -> None:
-    links = held(engine, Prompt(["known", Slot(UNCERTAIN)]), received, coming=0)
+    links = held(engine, Prompt(["known", Slot(UNCERTAIN)]), received, expected=0)
     assert (links.take("b") is not None) is is_used
 
 

@@ -1,4 +1,4 @@
-"""Test the link planner with a framework of two agents, without engines."""
+"""The link planner, with a minimal agent framework; without engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURN = Turn("reader", (frozenset(["writer"]),))
 
 
 class Pair(LinkPlanner):
-    """A reader that follows a writer."""
+    """Plans for a team of two: a reader that reads what a writer writes."""
 
     is_running = True
 
@@ -58,7 +58,7 @@ class Pair(LinkPlanner):
         return link
 
     async def planned(self, forecasts: int) -> None:
-        """Wait until ``forecasts`` forecasts have been made and none is in progress."""
+        """Wait until that many forecasts have been made and the planner is idle."""
         with anyio.fail_after(5):
             while self.forecasts < forecasts or self._planning.is_running:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
@@ -73,7 +73,7 @@ async def planner() -> AsyncGenerator[Pair]:
 
 
 async def test_a_link_gets_all_text_of_a_call_that_began_before_it(planner: Pair) -> None:
-    writer = planner.begin("writer", REQUEST, rewritten=None)
+    writer = planner.begin("writer", REQUEST, rewrite_reason=None)
     writer.on_text("Once")
     link = await planner.link()
     writer.on_text(" more")
@@ -84,22 +84,22 @@ async def test_a_link_gets_all_text_of_a_call_that_began_before_it(planner: Pair
 
 async def test_a_link_waits_through_a_call_of_tools_for_the_next_call(planner: Pair) -> None:
     tools = CallRequest("http://engine", "m", "it has tools")
-    writer = planner.begin("writer", tools, rewritten=None)
+    writer = planner.begin("writer", tools, rewrite_reason=None)
     link = await planner.link()
     writer.on_finish(CallResult("", None, "function_calls", is_forwarded=False))
     (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
     assert (waits.agent, waits.upstream, waits.reason) == ("reader", "writer", "it has tools")
-    planner.begin("writer", REQUEST, rewritten=None).on_text("Done")
+    planner.begin("writer", REQUEST, rewrite_reason=None).on_text("Done")
     assert link.prompt.stable() == "Read: Done"
 
 
 async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> None:
     planner.may_forecast = anyio.Event()
-    planner.begin("writer", REQUEST, rewritten=None)
+    planner.begin("writer", REQUEST, rewrite_reason=None)
     with anyio.fail_after(5):
         while not planner.forecasts:  # noqa: ASYNC110
             await anyio.sleep(0.001)
-    reader = planner.begin("reader", REQUEST, rewritten=None)
+    reader = planner.begin("reader", REQUEST, rewrite_reason=None)
     planner.may_forecast.set()
     await planner.planned(1)
     assert not planner.waiting_for("writer") and reader.prompt_stream_id is None
@@ -110,13 +110,13 @@ async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> 
 async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pair) -> None:
     planner.problem = "it is secret"
     for count in (1, 2):
-        planner.begin("writer", REQUEST, rewritten=None)
+        planner.begin("writer", REQUEST, rewrite_reason=None)
         await planner.planned(count)
     (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
     assert (declined.agent, declined.reason) == ("reader", "it is secret")
-    assert not planner.begin("reader", REQUEST, rewritten=None).prompt_stream_id
+    assert not planner.begin("reader", REQUEST, rewrite_reason=None).prompt_stream_id
     late = [event.late for event in planner.events if isinstance(event, CallStarted)]
     assert late == [False, False, False]
     planner.problem = None
-    planner.begin("writer", REQUEST, rewritten=None)
+    planner.begin("writer", REQUEST, rewrite_reason=None)
     await planner.link()

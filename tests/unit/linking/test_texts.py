@@ -1,4 +1,4 @@
-"""Test ``Text`` as its writers use it."""
+"""Texts, as their writers use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_leaving_a_text_by_an_exception_fails_it() -> None:
     with pytest.raises(ZeroDivisionError), text:
         raise ZeroDivisionError
     assert text.is_over and not text.is_complete
-    # The text has several readers; the error must not keep references to all of them.
+    # The error does not collect the frames of all its readers.
     for _ in range(3):
         with pytest.raises(ZeroDivisionError) as raised:
             await text

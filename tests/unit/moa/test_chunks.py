@@ -1,4 +1,4 @@
-"""Test answers in chunks: schedules, cuts, and answers that stall or fail."""
+"""Answers are cut into chunks, even if they stall or fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmoa.workflow import Answer, Workflow
 pytestmark = pytest.mark.anyio
 
 
-def chunks(flow: Workflow, answer: Answer) -> ChunkedText:
+def chunked(flow: Workflow, answer: Answer) -> ChunkedText:
     return ChunkedText(flow, answer, "1. ", Schedule(first=1), stall_seconds=0.01)
 
 
@@ -46,22 +46,22 @@ async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("slow")
         answer.write("abcdef")
-        cut = chunks(flow, answer)
-        await cut.cut()
-        assert [await cut.chunk(number) for number in range(3)] == ["1. abcd", "1. ef", ""]
-        assert "nothing came for 0.01 s" in cut.problem and not cut.failed
+        proposal = chunked(flow, answer)
+        await proposal.cut()
+        assert [await proposal.chunk(number) for number in range(3)] == ["1. abcd", "1. ef", ""]
+        assert "nothing came for 0.01 s" in proposal.problem and not proposal.failed
         assert answer.is_over and not answer.is_complete
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no such model")])
-async def test_answer_without_text_has_failed_with_its_reason(error: ValueError | None) -> None:
+async def test_answer_without_text_has_failed_with_a_reason(error: ValueError | None) -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("mute")
         answer.close() if error is None else answer.fail(error)
-        cut = chunks(flow, answer)
-        await cut.cut()
-        assert cut.failed and cut.ends_before(0) and await cut.chunk(0) == ""
-        assert cut.problem == ("it answered nothing" if error is None else "no such model")
+        proposal = chunked(flow, answer)
+        await proposal.cut()
+        assert proposal.failed and proposal.ends_before(0) and await proposal.chunk(0) == ""
+        assert proposal.problem == ("it answered nothing" if error is None else "no such model")
 
 
 @pytest.mark.parametrize("text", ["", "one", "one two ", " one two three four", "a\nb c  d"])

@@ -1,4 +1,4 @@
-"""Test the delay that early-exit decisions cause, with a clock that only embedding advances."""
+"""Early exit decisions: the delay that they cause, and their cancellation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.anyio
 
 
 class Clock:
+    """A clock that only embedding moves."""
+
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -26,7 +28,7 @@ class Clock:
         return self.now
 
 
-class Embedding2s:
+class SlowEmbedder:
     """An embedder that takes two seconds of the clock for each text."""
 
     def __init__(self, clock: Clock) -> None:
@@ -46,31 +48,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def members(*texts: str | None) -> list[Member]:
     """Return a member for each answer; an answer of ``None`` is never written."""
-    made: list[Member] = []
+    result: list[Member] = []
     for place, text in enumerate(texts):
         answer = Answer(f"1.{place + 1}")
         if text is not None:
             answer.write(text)
             answer.close()
         record = AgentAnswer(0, place, "model", "http://engine")
-        made.append(Member(answer, record, [AnswerSlot(Text(f"slot {place}"))]))
-    return made
+        result.append(Member(answer, record, [AnswerSlot(Text(f"slot {place}"))]))
+    return result
 
 
-async def run_cluster(several: list[Member], policy: EarlyExit | None) -> Cluster:
-    async def enough() -> None:
+async def run_cluster(agents: list[Member], policy: EarlyExit | None) -> Cluster:
+    async def unlimited() -> None:
         return None
 
     scores = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
     cluster = Cluster(
-        several, room=enough, stall_seconds=1, scores=scores, leave=lambda _member: None
+        agents, room=unlimited, stall_seconds=1, scores=scores, leave=lambda _member: None
     )
     await cluster.run()
     return cluster
 
 
 async def test_deciding_counts_the_wait_for_earlier_decisions(clock: Clock) -> None:
-    policy = EarlyExit(Embedding2s(clock), rule="threshold", threshold=0)
+    policy = EarlyExit(SlowEmbedder(clock), rule="threshold", threshold=0)
     cluster = await run_cluster(members("one", "two", None), policy)
     # The second answer was complete at once, but was scored after the first.
     assert [decision.seconds for decision in cluster.decisions] == [2, 4]
@@ -83,7 +85,7 @@ async def test_cluster_without_early_exit_makes_no_decisions(clock: Clock) -> No
     assert cluster.deciding == 0 and not cluster.decisions
 
 
-class Endless:
+class EndlessEmbedder:
     """An embedder that never returns."""
 
     async def embed(self, text: str) -> Embedding:
@@ -92,16 +94,16 @@ class Endless:
 
 
 async def test_pending_decision_is_cancelled_when_all_answers_are_complete() -> None:
-    several = members("one", "two", "three")
+    agents = members("one", "two", "three")
     with anyio.fail_after(10):
-        cluster = await run_cluster(several, EarlyExit(Endless()))
-    assert all(member.used for member in several) and not cluster.decisions
+        cluster = await run_cluster(agents, EarlyExit(EndlessEmbedder()))
+    assert all(member.used for member in agents) and not cluster.decisions
 
 
 async def test_pending_decision_is_cancelled_when_the_other_answers_failed() -> None:
-    several = members("one", None, None)
-    for member in several[1:]:
+    agents = members("one", None, None)
+    for member in agents[1:]:
         member.answer.fail(RuntimeError("gone"))
     with anyio.fail_after(10):
-        await run_cluster(several, EarlyExit(Endless()))
-    assert [member.used for member in several] == [True, False, False]
+        await run_cluster(agents, EarlyExit(EndlessEmbedder()))
+    assert [member.used for member in agents] == [True, False, False]

@@ -17,9 +17,9 @@ from flashmoa.moa.prompts import AnswerForms
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 
 
-def number(answer: str) -> str | None:
-    found = re.findall(r"\d+", answer)
-    return found[-1] if found else None
+def last_number(answer: str) -> str | None:
+    numbers = re.findall(r"\d+", answer)
+    return numbers[-1] if numbers else None
 
 
 def answer_forms(*answers: str) -> list[AnswerForms]:
@@ -57,31 +57,31 @@ def test_memory_keeps_all_rounds_or_the_last_one() -> None:
 
 
 def test_most_common_ballot_wins_and_a_tie_goes_to_the_first() -> None:
-    decided = vote(["it is 4", "", "5", "maybe 5", "none"], number)
-    assert decided.ballots == ("4", None, "5", "5", None)
-    assert (decided.winner, decided.count, decided.place) == ("5", 2, 2)
-    tie = vote(["it is 4", "5", "5 or 4", "5"], number)
+    outcome = vote(["it is 4", "", "5", "maybe 5", "none"], last_number)
+    assert outcome.ballots == ("4", None, "5", "5", None)
+    assert (outcome.winner, outcome.count, outcome.place) == ("5", 2, 2)
+    tie = vote(["it is 4", "5", "5 or 4", "5"], last_number)
     assert (tie.winner, tie.place) == ("4", 0)
-    nothing = vote(["", "well", "?"], number)
-    assert (nothing.winner, nothing.count, nothing.place) == (None, 0, 1)
+    without_ballots = vote(["", "well", "?"], last_number)
+    assert (without_ballots.winner, without_ballots.count, without_ballots.place) == (None, 0, 1)
     with pytest.raises(ValueError, match="needs an answer"):
-        vote(["", ""], number)
+        vote(["", ""], last_number)
 
 
 @given(st.lists(st.sampled_from(["1", "2", "3", "?"]), min_size=1, max_size=9))
 def test_winner_has_the_highest_count(answers: list[str]) -> None:
-    decided = vote(answers, number)
-    counts = {one: answers.count(one) for one in answers if one != "?"}
-    assert decided.count == max(counts.values(), default=0)
-    if decided.winner is not None:
-        assert decided.count == counts[decided.winner]
-        equals = [one for one in answers if counts.get(one) == decided.count]
-        assert decided.winner == equals[0] == answers[decided.place]
+    outcome = vote(answers, last_number)
+    counts = {answer: answers.count(answer) for answer in answers if answer != "?"}
+    assert outcome.count == max(counts.values(), default=0)
+    if outcome.winner is not None:
+        assert outcome.count == counts[outcome.winner]
+        most_common = [answer for answer in answers if counts.get(answer) == outcome.count]
+        assert outcome.winner == most_common[0] == answers[outcome.place]
 
 
 def test_debate_needs_two_debaters_and_a_round() -> None:
-    one = Model(EngineClient("http://127.0.0.1:9"))
+    model = Model(EngineClient("http://127.0.0.1:9"))
     with pytest.raises(ValueError, match="at least two debaters; there are 1"):
-        Debate([one], 2, number)
+        Debate([model], 2, last_number)
     with pytest.raises(ValueError, match="at least one round; rounds is 0"):
-        Debate([one, one], 0, number)
+        Debate([model, model], 0, last_number)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from flashmoa.moa.early_exit import (
     EarlyExit,
     ScoredAnswers,
+    compute_quality,
     confidence,
     frobenius_cosine,
-    normalised,
-    quality,
+    normalise,
 )
 from flashmoa.moa.embedding import Embedding
 
@@ -27,7 +27,7 @@ def embedding(seed: int, rows: int, columns: int = 12) -> Embedding:
     return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
 
 
-def as_written(one: Embedding, other: Embedding) -> float:
+def cosine_as_published(one: Embedding, other: Embedding) -> float:
     """Compute lines 1, 2 and 8 with ``hidden x hidden`` matrices."""
 
     def correlation(states: Embedding) -> np.ndarray:
@@ -42,15 +42,15 @@ def as_written(one: Embedding, other: Embedding) -> float:
 @given(SEEDS, SEEDS, st.integers(1, 30), st.integers(1, 30))
 def test_similarity_equals_the_papers_formula(a: int, b: int, n: int, m: int) -> None:
     one, other = embedding(a, n), embedding(b, m)
-    found = frobenius_cosine(normalised(one), normalised(other))
-    assert found == pytest.approx(as_written(one, other), abs=1e-4)
+    found = frobenius_cosine(normalise(one), normalise(other))
+    assert found == pytest.approx(cosine_as_published(one, other), abs=1e-4)
     assert 0 <= found <= 1
-    assert frobenius_cosine(normalised(one), normalised(one)) == pytest.approx(1, abs=1e-5)
+    assert frobenius_cosine(normalise(one), normalise(one)) == pytest.approx(1, abs=1e-5)
 
 
 def test_embedding_of_zeros_has_similarity_zero() -> None:
-    empty = normalised(np.zeros((3, 4), dtype=np.float32))
-    assert frobenius_cosine(empty, normalised(embedding(1, 3, 4))) == 0
+    empty = normalise(np.zeros((3, 4), dtype=np.float32))
+    assert frobenius_cosine(empty, normalise(embedding(1, 3, 4))) == 0
 
 
 @given(
@@ -68,18 +68,18 @@ def test_score_equals_the_papers_formula(confidences: list[float], seed: int, ta
     )
     p /= weight
     b = min(1, max(0, 1 - abs(p - tau) / tau))
-    c = math.sqrt(sum(one**2 for one in confidences) / count)
+    c = math.sqrt(sum(value**2 for value in confidences) / count)
     below = [row[:-1] for row in similar]
-    found = quality(confidences, below, tau=tau, diagonal=True)
+    found = compute_quality(confidences, below, tau=tau, diagonal=True)
     assert found.agreement == pytest.approx(p)
     assert found.score == pytest.approx(math.sqrt(c * b))
 
 
 def test_single_answer_scores_only_with_the_diagonal() -> None:
-    alone = quality([0.8], [[]], tau=0.7, diagonal=True)
+    alone = compute_quality([0.8], [[]], tau=0.7, diagonal=True)
     assert alone.agreement == 1 and alone.score == pytest.approx(math.sqrt(0.8 * (1 - 0.3 / 0.7)))
-    assert quality([0.8], [[]], tau=0.7, diagonal=False).score == 0
-    assert quality([0.0, 0.0], [[], [1.0]], tau=0.7, diagonal=False).score == 0
+    assert compute_quality([0.8], [[]], tau=0.7, diagonal=False).score == 0
+    assert compute_quality([0.0, 0.0], [[], [1.0]], tau=0.7, diagonal=False).score == 0
 
 
 def test_confidence_is_the_geometric_mean_of_probabilities() -> None:
@@ -87,7 +87,7 @@ def test_confidence_is_the_geometric_mean_of_probabilities() -> None:
     assert confidence([]) == 0
 
 
-class ByLength:
+class LengthEmbedder:
     """An embedder to which all texts of one length are the same."""
 
     async def embed(self, text: str) -> Embedding:
@@ -97,15 +97,15 @@ class ByLength:
 @pytest.mark.anyio
 @pytest.mark.parametrize("rule", ["sample", "threshold"])
 async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> None:
-    policy = EarlyExit(ByLength(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
+    policy = EarlyExit(LengthEmbedder(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
 
     async def run(texts: list[str], logprob: float) -> list[bool]:
         answers = ScoredAnswers(policy, random.Random(policy.seed))
         return [answers.suffice(await answers.add(text, [logprob])) for text in texts]
 
-    # Confident, equal answers: it leaves once two are complete; one is never enough.
+    # Confident answers that are all alike suffice as soon as two are complete.
     assert await run(["aa", "bb", "cc"], 0.0) == [False, True, True]
-    # The answers have no confidence.
+    # Answers without any confidence never suffice.
     assert await run(["aa", "bb", "cc"], -30.0) == [False, False, False]
 
 
@@ -113,9 +113,9 @@ async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> Non
 def test_policy_refuses_numbers_out_of_range(wrong: dict[str, int]) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
-        EarlyExit(ByLength(), **wrong)  # type: ignore[arg-type]
+        EarlyExit(LengthEmbedder(), **wrong)  # type: ignore[arg-type]
 
 
 def test_as_published_counts_the_diagonal_and_leaves_with_one_answer() -> None:
-    published = EarlyExit.as_published(ByLength())
+    published = EarlyExit.as_published(LengthEmbedder())
     assert published.diagonal and published.min_answers == 1

@@ -9,6 +9,6 @@ from flashmoa.moa import MixtureOfAgents, Model
 
 
 def test_layers_must_match_the_topology() -> None:
-    one = Model(EngineClient("http://127.0.0.1:9"))
+    model = Model(EngineClient("http://127.0.0.1:9"))
     with pytest.raises(ValueError, match=r"\(2, 1\) models for a topology of \(3, 1\)"):
-        MixtureOfAgents([[one, one], [one]], "3-1")
+        MixtureOfAgents([[model, model], [model]], "3-1")

@@ -1,4 +1,4 @@
-"""Test the repeat filter against a search in the whole text."""
+"""``RepeatFilter`` drops what a search in the whole text finds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashmoa.moa.repeat_filter import RepeatFilter
 
-# A few words, some of which begin with another one.
+# Few words, some with the same beginning.
 WORDS = st.lists(st.sampled_from(["a", "ab", "b", "c", "cab", "d."]), max_size=9)
 SPACE = st.sampled_from([" ", "\n", "  "])
 
@@ -20,8 +20,8 @@ def texts(draw: st.DrawFn) -> str:
     return text[draw(st.integers(0, 2)) :] + draw(st.sampled_from(["", "", " ", "\n\n"]))
 
 
-def searched(written: str, part: str) -> tuple[str, str]:
-    """Return the part without its repetition, and the repetition, by a search in the whole text."""
+def search(written: str, part: str) -> tuple[str, str]:
+    """Return the kept and the dropped text of a whole part."""
     before, after = written.split(), part.split()
     cut = not written[-1:].isspace()
     for count in range(min(len(before), len(after)), 0, -1):
@@ -37,7 +37,7 @@ def searched(written: str, part: str) -> tuple[str, str]:
     return part, ""
 
 
-def filtered(written: str, pieces: list[str]) -> tuple[str, RepeatFilter]:
+def filter_pieces(written: str, pieces: list[str]) -> tuple[str, RepeatFilter]:
     repeats = RepeatFilter(written)
     return "".join(repeats.add(piece) for piece in pieces) + repeats.end(), repeats
 
@@ -52,8 +52,8 @@ def test_filter_equals_a_search_in_the_whole_text(
         part = written[begin:] + part
     cuts = sorted(data.draw(st.sets(st.integers(0, len(part)), max_size=6)))
     pieces = [part[a:b] for a, b in zip([0, *cuts], [*cuts, len(part)], strict=True)]
-    text, repeats = filtered(written, pieces)
-    assert (text, repeats.dropped) == searched(written, part)
+    text, repeats = filter_pieces(written, pieces)
+    assert (text, repeats.dropped) == search(written, part)
     assert repeats.held == ""
 
 
@@ -71,7 +71,7 @@ def test_filter_equals_a_search_in_the_whole_text(
     ],
 )
 def test_repetition_is_dropped(written: str, part: str, expected: str) -> None:
-    assert filtered(written, list(part))[0] == expected
+    assert filter_pieces(written, list(part))[0] == expected
 
 
 def test_only_text_that_may_be_a_repetition_is_held_back() -> None:

@@ -1,4 +1,4 @@
-"""Test layers of agents: trees, all-to-all, clusters, and layers that are refused."""
+"""Layers of agents: trees, all-to-all, clusters, and invalid topologies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_agent_of_a_tree_has_one_reader(widths: list[int]) -> None:
     tree = Topology.tree(*sorted(widths, reverse=True), 1)
     for number in range(len(tree.layers) - 1):
         readers = [tree.readers(number, place) for place in range(tree.widths[number])]
-        assert all(len(one) == 1 for one in readers)
+        assert all(len(places) == 1 for places in readers)
         assert readers == sorted(readers)
 
 

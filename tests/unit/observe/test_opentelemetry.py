@@ -1,4 +1,4 @@
-"""Test the OpenTelemetry spans and metrics that are made of events."""
+"""Spans and metrics that are made from events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LINKED: list[Event] = [
 
 
 class Telemetry:
-    """An OpenTelemetry set-up that records in memory."""
+    """Records OpenTelemetry's spans and metrics in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -72,14 +72,16 @@ class Telemetry:
 
     def spans(self) -> dict[str, ReadableSpan]:
         """Return the spans by name; each name occurs once."""
-        found = self.exporter.get_finished_spans()
-        assert len({span.name for span in found}) == len(found)
-        return {span.name: span for span in found}
+        spans = self.exporter.get_finished_spans()
+        assert len({span.name for span in spans}) == len(spans)
+        return {span.name: span for span in spans}
 
     def points(self, name: str) -> list[Any]:
         data = self.reader.get_metrics_data()
         metrics = data.resource_metrics[0].scope_metrics[0].metrics if data is not None else []
-        return [point for one in metrics if one.name == name for point in one.data.data_points]
+        return [
+            point for metric in metrics if metric.name == name for point in metric.data.data_points
+        ]
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def telemetry() -> Telemetry:
     return Telemetry()
 
 
-def tell(listener: Callable[[Event], None], events: list[Event]) -> None:
+def report(listener: Callable[[Event], None], events: list[Event]) -> None:
     for event in events:
         listener(event)
 
@@ -102,7 +104,7 @@ def parent(span: ReadableSpan) -> int | None:
 
 
 def test_linked_call_has_spans_of_agent_chat_link_and_prefill(telemetry: Telemetry) -> None:
-    tell(telemetry.listener(), LINKED)
+    report(telemetry.listener(), LINKED)
     spans = telemetry.spans()
     assert list(spans) == ["link B", "prefill", "chat m", "invoke_agent B"]
     agent, chat, link, prefill = (
@@ -143,7 +145,7 @@ def test_linked_call_has_spans_of_agent_chat_link_and_prefill(telemetry: Telemet
 
 
 def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:
-    tell(telemetry.listener(), LINKED)
+    report(telemetry.listener(), LINKED)
     (duration,) = telemetry.points("gen_ai.client.operation.duration")
     assert duration.sum == 2.0 and duration.attributes["gen_ai.request.model"] == "m"
     (first,) = telemetry.points("gen_ai.client.operation.time_to_first_chunk")
@@ -167,25 +169,25 @@ def test_answers_are_recorded_only_on_request(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = "gen_ai.output.messages"
-    tell(telemetry.listener(), LINKED)
+    report(telemetry.listener(), LINKED)
     assert message not in (telemetry.spans()["chat m"].attributes or {})
     monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "SPAN_ONLY")
     for more in ({}, {"content": True}, {"content": False}):
         telemetry.exporter.clear()
-        tell(telemetry.listener(**more), LINKED)
+        report(telemetry.listener(**more), LINKED)
         attributes = telemetry.spans()["chat m"].attributes or {}
         assert (message in attributes) is (more != {"content": False})
     telemetry.exporter.clear()
-    tell(telemetry.listener(content=True), LINKED)
-    said = json.loads(str((telemetry.spans()["chat m"].attributes or {})[message]))
+    report(telemetry.listener(content=True), LINKED)
+    messages = json.loads(str((telemetry.spans()["chat m"].attributes or {})[message]))
     parts = [{"type": "text", "content": "It rains."}]
-    assert said == [{"role": "assistant", "parts": parts, "finish_reason": "stop"}]
+    assert messages == [{"role": "assistant", "parts": parts, "finish_reason": "stop"}]
 
 
 def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
     failed = CallFailed(**CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError")
     closed = LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
-    tell(telemetry.listener(), [*LINKED[:3], closed, failed])
+    report(telemetry.listener(), [*LINKED[:3], closed, failed])
     for name, kind in (("chat m", "TimeoutError"), ("invoke_agent B", "TimeoutError")):
         span = telemetry.spans()[name]
         assert span.status.status_code is trace.StatusCode.ERROR
@@ -201,7 +203,7 @@ def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
 
 
 def test_call_that_failed_before_its_request_has_a_span(telemetry: Telemetry) -> None:
-    tell(telemetry.listener(), [CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")])
+    report(telemetry.listener(), [CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")])
     (span,) = telemetry.spans().values()
     assert span.name == "invoke_agent B" and times(span) == (5.0, 5.0)
     assert span.attributes is not None and span.attributes["error.type"] == "Upstream"
@@ -209,20 +211,20 @@ def test_call_that_failed_before_its_request_has_a_span(telemetry: Telemetry) ->
 
 
 def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
-    """If the framework has a span of the agent, as AutoGen does, they are children of that span."""
+    """If that is a span of the agent, as AutoGen makes it, there is no second one."""
     tracer = telemetry.tracers.get_tracer("a framework")
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
     with tracer.start_as_current_span("its agent", attributes=attributes) as own:
         listener = telemetry.listener()
-        tell(listener, LINKED[:3])
-    tell(listener, LINKED[3:])
+        report(listener, LINKED[:3])
+    report(listener, LINKED[3:])
     spans = telemetry.spans()
     assert "invoke_agent B" not in spans
     assert parent(spans["chat m"]) == parent(spans["link B"]) == own.get_span_context().span_id
     telemetry.exporter.clear()
     attributes["gen_ai.agent.name"] = "somebody else"
     with tracer.start_as_current_span("a supervisor", attributes=attributes) as other:
-        tell(telemetry.listener(), LINKED)
+        report(telemetry.listener(), LINKED)
     assert parent(telemetry.spans()["invoke_agent B"]) == other.get_span_context().span_id
 
 
@@ -235,7 +237,7 @@ def test_links_without_a_stream_are_events_of_the_call(telemetry: Telemetry) -> 
         CallStarted(**CALL, at=4.0, model="m", late=True),
         CallFinished(**CALL, at=5.0),
     ]
-    tell(telemetry.listener(), before)
+    report(telemetry.listener(), before)
     chat = telemetry.spans()["chat m"]
     assert [event.name for event in chat.events] == [
         "flashmoa.link.waits",
@@ -249,8 +251,8 @@ def test_links_without_a_stream_are_events_of_the_call(telemetry: Telemetry) -> 
 def test_unused_link_is_a_child_of_the_span_in_which_it_was_opened(telemetry: Telemetry) -> None:
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
-        tell(listener, [*LINKED[:2], UpstreamFailed(**B, upstream="A", failure="x", action="y")])
-    tell(listener, [LinkClosed(**B, stream_id="s", reason="abort")])
+        report(listener, [*LINKED[:2], UpstreamFailed(**B, upstream="A", failure="x", action="y")])
+    report(listener, [LinkClosed(**B, stream_id="s", reason="abort")])
     link = telemetry.spans()["link B"]
     assert parent(link) == run.get_span_context().span_id
     assert [e.name for e in link.events] == ["flashmoa.link.advanced", "flashmoa.upstream.failed"]
@@ -260,7 +262,7 @@ def test_unused_link_is_a_child_of_the_span_in_which_it_was_opened(telemetry: Te
 def test_oldest_unfinished_calls_and_links_are_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opentelemetry, "_KEPT", 2)
+    monkeypatch.setattr(opentelemetry, "_MAX_KEPT", 2)
     listener = telemetry.listener()
     for number in range(5):
         agent = {"agent": f"agent-{number}", "engine": "http://b"}
@@ -268,7 +270,7 @@ def test_oldest_unfinished_calls_and_links_are_dropped(
         listener(LinkOpened(**agent, upstream=(), stream_id=f"s{number}"))
         listener(CallStarted(**agent, call_id=f"{number}", model=f"m{number}"))
     assert {len(kept) for kept in (listener._calls, listener._links)} == {2}
-    assert len(listener._loose) <= 2
+    assert len(listener._linkless) <= 2
     assert {f"chat m{n}" for n in range(3)} == {n for n in telemetry.spans() if "chat" in n}
     listener.close()
     assert len(telemetry.spans()) == 15
@@ -277,7 +279,7 @@ def test_oldest_unfinished_calls_and_links_are_dropped(
 
 
 def test_events_of_unknown_calls_are_ignored(telemetry: Telemetry) -> None:
-    tell(telemetry.listener(), [LINKED[4], LINKED[5]])
+    report(telemetry.listener(), [LINKED[4], LINKED[5]])
     assert telemetry.spans() == {}
 
 

@@ -1,4 +1,4 @@
-"""Test the page of a run: its data, and that it is one file. ``integration/page`` opens it."""
+"""The page of a run: its data, and that it is a single file. ``integration/page`` opens it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test how much was prefilled ahead of each call, handoffs, and notes."""
+"""Overlaps (what was prefilled ahead of a call), handoffs, and notes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
     return StreamUse(id="s", status=status, prefills=prefills)
 
 
-def test_prefill_is_summed_until_the_call_and_during_upstream_decodes() -> None:
-    # A decodes from 2 to 8; B is sent at 8, and its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
+def test_prefill_counts_until_the_call_and_under_decode() -> None:
+    # A decodes from 2 to 8, B is sent at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
     assert overlaps(found) == {"B": Overlap(5.5, 3.5, 0.5, 70, 10)}
     # Overlapping spans of one stream count once.
@@ -90,7 +90,7 @@ def test_summary_has_the_figures_of_a_run() -> None:
 
 
 def test_handoffs_follow_the_order_of_the_prompt() -> None:
-    # B wrote at the same time as A; its text could be sent only once that of A was complete.
+    # B wrote while A did; its text could flow only once that of A was complete.
     events: list[Event] = [
         LinkOpened(
             agent="M", engine="http://e", at=0.5, upstream=("user", "A", "B"), stream_id="s"
@@ -105,7 +105,7 @@ def test_handoffs_follow_the_order_of_the_prompt() -> None:
 def test_a_handoff_starts_at_the_writers_last_call_before_the_readers() -> None:
     events = [*call("A", 0, 1, 2), *call("M", 5, 6, 7, use((1, 2)))]
     opened = LinkOpened(agent="M", engine="http://e", at=3, upstream=("A",), stream_id="s")
-    # A had finished when the link was opened, and wrote nothing more.
+    # A had ended when the link was opened, so that no text of it flowed.
     assert handoffs([opened, *events]) == {"M": []}
     again = {"agent": "A", "engine": "http://e", "call_id": "A2"}
     events += [CallStarted(**again, at=3), FirstToken(**again, at=3.5), CallFinished(**again, at=4)]

@@ -1,4 +1,4 @@
-"""Test that traces can be written, read, shown and converted."""
+"""Traces are written, read again, shown and converted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_reading_returns_what_was_written(file: Path) -> None:
     assert read(file) == RUN
-    # This trace ends like that of a program that was killed while it wrote.
+    # A program was killed while it wrote the last line.
     whole = file.read_text()
     file.write_text(whole[:-20])
     assert read(file) == RUN[:-1]

@@ -1,4 +1,4 @@
-"""Routers in front of fake engines, and clients that call them without a web server."""
+"""Run routers in front of fake engines, and call them without a web server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from flashmoa.router.application import RouterOptions, application
-from flashmoa.router.client_requests import STREAMS, json_answer
+from flashmoa.router.client_requests import STREAMS, make_json_response
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
 
@@ -25,16 +25,16 @@ class FakeEngine:
     """Answers every request that has the right API key.
 
     Args:
-        streams: ids of its prompt streams.
-        lets_in: whether it accepts requests with any API key, or none.
+        streams: the ids of its prompt streams.
+        needs_key: whether it refuses requests without the right API key.
 
     Attributes:
-        requests: accepted requests, except for the router's own.
+        requests: the requests that it accepted, except the router's own.
     """
 
-    def __init__(self, *streams: str, lets_in: bool = False) -> None:
+    def __init__(self, *streams: str, needs_key: bool = True) -> None:
         self._streams = streams
-        self._lets_in = lets_in
+        self._needs_key = needs_key
         self.requests: list[str] = []
 
     def app(self) -> Starlette:
@@ -44,16 +44,18 @@ class FakeEngine:
     async def _answer(self, request: Request) -> Response:
         path = request.url.path
         await request.body()
-        if not self._lets_in and request.headers.get("authorization") != KEY["authorization"]:
-            return json_answer({"error": "Unauthorized"}, 401)
+        if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
+            return make_json_response({"error": "Unauthorized"}, 401)
         if path not in ("/model_info", "/server_info", "/v1/loads"):
             self.requests.append(f"{request.method} {path}")
         if path == STREAMS:
-            told = {"open": len(self._streams)}
-            return json_answer(told if request.method == "GET" else {"id": self._streams[0]})
+            count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}
+            return make_json_response(count if request.method == "GET" else opened)
         if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
-            return json_answer({"error": {"code": "unknown_stream"}}, 404)
-        return json_answer({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
+            return make_json_response({"error": {"code": "unknown_stream"}}, 404)
+        return make_json_response(
+            {"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}}
+        )
 
 
 class RouterClient:
@@ -74,11 +76,11 @@ class RouterClient:
 
         ``path`` is percent-encoded.
         """
-        given: Iterator[bytes] = iter([body])
+        bodies: Iterator[bytes] = iter([body])
         status, pieces = 0, list[bytes]()
 
         async def receive() -> dict[str, Any]:
-            if (piece := next(given, None)) is None:
+            if (piece := next(bodies, None)) is None:
                 await anyio.sleep_forever()
             return {"type": "http.request", "body": piece, "more_body": False}
 
@@ -109,17 +111,17 @@ async def running(app: Starlette) -> AsyncGenerator[RouterClient]:
 
 
 @asynccontextmanager
-async def routing(*engines: FakeEngine, **more: Any) -> AsyncGenerator[RouterClient]:
-    """Run a router over fake engines."""
+async def routing(*engines: FakeEngine, **options: Any) -> AsyncGenerator[RouterClient]:
+    """Run a router in front of fake engines."""
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serve(one.app())) for one in engines]
-        options = RouterOptions(urls, api_key="right", watch_seconds=60, **more)
-        yield await stack.enter_async_context(running(application(options)))
+        urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
+        all_options = RouterOptions(urls, api_key="right", watch_seconds=60, **options)
+        yield await stack.enter_async_context(running(application(all_options)))
 
 
 @asynccontextmanager
 async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
-    """Run a shell router whose engine is its prefill engine and the router of its pair."""
+    """Run a shell router; the engine is both its prefill engine and its pair's router."""
     async with (
         serve(engine.app()) as url,
         running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,

@@ -1,4 +1,4 @@
-"""Short prompts of small blocks, for the tests of the router's core."""
+"""Make short prompts of small blocks, and policies, for the tests of the router's core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashmoa.router.prefix_aware import PrefixAware
 
 SIZE = 4
 STEPS = settings(max_examples=50, stateful_step_count=30)
-# Few tokens, so that prompts share prefixes.
+# There are only two different tokens, so that prompts share prefixes.
 PROMPTS = st.lists(st.integers(0, 1), max_size=20)
 FLOPS = TrueFlops(linear=7, pair=3, window_pair=2, window=5)
 MEASURES: st.SearchStrategy[Measure] = st.sampled_from([TokenCount(), FLOPS])
@@ -25,18 +25,18 @@ def blocks(tokens: Sequence[int]) -> Blocks:
 
 
 def prefixes(tokens: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return every prefix of whole blocks."""
+    """Return every prefix that consists of whole blocks."""
     return {tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)}
 
 
 def policy(engines: int, measure: Measure, limit: int | None, patience: float = 0.0) -> PrefixAware:
-    """Make the policy: the paper's, unless ``patience`` is given."""
-    made = PrefixAware(block_tokens=SIZE, patience=patience)
+    """Return the paper's policy for engines ``e0``, ``e1``, ..., or one with some patience."""
+    routing = PrefixAware(block_tokens=SIZE, patience=patience)
     for number in range(engines):
-        made.join(f"e{number}", EngineTraits(measure, limit))
-    return made
+        routing.join(f"e{number}", EngineTraits(measure, limit))
+    return routing
 
 
 def place(routing: Policy, name: str, prompt: Blocks) -> str | None:
-    """Return the engine of a request that is alone in the queue."""
+    """Route a request that is alone in the queue; return its engine, or ``None`` if it waits."""
     return routing.route([WaitingRequest(name, prompt)]).get(name)

@@ -1,4 +1,4 @@
-"""Test the block hashes of a prompt against its prefixes."""
+"""Test the hashes of a prompt's blocks against the prompt's prefixes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_salted_and_text_prompts_share_no_hashes_with_plain_tokens() -> None:
 
 
 def test_last_token_is_always_computed() -> None:
-    assert blocks([1] * 8).tokens(2) == 7
-    assert blocks([1] * 9).tokens(2) == 8
-    assert blocks([]).tokens(0) == 0
+    assert blocks([1] * 8).cached_tokens(2) == 7
+    assert blocks([1] * 9).cached_tokens(2) == 8
+    assert blocks([]).cached_tokens(0) == 0

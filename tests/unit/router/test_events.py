@@ -1,4 +1,4 @@
-"""Test engines' KV events: pages, gaps and replays, ranks, and where they are published."""
+"""Test how KV events are applied: pages, gaps, replays and ranks, and where they are published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from hypothesis import strategies as st
 from flashmoa.router.blocks import PageMirror, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.kv_events import EngineBlocks, EventSource, KvEventSubscriber, event_sources
+from flashmoa.router.kv_events import (
+    EngineBlocks,
+    EventSource,
+    KvEventSubscriber,
+    parse_event_sources,
+)
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
 from tests.unit.router.support import PROMPTS, SIZE, blocks
@@ -44,7 +49,7 @@ def batch(*events: list[object], written: float = 0.0) -> bytes:
 def test_reported_pages_become_the_hashes_of_prompts(
     prompts: list[list[int]], page: int, seed: int
 ) -> None:
-    """Compared with an engine whose cache is a set of page prefixes, evicted from their ends."""
+    """Compare with an engine whose cache is a set of page prefixes, evicted from their ends."""
     dice = random.Random(seed)
     mirror = PageMirror(SIZE)
     held: Counter[int] = Counter()
@@ -53,28 +58,29 @@ def test_reported_pages_become_the_hashes_of_prompts(
         for end in range(page, len(prompt) + 1, page):
             if (pages := tuple(prompt[:end])) not in cache:
                 parent = hash(pages[:-page]) if end > page else None
-                for _ in range(dice.choice((1, 2))):  # A repeated store changes nothing.
-                    held.update(mirror.stored([hash(pages)], parent, pages[-page:], page))
+                for _ in range(dice.choice((1, 2))):  # A repeated event changes nothing.
+                    held.update(mirror.add([hash(pages)], parent, pages[-page:], page))
                 cache.add(pages)
-        leaves = [one for one in cache if not any(o[:-page] == one for o in cache)]
+        parents = {pages[:-page] for pages in cache}
+        leaves = [pages for pages in cache if pages not in parents]
         if leaves and dice.random() < 0.5:
             leaf = dice.choice(sorted(leaves))
-            held.subtract(mirror.removed([hash(leaf)]))
+            held.subtract(mirror.remove([hash(leaf)]))
             cache.discard(leaf)
-    ends = {one[: n * SIZE] for one in cache for n in range(1, len(one) // SIZE + 1)}
+    ends = {pages[: n * SIZE] for pages in cache for n in range(1, len(pages) // SIZE + 1)}
     if page <= SIZE and SIZE % page == 0:
         known = {block for block, count in held.items() if count > 0}
-        assert known == {blocks(one).hashes[-1] for one in ends}
+        assert known == {blocks(end).hashes[-1] for end in ends}
     assert len(mirror) == len(cache)
 
 
-def test_pages_without_a_known_parent_are_ignored() -> None:
+def test_pages_after_a_lost_event_are_ignored() -> None:
     mirror = PageMirror(SIZE)
-    assert mirror.stored([5], 4, [1, 2, 3, 4], 4) == []
-    assert mirror.stored([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
+    assert mirror.add([5], 4, [1, 2, 3, 4], 4) == []
+    assert mirror.add([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
         blocks([1, 2, 3, 4, 5, 6, 7, 8]).hashes
     )
-    assert mirror.removed([9]) == []
+    assert mirror.remove([9]) == []
     mirror.clear()
     assert len(mirror) == 0
 
@@ -88,29 +94,29 @@ def one_engine() -> tuple[PrefixAware, Dispatcher]:
 
 def test_gap_in_an_engines_events_empties_its_table() -> None:
     policy, dispatcher = one_engine()
-    heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
-    heard.receive(4, batch(STORED))
-    assert policy.matched("a", PROMPT) == 31
-    heard.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
-    assert policy.matched("a", PROMPT) == 16
-    heard.receive(7, batch())
+    subscriber = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
+    subscriber.receive(4, batch(STORED))
+    assert policy.matched_tokens("a", PROMPT) == 31
+    subscriber.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
+    assert policy.matched_tokens("a", PROMPT) == 16
+    subscriber.receive(7, batch())
     assert policy.cached_blocks("a") == 0
-    heard.receive(8, batch([*STORED, {"cache_salt": "x"}]))
-    assert policy.matched("a", token_blocks([1] * 32, salt="x")) == 31
-    heard.receive(9, batch(["AllBlocksCleared"]))
+    subscriber.receive(8, batch([*STORED, {"cache_salt": "x"}]))
+    assert policy.matched_tokens("a", token_blocks([1] * 32, salt="x")) == 31
+    subscriber.receive(9, batch(["AllBlocksCleared"]))
     assert policy.cached_blocks("a") == 0
-    heard.receive(10, batch(STORED))
-    heard.receive(11, b"\xc1")
+    subscriber.receive(10, batch(STORED))
+    subscriber.receive(11, b"\xc1")
     assert policy.cached_blocks("a") == 0
 
 
-def test_events_of_speculative_decoding_have_pairs_of_tokens() -> None:
+def test_pairs_of_tokens_of_speculative_decoding_are_read() -> None:
     policy, dispatcher = one_engine()
-    heard = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
+    subscriber = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
     tokens = list(range(33))
     kind, pages, parent, _, size, *more = STORED
-    heard.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
-    assert policy.matched("a", token_blocks(tokens)) == 32
+    subscriber.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
+    assert policy.matched_tokens("a", token_blocks(tokens)) == 32
 
 
 def test_block_counts_as_long_as_one_rank_has_it() -> None:
@@ -120,21 +126,21 @@ def test_block_counts_as_long_as_one_rank_has_it() -> None:
     for rank in ranks:
         rank.receive(0, batch(STORED))
     ranks[0].receive(1, batch(["BlockRemoved", [2], "GPU"]))
-    assert policy.matched("a", PROMPT) == 31
+    assert policy.matched_tokens("a", PROMPT) == 31
     ranks[1].receive(1, batch(["BlockRemoved", [2], "GPU"]))
-    assert policy.matched("a", PROMPT) == 16
+    assert policy.matched_tokens("a", PROMPT) == 16
     ranks[1].receive(2, batch(["AllBlocksCleared"]))
-    assert policy.matched("a", PROMPT) == 16
+    assert policy.matched_tokens("a", PROMPT) == 16
     ranks[0].receive(3, batch())
     assert policy.cached_blocks("a") == 0
 
 
 class Publisher:
-    """Publishes on two sockets as SGLang's publisher does, and loses messages."""
+    """Does what SGLang's publisher does on its two sockets, and can lose messages."""
 
-    def __init__(self, live: zmq.asyncio.Socket, again: zmq.asyncio.Socket) -> None:
+    def __init__(self, live: zmq.asyncio.Socket, replay: zmq.asyncio.Socket) -> None:
         self._live = live
-        self._again = again
+        self._replay = replay
         self._kept: list[tuple[int, bytes]] = []
         self.replays: list[int] = []
 
@@ -148,30 +154,30 @@ class Publisher:
 
     async def run(self) -> None:
         while True:
-            client, _, first = await self._again.recv_multipart()
+            client, _, first = await self._replay.recv_multipart()
             self.replays.append(int.from_bytes(first, "big"))
             for sequence, payload in self._kept:
                 if sequence >= self.replays[-1]:
                     number = sequence.to_bytes(8, "big")
-                    await self._again.send_multipart([client, b"", number, payload])
-            await self._again.send_multipart([client, b"", b"\xff" * 8, b""])
+                    await self._replay.send_multipart([client, b"", number, payload])
+            await self._replay.send_multipart([client, b"", b"\xff" * 8, b""])
 
 
 @asynccontextmanager
 async def publishing() -> AsyncGenerator[tuple[Publisher, EventSource]]:
     context = zmq.asyncio.Context()
-    live, again = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    live, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     try:
-        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (live, again)]
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (live, replay)]
         source = EventSource(*(f"tcp://127.0.0.1:{port}" for port in ports), topic="kv")
-        publisher = Publisher(live, again)
+        publisher = Publisher(live, replay)
         async with anyio.create_task_group() as group:
             group.start_soon(publisher.run)
             yield publisher, source
             group.cancel_scope.cancel()
     finally:
         live.close(linger=0)
-        again.close(linger=0)
+        replay.close(linger=0)
         context.term()
 
 
@@ -186,11 +192,11 @@ async def test_missed_events_are_replayed() -> None:
                 await anyio.sleep(0.005)
 
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
-        # This is published before anybody listens.
+        # This event is published before the router subscribes.
         await publisher.publish(0, batch(STORED, written=1.0))
         group.start_soon(KvEventSubscriber(EngineBlocks(dispatcher, "a"), source).run)
         await until(2)
-        # A subscription takes a moment; this event is received, replayed, or both.
+        # A subscription takes a moment: the next events are received, replayed, or both.
         await publisher.publish(1, batch(other, written=2.0), lost=True)
         await publisher.publish(2, batch(third, written=3.0), lost=True)
         sequence = 3
@@ -200,7 +206,7 @@ async def test_missed_events_are_replayed() -> None:
                 sequence += 1
                 await anyio.sleep(0.005)
         assert publisher.replays[:2] == [0, 1]
-        # A different engine at the same address.
+        # Now another engine publishes at the same address.
         publisher.restart()
         await publisher.publish(0, batch(STORED, written=1000.0))
         await until(2)
@@ -208,12 +214,12 @@ async def test_missed_events_are_replayed() -> None:
         group.cancel_scope.cancel()
 
 
-SAID = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv"}
+DESCRIPTION = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv"}
 CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7100"}
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("info", "expected"),
     [
         ({}, ()),
         ({"kv_events": None, "kv_events_config": None}, ()),
@@ -221,13 +227,13 @@ CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tc
         ({"kv_events_config": json.dumps({"publisher": "null"})}, ()),
         ({"kv_events_config": json.dumps({"publisher": "zmq", "endpoint": "ipc://x"})}, ()),
         (
-            {"kv_events": SAID | {"dp_size": 2}},
+            {"kv_events": DESCRIPTION | {"dp_size": 2}},
             (
                 EventSource("tcp://host:5557", None, "kv"),
                 EventSource("tcp://host:5558", None, "kv"),
             ),
         ),
-        # This release does not describe its events.
+        # Some releases have only the configuration.
         (
             {"kv_events_config": json.dumps(CONFIG), "dp_size": 2},
             (
@@ -236,12 +242,12 @@ CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tc
             ),
         ),
         (
-            {"kv_events": SAID, "kv_events_config": json.dumps(CONFIG)},
+            {"kv_events": DESCRIPTION, "kv_events_config": json.dumps(CONFIG)},
             (EventSource("tcp://host:5557", "tcp://host:7100", "kv"),),
         ),
     ],
 )
-def test_event_sources_are_read_from_server_info(
-    told: dict[str, Any], expected: tuple[EventSource, ...]
+def test_event_sources_of_server_info(
+    info: dict[str, Any], expected: tuple[EventSource, ...]
 ) -> None:
-    assert event_sources("http://host:30000", told) == expected
+    assert parse_event_sources("http://host:30000", info) == expected

@@ -1,4 +1,4 @@
-"""Test the cost of prefills, against sums over tokens and models of known size."""
+"""Test the cost of prefill work against sums over tokens, and against known models."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_saturation_is_a_full_batch_and_more_with_exposed_transfers() -> None:
 
 def test_flops_of_known_models_are_twice_their_parameters() -> None:
     dense = true_flops(QWEN3_8B)
-    # 6.95 billion parameters without embeddings, by its model card.
+    # Its model card says 6.95 billion parameters without embeddings.
     assert dense.linear / 2 == pytest.approx(6.95e9, rel=0.002)
     assert dense.pair == 36 * 4 * 32 * 128
     sparse = true_flops({"text_config": QWEN3_235B})
-    # 22 billion active ones with 1.24 billion in the two vocabulary matrices.
+    # 22 billion parameters are active, 1.24 billion of them in the two vocabulary matrices.
     assert sparse.linear / 2 == pytest.approx(22e9 - 1.24e9, rel=0.02)
     windowed = true_flops(
         QWEN3_8B
@@ -84,12 +84,12 @@ def test_flops_include_latent_attention_and_shared_experts() -> None:
         "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
     }  # fmt: skip
-    # DeepSeek-V3: 37 billion active, 1.85 billion of them in two vocabulary matrices.
+    # 37 billion of DeepSeek-V3's are active, 1.85 billion of them in two vocabulary matrices.
     assert true_flops(config).linear / 2 == pytest.approx(37e9 - 1.85e9, rel=0.04)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({}, "num_hidden_layers"),
         (QWEN3_8B | {"hidden_size": "big"}, "hidden_size"),
@@ -97,6 +97,6 @@ def test_flops_include_latent_attention_and_shared_experts() -> None:
         ({k: v for k, v in QWEN3_8B.items() if k != "intermediate_size"}, "intermediate_size"),
     ],
 )
-def test_unknown_shape_names_the_missing_field(config: dict[str, int], said: str) -> None:
-    with pytest.raises(UnknownShape, match=said):
+def test_unknown_shape_names_the_missing_field(config: dict[str, int], message: str) -> None:
+    with pytest.raises(UnknownShape, match=message):
         true_flops(config)

@@ -1,4 +1,4 @@
-"""Test where requests are routed: the cascade and the policy around it."""
+"""Test where requests are sent: the choice for one request, and the policy around it."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_round_overfills_each_engine_by_at_most_one_request(
     most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
     queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
-    # The order is that of arrival: no request is overtaken.
+    # Requests are placed in order of arrival, so no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
     loads = [routing.load(f"e{number}") for number in range(engines)]
     assert all(load < limit + most for load in loads)
     assert len(placed) == len(queue) or all(load >= limit for load in loads)
-    # A request is never free, and never costs more than all its tokens.
+    # When all requests have ended, no load is left.
     for one in queue:
         routing.end(one.request)
     assert not any(routing.load(f"e{number}") for number in range(engines))
@@ -96,17 +96,17 @@ def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
         queue = [one for one in queue if one.request not in placed]
         room = {name for name in names if not routing.is_saturated(name)}
         for one in queue if room else ():
-            matched = {name: routing.matched(name, one.blocks) for name in names}
-            # Nothing is computed yet, so that all blocks that match are still to be computed there.
-            done = {
+            matched = {name: routing.matched_tokens(name, one.blocks) for name in names}
+            # Nothing is computed yet, so each engine has yet to compute even the matched tokens.
+            finish = {
                 name: routing.load(name)
                 - measure.work(0, matched[name])
                 + measure.work(matched[name], one.blocks.length)
                 for name in names
             }
-            # An engine stays idle only if the request would be done later on it.
+            # An engine stays idle only if it would finish the request later than another one.
             idle = [name for name in names if routing.load(name) == 0]
-            assert all(done[name] > min(done[other] for other in names) for name in idle)
+            assert all(finish[name] > min(finish.values()) for name in idle)
             best = max(matched.values())
             assert best > 0 and not any(matched[name] == best for name in room)
 
@@ -116,16 +116,16 @@ def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
     document = [7] * 16
     queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
-    # Waiting saves 16 of 17 tokens (twice), with 16 to be computed before: it waits.
+    # The sibling saves 16 of 17 tokens, so it waits for e0, and the stranger overtakes it.
     queue = [
         WaitingRequest("sibling", blocks([*document, 1])),
         WaitingRequest("stranger", blocks([2] * 4)),
     ]
     assert routing.route(queue) == {"stranger": "e1"}
-    # Waiting saves 4 of 8 tokens (twice), with 8 more to be computed than elsewhere: it does not.
-    routing.computed("other")
+    # The cousin saves 4 of 8 tokens; twice that is not more than the 8 that e0 has more to do.
+    routing.finish_prefill("other")
     assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
-    routing.stored("e0", blocks(document).hashes[:2])
+    routing.add_blocks("e0", blocks(document).hashes[:2])
     assert routing.load("e0") == 8
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
@@ -134,11 +134,12 @@ def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    routing.stored("e0", blocks(document).hashes)
+    routing.add_blocks("e0", blocks(document).hashes)
     routing.admit(WaitingRequest("long", blocks([1] * 20)), "e0")
-    # Either 16 tokens are computed again, or 20 come before: one request moves, the others wait.
+    # Computing 16 tokens again takes less than waiting for 20, so the first request is sent to e1.
+    # The others wait for either engine.
     assert routing.route(queue) == {"0": "e1"}
-    routing.computed("0")
+    routing.finish_prefill("0")
     assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
 
 
@@ -146,9 +147,9 @@ def test_prefix_that_is_being_computed_is_not_computed_again() -> None:
     routing = policy(2, TokenCount(), 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    # The other engine is idle, but would take as long.
+    # The others wait although e1 is idle, because e1 would not finish them sooner.
     assert routing.route(queue) == {"0": "e0"}
-    routing.computed("0")
+    routing.finish_prefill("0")
     assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
 
 
@@ -156,7 +157,7 @@ def test_siblings_follow_a_prefix_to_an_idle_engine() -> None:
     routing = policy(2, TokenCount(), 30, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    routing.stored("e0", blocks(document).hashes)
+    routing.add_blocks("e0", blocks(document).hashes)
     routing.admit(WaitingRequest("long", blocks([1] * 40)), "e0")
     assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
 
@@ -170,7 +171,7 @@ def test_siblings_follow_a_prefix_to_an_idle_engine() -> None:
 def test_loads_are_always_those_of_the_work_left(
     seed: int, measure: Measure, limit: int | None
 ) -> None:
-    """Requests come, are computed, end or fail; engines report, die and come back."""
+    """Requests arrive, are computed and end; engines report blocks, leave and join again."""
     dice = random.Random(seed)
     routing = policy(3, measure, limit)
     alive = {"e0", "e1", "e2"}
@@ -179,9 +180,9 @@ def test_loads_are_always_those_of_the_work_left(
         step = dice.random()
         if step < 0.5:
             prompt = blocks(dice.choices([0, 1], k=dice.randrange(1, 24)))
-            best = max((routing.matched(e, prompt) for e in alive if not routing.is_saturated(e)),
-                       default=None)  # fmt: skip
-            matched = {engine: routing.matched(engine, prompt) for engine in alive}
+            matched = {engine: routing.matched_tokens(engine, prompt) for engine in alive}
+            free = [engine for engine in alive if not routing.is_saturated(engine)]
+            best = max((matched[engine] for engine in free), default=None)
             placed = place(routing, str(number), prompt)
             assert (placed is None) == (best is None)
             if placed is not None:
@@ -190,22 +191,22 @@ def test_loads_are_always_those_of_the_work_left(
         elif step < 0.75 and open_requests:
             name = dice.choice(list(open_requests))
             if dice.random() < 0.6:
-                routing.computed(name)
+                routing.finish_prefill(name)
             routing.end(name)
             del open_requests[name]
         elif step < 0.9:
             part = blocks(dice.choices([0, 1], k=12)).hashes
-            where = dice.choice(["e0", "e1", "e2"])
-            dice.choice([routing.stored, routing.removed])(where, part)
+            engine = dice.choice(["e0", "e1", "e2"])
+            dice.choice([routing.add_blocks, routing.remove_blocks])(engine, part)
         elif alive and step < 0.95:
-            gone = dice.choice(sorted(alive))
-            alive.discard(gone)
-            routing.leave(gone)
-            open_requests = {name: at for name, at in open_requests.items() if at != gone}
+            lost = dice.choice(sorted(alive))
+            alive.discard(lost)
+            routing.leave(lost)
+            open_requests = {name: at for name, at in open_requests.items() if at != lost}
         else:
-            back = dice.choice(["e0", "e1", "e2"])
-            routing.join(back, EngineTraits(measure, limit))
-            alive.add(back)
+            joining = dice.choice(["e0", "e1", "e2"])
+            routing.join(joining, EngineTraits(measure, limit))
+            alive.add(joining)
         assert all(routing.load(engine) >= 0 for engine in alive)
     for name in open_requests:
         routing.end(name)
@@ -217,11 +218,11 @@ def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full(
     document = [7] * 16
     siblings = [blocks([*document, number, number]) for number in range(14)]
     places = [place(routing, str(number), one) for number, one in enumerate(siblings)]
-    # 18 tokens, then 2 each, until 30 are reached; the same on the other engine; then they wait.
+    # The first costs 18 tokens and each other one 2, until 30 are reached; then e1 does the same.
     assert places == ["e0"] * 7 + ["e1"] * 7
     assert place(routing, "late", siblings[0]) is None
-    # The engine reports the document's first half, so that 8 tokens of work are less.
-    routing.stored("e1", siblings[0].hashes[:2])
+    # The engine reports the document's first half, which is 8 tokens of work.
+    routing.add_blocks("e1", siblings[0].hashes[:2])
     assert routing.load("e1") == 22
     assert place(routing, "late", siblings[0]) == "e1"
 
@@ -230,12 +231,12 @@ def test_engine_that_left_is_forgotten() -> None:
     routing = policy(2, TokenCount(), None)
     prompt = blocks([1] * 17)
     assert place(routing, "a", prompt) == "e0"
-    routing.computed("a")
+    routing.finish_prefill("a")
     routing.leave("e0")
     assert place(routing, "b", prompt) == "e1"
     routing.end("a")
     routing.join("e0", EngineTraits())
-    assert routing.matched("e0", prompt) == 0 and routing.load("e0") == 0
+    assert routing.matched_tokens("e0", prompt) == 0 and routing.load("e0") == 0
     routing.leave("e0")
     routing.leave("e1")
     assert place(routing, "c", prompt) is None
@@ -245,10 +246,10 @@ def test_request_whose_prompt_is_cached_adds_no_load() -> None:
     routing = policy(2, TokenCount(), 40)
     prompt = blocks([1] * 41)
     routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
-    assert routing.load("e1") == 0 and routing.matched("e1", prompt) == 40
+    assert routing.load("e1") == 0 and routing.matched_tokens("e1", prompt) == 40
     with pytest.raises(ValueError, match="has an engine already"):
         routing.admit(WaitingRequest("a", prompt), "e0")
-    routing.computed("a")
+    routing.finish_prefill("a")
     routing.end("a")
     assert place(routing, "b", prompt) == "e1"
     routing.admit(WaitingRequest("c", blocks([2] * 41)), "e1")
@@ -259,16 +260,16 @@ def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not(
     routing = policy(1, TokenCount(), None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)
-    assert routing.matched("e0", prompt) == 16
+    assert routing.matched_tokens("e0", prompt) == 16
     routing.end("a")
-    assert routing.matched("e0", prompt) == 0
+    assert routing.matched_tokens("e0", prompt) == 0
     place(routing, "b", prompt)
-    routing.computed("b")
+    routing.finish_prefill("b")
     routing.end("b")
-    assert (routing.matched("e0", prompt), routing.load("e0")) == (16, 0)
-    routing.removed("e0", prompt.hashes[2:])
-    assert routing.matched("e0", prompt) == 8
-    routing.cleared("e0")
-    assert routing.matched("e0", prompt) == 0
-    with pytest.raises(ValueError, match="measured otherwise"):
+    assert (routing.matched_tokens("e0", prompt), routing.load("e0")) == (16, 0)
+    routing.remove_blocks("e0", prompt.hashes[2:])
+    assert routing.matched_tokens("e0", prompt) == 8
+    routing.clear_blocks("e0")
+    assert routing.matched_tokens("e0", prompt) == 0
+    with pytest.raises(ValueError, match="another measure"):
         routing.join("e0", EngineTraits(FLOPS))

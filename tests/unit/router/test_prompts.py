@@ -1,4 +1,4 @@
-"""Test what a router knows about requests' prompts."""
+"""Test which blocks a router derives from requests' prompts."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ async def test_prompt_of_scores_begins_with_the_query() -> None:
     async with httpx.AsyncClient() as http:
         prompts = PromptHasher(http, lambda: False)
         for name in ("items", "documents"):
-            told = await prompts.blocks({"query": query, name: documents}, "", {})
-            assert told == text_blocks(query + "".join(documents))
+            scored = await prompts.blocks({"query": query, name: documents}, "", {})
+            assert scored == text_blocks(query + "".join(documents))
         one = await prompts.blocks({"query": query, "items": "b"}, "", {})
         assert one == text_blocks(query + "b")
         tokens = {"query": [1] * 16, "items": [[1] * 8, [1] * 8]}

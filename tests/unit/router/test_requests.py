@@ -1,4 +1,4 @@
-"""Test the routers' answers, in front of fake engines."""
+"""Test what the routers answer in front of fake engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flashmoa.router.application import RouterOptions, application
-from flashmoa.router.client_requests import CHAT, GENERATE, ROUTED, STREAMS
+from flashmoa.router.client_requests import CHAT, GENERATE, POLICY_ROUTES, STREAMS
 from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, pair, routing, running
 
 pytestmark = pytest.mark.anyio
@@ -34,15 +34,15 @@ async def test_requests_about_a_stream_go_to_its_engine() -> None:
             assert (await client(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
         status, content = await client("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
         assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
-    # The engines were searched for it once.
-    looked = ["GET /prompt_streams/b", "GET /prompt_streams/c"]
-    assert engines[0].requests == looked
-    ours = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
-    assert engines[1].requests == [looked[0], *ours, looked[0], looked[1]]
+    # The router asked every engine once for each stream.
+    searches = ["GET /prompt_streams/b", "GET /prompt_streams/c"]
+    assert engines[0].requests == searches
+    posts = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
+    assert engines[1].requests == [searches[0], *posts, searches[0], searches[1]]
 
 
 REFUSED = [
-    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
+    *[("POST", path) for path in (*POLICY_ROUTES, "/render", "/tokenize")],
     *[("POST", f"{STREAMS}/{name}/{what}") for name in "ax" for what in ("append", "keep_alive")],
     *[(method, f"{STREAMS}/{name}") for name in "ax" for method in ("GET", "DELETE")],
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/server_info")],
@@ -54,14 +54,14 @@ REFUSED = [
 async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> None:
     engine, body = FakeEngine("a"), b'{"text": "x", "prompt_stream_id": "a"}'
     async with routing(engine) as client:
-        # Its router knows the stream, and the prompt.
+        # Now the router knows the stream and the prompt.
         for path in (STREAMS, GENERATE):
             assert (await client("POST", path, body, KEY))[0] == 200
         known = list(engine.requests)
         for method, path in REFUSED:
             assert (await client(method, path, body, headers))[0] == 401, path
         assert engine.requests == known
-        # The router still knows the stream's engine.
+        # The router still knows the engine of the stream.
         assert (await client("GET", f"{STREAMS}/a", headers=KEY))[0] == 200
         assert engine.requests == [*known, f"GET {STREAMS}/a"]
 
@@ -71,7 +71,7 @@ async def test_shell_router_refuses_a_wrong_api_key_at_once() -> None:
     async with pair(engine, 60) as client:
         for method, path in [*REFUSED, ("GET", "/anything")]:
             assert (await client(method, path))[0] == 401, path
-        # The refusal does not wait for an agent, either.
+        # It does not wait for an agent first.
         with anyio.fail_after(10):
             assert (await client("POST", GENERATE, read))[0] == 401
             assert (await client("POST", GENERATE, b'{"agent": "a", "text": "x"}'))[0] == 401
@@ -86,7 +86,7 @@ async def test_streams_without_engines_answer_503() -> None:
 
 
 HALF = "half of a pair: \ud83d"
-# A nested value is put in the place of this one.
+# ``bodies`` replaces this by nested lists or objects.
 DEEP = "deep below"
 texts = st.sampled_from([HALF, DEEP, "", "a", "x", "word" * 40])
 plain = st.sampled_from([None, True, 0, -1, 1 << 70, 1.5, float("nan"), [], {}, [[]], {"n": 2}])
@@ -110,7 +110,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """Draw JSON bodies as Python writes them."""
+    """Return JSON with unusual fields."""
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=2, max_size=6, unique=True))
     fields = {name: draw(FIELDS[name]) for name in names}
     deep = draw(st.sampled_from([190, 250, 5000]) | st.integers(950, 990))
@@ -121,14 +121,14 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 
 ROUTES = [
-    *[("POST", path) for path in (*ROUTED, "/render", "/tokenize")],
+    *[("POST", path) for path in (*POLICY_ROUTES, "/render", "/tokenize")],
     *[("POST", f"{STREAMS}/ID/{what}") for what in ("append", "keep_alive")],
     *[(method, f"{STREAMS}/ID") for method in ("GET", "DELETE")],
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/metrics", "/health")],
     *[("POST", path) for path in ("/flush_cache", "/ID")],
 ]
 cut = st.tuples(bodies(), st.integers(0, 50)).map(lambda both: both[0][: both[1]])
-# Bodies that a web server accepts.
+# A web server accepts these characters in a header.
 header = st.text(
     st.just("\t") | st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f")
 )
@@ -156,7 +156,7 @@ EXAMPLES = settings(
 
 @pytest.fixture(params=["router", "tokenizing", "shell"])
 async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterClient]:
-    engine = FakeEngine("a", lets_in=True)
+    engine = FakeEngine("a", needs_key=False)
     if request.param == "shell":
         async with pair(engine) as client:
             yield client
@@ -180,12 +180,12 @@ async def test_nesting_over_the_limit_is_refused_at_any_depth(
 @EXAMPLES
 @example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
 @example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')
-@given(path=st.sampled_from(ROUTED), body=bodies())
+@given(path=st.sampled_from(POLICY_ROUTES), body=bodies())
 async def test_router_explains_every_refused_body(
     any_router: RouterClient, path: str, body: bytes
 ) -> None:
     status, content = await any_router("POST", path, body)
-    # The engine accepts every body, and no agent writes the answers that are read.
+    # The fake engine accepts every body, and no agent writes an answer.
     assert status in (200, 400, 424)
     if status != 200:
         assert len(json.loads(content)["error"]["message"]) > 10

@@ -1,4 +1,4 @@
-"""Test the router's queue, and how it reads engines' messages; without engines."""
+"""Test the router's queue, and how it reads engines' messages, without engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from flashmoa import cli
 from flashmoa.router.blocks import token_blocks
-from flashmoa.router.client_requests import ForwardedRequest, Repeat, passed_on
-from flashmoa.router.connections import connections
+from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_forwarded_headers
+from flashmoa.router.connections import open_connections
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engine_pool import merged_info
+from flashmoa.router.engine_pool import merge_info
 from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
 from flashmoa.router.errors import EngineLost, NoEngine, QueueFull
 from flashmoa.router.flops import TokenCount
@@ -37,7 +37,7 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     async def ask(number: int) -> None:
         async with dispatcher.place(token_blocks([number] * 32)) as place:
             served.append(number)
-            place.computed()
+            place.finish_prefill()
 
     async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
         group.start_soon(ask, 2)
@@ -56,14 +56,14 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
 async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.join("a", SMALL)
-    lost: list[str] = []
+    outcomes: list[str] = []
 
     async def ask() -> None:
         try:
             async with dispatcher.place(PROMPT) as place:
-                lost.append(place.engine)
+                outcomes.append(place.engine)
         except NoEngine:
-            lost.append("none")
+            outcomes.append("none")
 
     async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
         group.start_soon(ask)
@@ -71,7 +71,7 @@ async def test_waiting_request_fails_if_no_engine_is_left() -> None:
         dispatcher.leave("a")
     dispatcher.join("b", SMALL)
     await ask()
-    assert lost == ["none", "b"]
+    assert outcomes == ["none", "b"]
 
 
 async def test_engine_too_busy_to_send_its_settings_is_asked_again() -> None:
@@ -100,20 +100,20 @@ async def test_engine_that_never_sends_its_settings_joins_after_some_attempts() 
         return httpx.Response(200, json={})
 
     dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
-    looks = 0
+    probes = 0
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         monitor = EngineMonitor(http, dispatcher)
-        while not engine.is_up and looks < 20:
+        while not engine.is_up and probes < 20:
             await monitor.probe(engine)
-            looks += 1
-    assert 1 < looks < 20 and list(dispatcher.engines) == ["http://engine"]
+            probes += 1
+    assert 1 < probes < 20 and list(dispatcher.engines) == ["http://engine"]
 
 
 async def test_requests_to_a_hung_engine_are_cancelled() -> None:
-    silent = False
+    is_silent = False
 
     async def answer(_request: httpx.Request) -> httpx.Response:
-        if silent:
+        if is_silent:
             raise httpx.ReadTimeout("silence")
         return httpx.Response(200, json={})
 
@@ -121,40 +121,42 @@ async def test_requests_to_a_hung_engine_are_cancelled() -> None:
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         patient, monitor = (EngineMonitor(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
         await monitor.probe(engine)
-        silent = True
-        with engine.until_hung() as waiting:
-            # A busy engine is slow, too.
+        is_silent = True
+        with engine.hang_scope() as waiting:
+            # A busy engine is silent, too, but only for a short time.
             await patient.probe(engine)
             assert engine.is_up
             await monitor.probe(engine)
             await anyio.sleep_forever()
         assert waiting.cancelled_caught and not engine.is_up and not dispatcher.engines
-        silent = False
+        is_silent = False
         await monitor.probe(engine)
     assert engine.is_up
 
 
 @pytest.mark.parametrize(
-    ("told", "saturation", "blocks"),
+    ("info", "saturation", "blocks"),
     [
         ({"dp_size": 2, "chunked_prefill_size": 100, "max_total_num_tokens": 1600}, 240, 200),
         ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
         ({}, 9830, 1 << 16),
     ],
 )
-async def test_settings_of_one_rank_are_multiplied_by_the_number_of_ranks(
-    told: dict[str, int], saturation: int, blocks: int
+async def test_settings_of_one_rank_are_multiplied_by_the_ranks(
+    info: dict[str, int], saturation: int, blocks: int
 ) -> None:
     joined: list[EngineTraits] = []
 
-    class Joined(PrefixAware):
+    class RecordingPolicy(PrefixAware):
         def join(self, engine: str, traits: EngineTraits) -> None:
             joined.append(traits)
             super().join(engine, traits)
 
-    answer = httpx.MockTransport(lambda _: httpx.Response(200, json=told))
+    answer = httpx.MockTransport(lambda _: httpx.Response(200, json=info))
     async with httpx.AsyncClient(transport=answer) as http:
-        await EngineMonitor(http, Dispatcher(Joined())).probe(RoutedEngine("http://engine"))
+        await EngineMonitor(http, Dispatcher(RecordingPolicy())).probe(
+            RoutedEngine("http://engine")
+        )
     assert joined == [EngineTraits(TokenCount(), saturation, blocks)]
 
 
@@ -166,10 +168,10 @@ async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
         assert policy.is_saturated("a")
         with dispatcher.place_at("a", other := token_blocks([2] * 33)) as place:
             assert place.engine == "a" and policy.load("a") == 32
-            place.computed()
-    assert policy.matched("a", other) == 32
+            place.finish_prefill()
+    assert policy.matched_tokens("a", other) == 32
     with dispatcher.place_at("gone", PROMPT) as place:
-        place.computed()
+        place.finish_prefill()
 
 
 async def test_prompts_count_as_computed_when_a_later_snapshot_shows_fewer_waiting() -> None:
@@ -182,7 +184,8 @@ async def test_prompts_count_as_computed_when_a_later_snapshot_shows_fewer_waiti
             place = await stack.enter_async_context(dispatcher.place(token_blocks([number] * 32)))
             stack.enter_context(poller.follow(place))
         loads: list[int] = []
-        # Two snapshots from before the requests, a later one, then two, one and none waiting.
+        # The first snapshot is older than the requests, the second one is the first again, and the
+        # last three show two, one and no waiting requests.
         for waiting, made in ((0, 1.0), (0, 1.0), (0, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
             poller.apply_snapshot(waiting, made)
             loads.append(policy.load("a"))
@@ -209,32 +212,34 @@ async def test_connection_is_probed_while_an_answer_takes_long() -> None:
         port = listener.extra(SocketAttribute.local_port)
         timers: list[str] = []
 
-        async def silent(client: SocketStream) -> None:
+        async def never_answer(client: SocketStream) -> None:
             async with client:
                 await client.receive()
                 known = await anyio.Path("/proc/net/tcp").read_text()
                 lines = [line.split() for line in known.splitlines()]
-                timers.extend(one[5][:2] for one in lines if one[2].endswith(f":{port:04X}"))
+                timers.extend(line[5][:2] for line in lines if line[2].endswith(f":{port:04X}"))
 
-        async with connections() as sending, anyio.create_task_group() as group:
-            group.start_soon(listener.serve, silent)
+        async with open_connections() as sending, anyio.create_task_group() as group:
+            group.start_soon(listener.serve, never_answer)
             with pytest.raises(EngineLost):
-                await sending.exchange("POST", f"http://127.0.0.1:{port}/", {}, b"", Repeat.NEVER)
+                await sending.exchange(
+                    "POST", f"http://127.0.0.1:{port}/", {}, b"", RetryRule.NEVER
+                )
             group.cancel_scope.cancel()
-    # The name in the kernel's table (see proc(5)).
+    # This is the kernel's name for a keep-alive timer (proc(5)).
     assert timers == ["02"]
 
 
 def test_headers_of_one_connection_are_not_passed_on() -> None:
-    given = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
-    assert passed_on(given) == {"Authorization": "Bearer k"}
+    headers = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
+    assert select_forwarded_headers(headers) == {"Authorization": "Bearer k"}
 
 
 def test_merged_info_has_the_abilities_of_all_engines() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
-    assert merged_info([one, other]) == expected
+    assert merge_info([one, other]) == expected
 
 
 def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Test the shell router's parts without engines: asks, the agent prompt cache, prompts, answers."""
+"""Test the shell router's parts without engines: requests, the cache, prompts and answers."""
 
 from __future__ import annotations
 
@@ -27,25 +27,30 @@ from flashmoa.router.shell.early_prefill import TextPrompt, TokenPrompt
 pytestmark = pytest.mark.anyio
 
 
-def named(agent: str, client: str = "", workflow: str = "w") -> AgentKey:
+def key_of(agent: str, client: str = "", workflow: str = "w") -> AgentKey:
     return AgentKey(client, workflow, agent)
 
 
 def test_parts_of_a_prompt_become_the_body_that_is_sent() -> None:
     prompt = [{"text": "Plan: "}, {"agent": "a"}, {"text": "\nAgain: "}, {"agent": "a"}]
-    ask = parse_request(
+    request = parse_request(
         "/generate", {"prompt": prompt, "agent": "b", "workflow": "w", "stream": True}
     )
-    assert (ask.form, ask.agent, ask.workflow, ask.reads) == ("text", "b", "w", ("a",))
-    assert ask.with_texts({"a": "X"}) == {"text": "Plan: X\nAgain: X", "stream": True}
-    assert [piece for piece in ask.pieces() if piece not in ask.marks.values()] == [
+    assert (request.form, request.agent, request.workflow, tuple(request.marks)) == (
+        "text",
+        "b",
+        "w",
+        ("a",),
+    )
+    assert request.with_texts({"a": "X"}) == {"text": "Plan: X\nAgain: X", "stream": True}
+    assert [piece for piece in request.pieces() if piece not in request.marks.values()] == [
         "Plan: ", "\nAgain: ", ""
     ]  # fmt: skip
 
     prompt = [{"input_ids": [1, 2]}, {"agent": "a"}, {"input_ids": [3]}]
-    ask = parse_request("/generate", {"prompt": prompt})
-    assert (ask.form, ask.reads, ask.is_ordinary) == ("tokens", ("a",), False)
-    assert ask.with_tokens({"a": [7, 8]}) == {"input_ids": [1, 2, 7, 8, 3]}
+    request = parse_request("/generate", {"prompt": prompt})
+    assert (request.form, tuple(request.marks), request.is_ordinary) == ("tokens", ("a",), False)
+    assert request.with_tokens({"a": [7, 8]}) == {"input_ids": [1, 2, 7, 8, 3]}
 
 
 def test_parts_of_a_chat_become_messages() -> None:
@@ -56,8 +61,8 @@ def test_parts_of_a_chat_become_messages() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Judge: "}, agent]},
         {"role": "user", "content": [image, agent]},
     ]
-    ask = parse_request(CHAT, {"messages": messages, "temperature": 0})
-    assert ask.with_texts({"a": "X"}) == {
+    request = parse_request(CHAT, {"messages": messages, "temperature": 0})
+    assert request.with_texts({"a": "X"}) == {
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Judge: X"},
@@ -79,12 +84,12 @@ def test_parts_of_a_chat_become_messages() -> None:
     ],
 )
 def test_request_without_agents_is_ordinary(path: str, body: dict[str, Any]) -> None:
-    ask = parse_request(path, body)
-    assert ask.is_ordinary and ask.body == body
+    request = parse_request(path, body)
+    assert request.is_ordinary and request.body == body
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"prompt": [{"text": 3}]}, "part of a prompt"),
         ({"prompt": [{"input_ids": [1.5]}]}, "token ids"),
@@ -97,8 +102,8 @@ def test_request_without_agents_is_ordinary(path: str, body: dict[str, Any]) -> 
         ({"agent": "a", "input_ids": [[1]]}, "one answer"),
     ],
 )
-def test_malformed_request_is_refused_with_the_reason(body: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_malformed_request_is_refused_with_the_reason(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_request("/generate", body)
 
 
@@ -110,62 +115,62 @@ def test_salted_prompt_is_not_prefilled_early() -> None:
 
 def test_agents_differ_between_workflows_and_clients() -> None:
     cache = AgentPromptCache()
-    mine = cache.read(named("a"))
-    assert cache.read(named("a")) is mine
-    assert cache.read(named("a", workflow="v")) is not mine
-    assert cache.read(named("a", client="Bearer x")) is not mine
+    mine = cache.read(key_of("a"))
+    assert cache.read(key_of("a")) is mine
+    assert cache.read(key_of("a", workflow="v")) is not mine
+    assert cache.read(key_of("a", client="Bearer x")) is not mine
 
 
 def test_answer_not_begun_is_kept_while_a_request_waits_for_it() -> None:
     cache = AgentPromptCache(max_finished=2)
-    writing = [cache.begin(named(name), ()) for name in "ab"]
-    waited_for = cache.read(named("x"))
+    writing = [cache.begin(key_of(name), ()) for name in "ab"]
+    waited_for = cache.read(key_of("x"))
     for number in range(100):
-        cache.read(named(f"unbegun-{number}"))
-    # Answers that are being written are kept, whatever their number.
-    writing.append(cache.begin(named("c"), ()))
-    assert [cache.read(named(name)) for name in "abc"] == writing and len(cache) == 3
-    assert cache.begin(named("x"), ()) is waited_for
+        cache.read(key_of(f"unbegun-{number}"))
+    # Answers that are being written stay, however many there are.
+    writing.append(cache.begin(key_of("c"), ()))
+    assert [cache.read(key_of(name)) for name in "abc"] == writing and len(cache) == 3
+    assert cache.begin(key_of("x"), ()) is waited_for
     for one in (*writing, waited_for):
         one.close()
-    cache.begin(named("d"), ())
+    cache.begin(key_of("d"), ())
     assert len(cache) == 2
 
 
 def test_agent_asked_again_writes_another_answer() -> None:
     cache = AgentPromptCache()
-    waited_for = cache.read(named("a"))
-    first = cache.begin(named("a"), ())
+    waited_for = cache.read(key_of("a"))
+    first = cache.begin(key_of("a"), ())
     assert first is waited_for
     first.add("one", [1])
-    second = cache.begin(named("a"), ())
-    assert second is not first and cache.read(named("a")) is second
+    second = cache.begin(key_of("a"), ())
+    assert second is not first and cache.read(key_of("a")) is second
 
 
 def test_agents_that_wait_for_each_other_are_refused() -> None:
     cache = AgentPromptCache()
     with pytest.raises(ValueError, match="would wait"):
-        cache.begin(named("a"), [named("a")])
-    a = cache.begin(named("a"), [named("b")])
-    cache.begin(named("b"), [named("c")])
+        cache.begin(key_of("a"), [key_of("a")])
+    a = cache.begin(key_of("a"), [key_of("b")])
+    cache.begin(key_of("b"), [key_of("c")])
     with pytest.raises(ValueError, match="would wait"):
-        cache.begin(named("c"), [named("a")])
+        cache.begin(key_of("c"), [key_of("a")])
     # Nobody waits for a finished answer, and an agent may read its own previous one.
     a.close()
-    cache.begin(named("c"), [named("a")])
-    cache.begin(named("a"), [named("a")])
+    cache.begin(key_of("c"), [key_of("a")])
+    cache.begin(key_of("a"), [key_of("a")])
 
 
 def test_least_recently_used_answer_is_forgotten() -> None:
     cache = AgentPromptCache(max_finished=2)
-    first, other = (cache.begin(named(name), ()) for name in "ab")
+    first, other = (cache.begin(key_of(name), ()) for name in "ab")
     first.close()
     other.close()
-    cache.read(named("a"))
-    cache.begin(named("c"), ()).close()
-    assert cache.read(named("a")) is first and len(cache) == 2
-    assert cache.read(named("b")) is not other
-    cache.begin(named("b"), [named("c")])
+    cache.read(key_of("a"))
+    cache.begin(key_of("c"), ()).close()
+    assert cache.read(key_of("a")) is first and len(cache) == 2
+    assert cache.read(key_of("b")) is not other
+    cache.begin(key_of("b"), [key_of("c")])
 
 
 @given(pieces=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), seen=st.integers(0, 6))
@@ -199,8 +204,10 @@ async def test_text_fills_its_slot_and_a_failed_text_raises() -> None:
         await TextPrompt([Slot("a")]).follow(failing, lambda: None)
 
 
-def events(*told: dict[str, Any]) -> bytes:
-    return b"".join(f"data: {json.dumps(one)}\n\n".encode() for one in told) + b"data: [DONE]\n\n"
+def events(*bodies: dict[str, Any]) -> bytes:
+    return (
+        b"".join(f"data: {json.dumps(body)}\n\n".encode() for body in bodies) + b"data: [DONE]\n\n"
+    )
 
 
 def generation(text: str, ids: list[int], reason: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -210,23 +217,25 @@ def generation(text: str, ids: list[int], reason: dict[str, Any] | None = None) 
 @given(cut=st.integers(1, 40))
 def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
     answer = GrowingAnswer("a")
-    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
+    recorder = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
     stop = {"type": "stop", "matched": 9}
-    told = events(generation("wa", [1], None), generation("walk", [1, 2, 9], stop))
-    for start in range(0, len(told), cut):
-        writing.heard(told[start : start + cut])
-    writing.ended("answered")
+    content = events(generation("wa", [1], None), generation("walk", [1, 2, 9], stop))
+    for start in range(0, len(content), cut):
+        recorder.receive(content[start : start + cut])
+    recorder.end("answered")
     # The token that ended the answer is not part of it.
     assert (answer.written, answer.tokens, answer.is_complete) == ("walk", [1, 2], True)
-    assert writing.last["text"] == "walk"
+    assert recorder.last["text"] == "walk"
 
 
 def test_chat_is_recorded_as_text_streamed_or_not() -> None:
     streamed, whole = GrowingAnswer("a"), GrowingAnswer("b")
     chunks = [{"choices": [{"delta": {"content": part}}]} for part in ("wa", None, "lk")]
-    AnswerRecorder(streamed, ShellMetrics(), streams=True).heard(events(*chunks, {"choices": []}))
+    AnswerRecorder(streamed, ShellMetrics(), is_stream=True).receive(
+        events(*chunks, {"choices": []})
+    )
     message = {"choices": [{"message": {"content": "walk"}}]}
-    AnswerRecorder(whole, ShellMetrics(), streams=False).heard(json.dumps(message).encode())
+    AnswerRecorder(whole, ShellMetrics(), is_stream=False).receive(json.dumps(message).encode())
     assert streamed.written == whole.written == "walk"
     assert streamed.tokens is None
 
@@ -234,15 +243,15 @@ def test_chat_is_recorded_as_text_streamed_or_not() -> None:
 async def test_aborted_chat_fails_its_answer() -> None:
     answer = GrowingAnswer("a")
     choice = {"delta": {"content": "wa"}, "finish_reason": "abort"}
-    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
-    writing.heard(events({"choices": [choice]}))
-    writing.ended("answered")
+    recorder = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    recorder.receive(events({"choices": [choice]}))
+    recorder.end("answered")
     with pytest.raises(AgentFailed, match="aborted"):
         await answer.complete()
 
 
 @pytest.mark.parametrize(
-    ("told", "ending", "said"),
+    ("content", "ending", "message"),
     [
         (events({"error": {"message": "no room"}}), "answered", "no room"),
         (events(generation("", [], {"type": "abort", "message": "full"})), "answered", "full"),
@@ -251,12 +260,14 @@ async def test_aborted_chat_fails_its_answer() -> None:
         (b"", "left", "was left"),
     ],
 )
-async def test_unusable_response_fails_its_answer(told: bytes, ending: str, said: str) -> None:
+async def test_unusable_response_fails_its_answer(
+    content: bytes, ending: str, message: str
+) -> None:
     answer = GrowingAnswer("a")
-    writing = AnswerRecorder(answer, ShellMetrics(), streams=True)
-    writing.heard(told)
-    writing.ended(ending)
-    with pytest.raises(AgentFailed, match=said):
+    recorder = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    recorder.receive(content)
+    recorder.end(ending)
+    with pytest.raises(AgentFailed, match=message):
         await answer.complete()
 
 

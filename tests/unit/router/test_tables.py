@@ -1,4 +1,4 @@
-"""Test the tables of an engine's blocks and work, against plain sets and lists."""
+"""Test the tables of cached blocks and the loads against plain sets and lists."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Tables(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def commit(self, prompt: list[int]) -> None:
         new = prefixes(prompt) - self.committed
-        arrived = {one for one in new if any(one in prefixes(other) for other in self.promised)}
-        assert self.table.commit(blocks(prompt).hashes) == len(arrived)
+        promised = set().union(*map(prefixes, self.promised))
+        assert self.table.commit(blocks(prompt).hashes) == len(new & promised)
         self.committed |= prefixes(prompt)
 
     @rule(prompt=PROMPTS)
@@ -61,7 +61,7 @@ class Tables(RuleBasedStateMachine):
     @invariant()
     def counts(self) -> None:
         assert len(self.table) == len(self.committed)
-        assert self.table.pending == len(set().union(*map(prefixes, self.promised)))
+        assert len(self.table._pending) == len(set().union(*map(prefixes, self.promised)))
 
 
 TestTables = Tables.TestCase
@@ -97,12 +97,12 @@ class Loads(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(0, 50))
     def executed(self, tokens: int) -> None:
-        self.load.executed(tokens)
+        self.load.subtract_computed(tokens)
         del self.left[:tokens]
 
     @rule(name=st.integers(0, 20))
     def end(self, name: int) -> None:
-        self.load.end(str(name))
+        self.load.remove(str(name))
         self.left = [one for one in self.left if one[0] != str(name)]
 
     @invariant()

@@ -30,8 +30,8 @@ texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=40).map("".join)
 candidates = st.lists(st.sampled_from(PIECES), min_size=1, max_size=3).map("".join)
 
 
-class Asked:
-    """An engine's tokenizer that counts its calls."""
+class TokenizingEngine:
+    """An engine that only tokenises, and counts the requests to do so."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -57,20 +57,20 @@ def real(model: Path) -> Any:
     params=[real, lambda _: byte_level_with_pattern(), lambda _: sentencepiece_like()],
     ids=["served", "llama 3", "llama 2"],
 )
-def engine(request: pytest.FixtureRequest, model: Path) -> Asked:
+def engine(request: pytest.FixtureRequest, model: Path) -> TokenizingEngine:
     make: Callable[[Path], Any] = request.param
-    return Asked(make(model))
+    return TokenizingEngine(make(model))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(context=texts, candidate=candidates)
-async def test_candidate_has_its_tokens_after_the_context_or_is_refused(
-    engine: Asked, context: str, candidate: str
+async def test_candidate_is_tokenised_as_after_its_context_or_refused(
+    engine: TokenizingEngine, context: str, candidate: str
 ) -> None:
     before = engine.tokenizer.encode(context)
     whole = engine.tokenizer.encode(context + candidate)
     try:
-        (found,) = await CandidateTokenizer(engine).tokens(before, [candidate])
+        (found,) = await CandidateTokenizer(engine).tokenize(before, [candidate])
     except CandidateRefused as refused:
         joins = whole[: len(before)] != before
         assert joins or "give candidates as token ids" in str(refused)
@@ -78,22 +78,20 @@ async def test_candidate_has_its_tokens_after_the_context_or_is_refused(
     assert [*before, *found] == whole
 
 
-async def test_ordinary_candidates_are_never_refused(engine: Asked) -> None:
+async def test_ordinary_candidates_are_never_refused(engine: TokenizingEngine) -> None:
     for context in ("Is it good?\nAnswer:", "<|im_start|>assistant\n", "One two", "Hi"):
         before = engine.tokenizer.encode(context)
         given = ["Yes", "No"] if context.endswith("\n") else [" Yes", " No"]
-        found = await CandidateTokenizer(engine).tokens(before, given)
+        found = await CandidateTokenizer(engine).tokenize(before, given)
         for candidate, tokens in zip(given, found, strict=True):
             assert [*before, *tokens] == engine.tokenizer.encode(context + candidate)
 
 
-async def test_contexts_that_end_alike_are_tokenised_once(engine: Asked) -> None:
-    border, ending = (
-        CandidateTokenizer(engine),
-        " Is it good? Please say so. Say it in one word.\nAnswer:",
-    )
-    first = await border.tokens(engine.tokenizer.encode("One" + ending), [" Yes", " No"])
-    asked = engine.count
-    again = await border.tokens(engine.tokenizer.encode("Another" + ending), [" No", " Yes", [5]])
-    assert engine.count == asked
+async def test_contexts_that_end_alike_are_tokenised_once(engine: TokenizingEngine) -> None:
+    tokenizer, encode = CandidateTokenizer(engine), engine.tokenizer.encode
+    ending = " Is it good? Please say so. Say it in one word.\nAnswer:"
+    first = await tokenizer.tokenize(encode("One" + ending), [" Yes", " No"])
+    requests = engine.count
+    again = await tokenizer.tokenize(encode("Another" + ending), [" No", " Yes", [5]])
+    assert engine.count == requests
     assert again == [*reversed(first), [5]]

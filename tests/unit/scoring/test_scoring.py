@@ -1,4 +1,4 @@
-"""Test the pure parts of scoring: shares, letters, questions, lines, and the window of lines."""
+"""The parts of scoring that need no engine: probabilities, questions, lines, ordered workers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flashmoa.engine import (
 )
 from flashmoa.engine.generation import Generated
 from flashmoa.scoring import PrefillUsage, Scorer, Scores
-from flashmoa.scoring.bulk import OrderedWorkers, batches
+from flashmoa.scoring.bulk import OrderedWorkers, read_batches
 from flashmoa.scoring.candidates import (
     choice_question,
     context_kind,
     option_letters,
     with_question,
 )
-from flashmoa.scoring.lines import BadLine, Line, record
+from flashmoa.scoring.lines import BadLine, Line, make_record
 from flashmoa.scoring.scores import probability_mass, softmax
 
 LINES = 200_000
@@ -129,44 +129,44 @@ def test_malformed_line_is_refused_with_the_reason(line: str, problem: str) -> N
 def test_record_of_infinite_logprobs_is_valid_json() -> None:
     line = Line.read(b'{"id": 7, "context": "x", "candidates": ["a", "b"]}')
     scores = Scores.of(["a", "b"], [-0.1234567891, -math.inf], None, PrefillUsage())
-    written = json.loads(json.dumps(record(3, line, scores), allow_nan=False))
+    written = json.loads(json.dumps(make_record(3, line, scores), allow_nan=False))
     assert written["line"] == 3 and written["id"] == 7 and written["best"] == "a"
     assert written["logprobs"] == [-0.123457, None]
     assert written["probabilities"] == [1.0, 0.0]
 
 
-def told(**meta: Any) -> Generated:
+def generated(**meta: Any) -> Generated:
     usage = {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 2}
     return Generated(meta_info={**usage, "finish_reason": {"type": "length"}, **meta})
 
 
 def test_logprobs_are_read_by_token() -> None:
-    answer = told(output_token_ids_logprobs=[[[-2.5, 7, None], [None, 5, None]]])
+    answer = generated(output_token_ids_logprobs=[[[-2.5, 7, None], [None, 5, None]]])
     assert answer.logprobs([5, 7], []).tokens == [-math.inf, -2.5]
-    answer = told(input_token_logprobs=[[None, 1, None], [-1.0, 8, None], [-0.5, 9, None]])
+    answer = generated(input_token_logprobs=[[None, 1, None], [-1.0, 8, None], [-0.5, 9, None]])
     found = answer.logprobs([], [8, 9])
     assert found.continuation == [-1.0, -0.5] and found.usage.cached_tokens == 2
 
 
 def test_answers_without_logprobs_are_errors() -> None:
-    for wrong in (told(), told(output_token_ids_logprobs=[[[-2.5, 7, None]]])):
+    for wrong in (generated(), generated(output_token_ids_logprobs=[[[-2.5, 7, None]]])):
         with pytest.raises(BadAnswer, match="no log-probabilities"):
             wrong.logprobs([5], [])
     with pytest.raises(BadAnswer, match="of other tokens"):
-        told(input_token_logprobs=[[None, 1, None], [-1.0, 6, None]]).logprobs([], [8])
+        generated(input_token_logprobs=[[None, 1, None], [-1.0, 6, None]]).logprobs([], [8])
     reason = {"type": "abort", "message": "The queue is full.", "status_code": 503}
     with pytest.raises(EngineDraining, match="queue is full"):
-        told(finish_reason=reason).logprobs([5], [])
+        generated(finish_reason=reason).logprobs([5], [])
 
 
-class Ranks:
-    """An engine that reports its ranks; ``told`` has its requests as they come and are answered."""
+class EngineOfRanks:
+    """An engine with a rank for each of ``shares``; ``log`` has the order of its requests."""
 
     url = "http://engine"
 
     def __init__(self, *shares: bool | None) -> None:
         self._shares = shares
-        self.told: list[str] = []
+        self.log: list[str] = []
 
     async def info(self) -> EngineInfo:
         state = dict.fromkeys(KvState.model_fields, 0) | {"experts": None}
@@ -179,10 +179,10 @@ class Ranks:
     async def next_logprobs(
         self, _ids: Sequence[int], token_ids: Sequence[int] = (), **given: Any
     ) -> NextLogprobs:
-        self.told.append("comes")
+        self.log.append("comes")
         for _ in range(10):
             await anyio.lowlevel.checkpoint()
-        self.told.append("is answered")
+        self.log.append("is answered")
         values = [-1.0] * len(given["continuation"])
         return NextLogprobs(
             [-1.0] * len(token_ids), values, PromptUsage(prompt_tokens=1, completion_tokens=0)
@@ -194,46 +194,46 @@ class Ranks:
     [([True], False), ([None], False), ([], False), ([False], True), ([True, False], True)],
 )
 @pytest.mark.anyio
-async def test_siblings_wait_for_the_first_if_an_engine_does_not_share_prefixes(
+async def test_siblings_wait_if_the_engine_does_not_share_prefixes(
     ranks: list[bool | None], waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine: Any = Ranks(*ranks)
+    engine: Any = EngineOfRanks(*ranks)
     await Scorer(engine).score([1, 2], [[3, 4], [5, 6], [7, 8]])
-    assert engine.told[:3] == ["comes", "is answered" if waits else "comes", "comes"]
-    assert any("others wait for the first" in one for one in caplog.messages) == waits
+    assert engine.log[:3] == ["comes", "is answered" if waits else "comes", "comes"]
+    assert any("others wait for the first" in text for text in caplog.messages) == waits
 
 
 @pytest.mark.anyio
 async def test_results_are_yielded_in_order_within_the_window() -> None:
     dice = random.Random(3)
-    under_way, most, written = 0, 0, list[int]()
+    running, most, written = 0, 0, list[int]()
     taken = 0
 
-    async def some() -> AsyncIterator[list[int]]:
+    async def batches() -> AsyncIterator[list[int]]:
         for start in range(0, 300, 7):
             yield list(range(start, min(300, start + 7)))
 
     async def work(item: int) -> int:
-        nonlocal under_way, most, taken
+        nonlocal running, most, taken
         taken += 1
         assert taken - len(written) <= 16
-        under_way += 1
-        most = max(most, under_way)
+        running += 1
+        most = max(most, running)
         for _ in range(dice.randrange(20) if item % 50 else 60):
             await anyio.lowlevel.checkpoint()
-        under_way -= 1
+        running -= 1
         return item
 
-    await OrderedWorkers(some(), work, written.extend, workers=8, ahead=16).run()
+    await OrderedWorkers(batches(), work, written.extend, workers=8, ahead=16).run()
     assert written == list(range(300))
     assert most == 8
 
 
 @pytest.mark.anyio
-async def test_failing_work_stops_all_workers_and_is_raised_as_it_is() -> None:
+async def test_failing_work_stops_all_workers_and_raises_its_error() -> None:
     written: list[int] = []
 
-    async def some() -> AsyncIterator[list[int]]:
+    async def batches() -> AsyncIterator[list[int]]:
         yield list(range(10))
 
     async def work(item: int) -> int:
@@ -244,7 +244,7 @@ async def test_failing_work_stops_all_workers_and_is_raised_as_it_is() -> None:
         return item
 
     with pytest.raises(ConnectionError, match="gone"):
-        await OrderedWorkers(some(), work, written.extend, workers=8, ahead=8).run()
+        await OrderedWorkers(batches(), work, written.extend, workers=8, ahead=8).run()
     assert written == list(range(4))
 
 
@@ -261,12 +261,13 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     def write(results: Sequence[int]) -> None:
         nonlocal count
         count += len(results)
-        # Memory that grows with the lines also grows in the last quarter; tracing is slow.
+        # Memory that grows with the lines grows during their last quarter, too. Tracing all of
+        # them would be slow.
         if count >= LINES * 3 / 4 and not tracemalloc.is_tracing():
             tracemalloc.start()
 
     try:
-        await OrderedWorkers(batches(source, 1000), work, write, workers=32, ahead=256).run()
+        await OrderedWorkers(read_batches(source, 1000), work, write, workers=32, ahead=256).run()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

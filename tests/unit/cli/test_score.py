@@ -1,0 +1,57 @@
+"""``flashmoa score`` without an engine: files that it must not touch, and its help."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from anyio import to_thread
+
+from flashmoa.cli.score import main
+from flashmoa.scoring.lines import resume
+
+pytestmark = pytest.mark.anyio
+SCORES = '{"line": 1, "candidates": []}\n'
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"), [("typo.jsonl", "No such file"), ("input.jsonl", "cannot be reached")]
+)
+async def test_overwrite_keeps_old_scores_without_an_input_or_an_engine(
+    tmp_path: Path, source: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "input.jsonl").write_text('{"context": "One", "candidates": [" two"]}\n')
+    out = tmp_path / "out.jsonl"
+    out.write_text(SCORES)
+    arguments = [str(tmp_path / source), "--out", str(out), "--engine", "http://127.0.0.1:9"]
+    # anyio.run() needs a thread without the session's event loop.
+    status = await to_thread.run_sync(partial(main, [*arguments, "--overwrite"]))
+    assert status == 1
+    assert problem in capsys.readouterr().err
+    assert out.read_text() == SCORES
+
+
+def test_overwrite_keeps_old_scores_if_the_input_cannot_be_opened(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(SCORES)
+    folder = tmp_path
+    with pytest.raises(IsADirectoryError):
+        resume(folder, out, tmp_path / "errors.jsonl", overwrite=True)
+    assert out.read_text() == SCORES
+
+
+def test_wrong_arguments_delete_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(SCORES)
+    with pytest.raises(SystemExit):
+        main([str(out), "--out", str(out), "--overwrite"])
+    assert "must be three different files" in capsys.readouterr().err
+    assert out.read_text() == SCORES
+
+
+def test_help_names_all_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    statuses = capsys.readouterr().out.partition("exit status: ")[2]
+    assert all(f"{status} " in statuses for status in (0, 1, 2, 3, 130))

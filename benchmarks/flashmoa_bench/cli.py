@@ -27,7 +27,7 @@ class Benchmark:
 BENCHMARKS = {
     "handoff": Benchmark(
         "linking.handoff",
-        "from one agent's tokens to the next one's first (FlashAgents §6.1)",
+        "time from one agent's first token to the next agent's (FlashAgents §6.1)",
     ),
     "ablation": Benchmark(
         "linking.ablation", "what streaming and the intra-turn cache each contribute (Table 1)"

@@ -125,7 +125,7 @@ SCHEDULER_HOOKS = [
     Hook(
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem",
         "around",
-        batches.check_decode_memory,
+        admission.check_decode_memory,
     ),
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", queue.order_queue),

@@ -182,3 +182,19 @@ def _need(scheduler: Any, req: Any) -> int:
 def _asked_of_pool(req: Any, page: int) -> int:
     """Return the number of KV slots that SGLang requires to admit a request."""
     return total_tokens(req) - RELEASE.cached_tokens(req) + output_left(req) + page
+
+
+def check_decode_memory(
+    original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any
+) -> bool:
+    """Unpin streams before a decode is retracted; wraps ``ScheduleBatch.check_decode_mem``."""
+    fits = original(batch, *args, **kwargs)
+    state: SchedulerState | None = getattr(batch.tree_cache, "flashmoa", None)
+    if state is None:
+        return fits
+    state.work += state.costs.decode_weight
+    state.pause = max(0, state.pause - 1)
+    if fits or not state.pins:
+        return fits
+    state.pins.make_room(batch.new_tokens_required_next_decode(*args, **kwargs))
+    return original(batch, *args, **kwargs)

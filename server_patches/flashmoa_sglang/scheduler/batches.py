@@ -98,7 +98,7 @@ def _plan(scheduler: Any, running: Any, decoding: int) -> Step | None:
     4. There will soon be no room for the rest of an increment that is cut into chunks, and its KV
        cannot be evicted before it is complete: compute the whole rest now.
     5. The decodes need the memory: prefill nothing.
-    6. Tokens of one stream ride along with the decode step, in its forward.
+    6. Tokens of one stream ride along with the decode step, in its forward, or with the next one's.
     7. SGLang cannot mix the two, or too few tokens could ride: now and then run a forward for
        streams alone.
 
@@ -119,6 +119,8 @@ def _plan(scheduler: Any, running: Any, decoding: int) -> Step | None:
         return None
     ride = ride_tokens(state.costs, decoding, state.options.stream_share, page)
     if ride and _can_mix(scheduler, running):
+        if not _knows_positions(scheduler, running):
+            return None
         return Step(ride + decoding, for_streams=True, mixed=True, first_only=True)
     if state.pause > 0:
         return None
@@ -146,6 +148,17 @@ def _can_mix(scheduler: Any, running: Any) -> bool:
         and not scheduler.require_mlp_sync
         and RELEASE.pipeline_stages(scheduler) == 1
     )
+
+
+def _knows_positions(scheduler: Any, running: Any) -> bool:
+    """Return whether SGLang gives these decodes the right positions in a mixed batch.
+
+    It counts their output, and under the overlap schedule takes for granted that each one's last
+    token is not part of it yet. That is wrong for a request that was not in the batch before.
+    """
+    before = scheduler.last_batch
+    ran = {id(req) for req in before.reqs} if before is not None else set[int]()
+    return not scheduler.enable_overlap or all(id(req) in ran for req in running.reqs)
 
 
 def _last_chance(scheduler: Any, decoding: int) -> int:
@@ -234,22 +247,6 @@ def _publishes(scheduler: Any, req: Any) -> bool:
     return is_increment(req) or (
         scheduler.enable_overlap and is_shareable(req) and not req.output_ids
     )
-
-
-def check_decode_memory(
-    original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any
-) -> bool:
-    """Unpin streams before a decode is retracted; wraps ``ScheduleBatch.check_decode_mem``."""
-    fits = original(batch, *args, **kwargs)
-    state: SchedulerState | None = getattr(batch.tree_cache, "flashmoa", None)
-    if state is None:
-        return fits
-    state.work += state.costs.decode_weight
-    state.pause = max(0, state.pause - 1)
-    if fits or not state.pins:
-        return fits
-    state.pins.make_room(batch.new_tokens_required_next_decode(*args, **kwargs))
-    return original(batch, *args, **kwargs)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:

@@ -176,6 +176,33 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         group.cancel_scope.cancel()
 
 
+async def test_answers_stay_the_same_when_streams_ride_along_with_their_decodes(
+    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+) -> None:
+    """Also those of a request whose first decode follows another request's prefill."""
+    async with (
+        start_special_engine(engines, model, "--flashmoa-stream-share", "1.0") as engine,
+        EngineClient(engine.url, timeout=60) as client,
+    ):
+        for turn in range(0, 60, 3):
+            prompts = [words(60, turn + number) for number in range(3)]
+            expected = [(await generate(client, prompt, 32))[0] for prompt in prompts]
+            await client.flush_cache()
+            stream = await client.open_stream(text="The")
+            answers = dict[str, str]()
+
+            async def ask(prompt: str, answers: dict[str, str] = answers) -> None:
+                answers[prompt], _ = await generate(client, prompt, 32)
+
+            async with anyio.create_task_group() as group:
+                for number, prompt in enumerate(prompts):
+                    group.start_soon(ask, prompt)
+                    await client.append(stream.id, number, text=words(20, 200 + turn + number)[3:])
+            await client.delete_stream(stream.id)
+            assert [answers[prompt] for prompt in prompts] == expected, turn
+        assert (await fetch_kv_state(client)).rode_along > 0
+
+
 async def wait_for_increment(http: httpx.AsyncClient, stream_id: str) -> None:
     """Wait until an increment of a stream has been sent to the scheduler."""
     with anyio.fail_after(30):

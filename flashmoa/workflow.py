@@ -199,7 +199,10 @@ class Workflow:
         texts = find_texts(messages, self._texts)
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
-            raise ValueError(f"{name} reads two versions of one answer: {', '.join(names)}")
+            raise ValueError(
+                f"{name} reads two versions of one answer: {', '.join(names)}; put only one of "
+                "them into its messages"
+            )
         return PendingRequest(
             cast("list[dict[str, Any]]", messages),
             texts,

@@ -84,7 +84,7 @@ def make_response(
 def why_rewritten(executor: Executor) -> str | None:
     """Return why the message that others get may differ from its model's text, if it may."""
     if type(executor) is not AgentExecutor:
-        return f"{executor.id} is not an AgentExecutor but a {type(executor).__name__}"
+        return f"{executor.id} is a {type(executor).__name__}, not an AgentExecutor"
     return _why_unpredictable(executor.agent)
 
 
@@ -111,13 +111,13 @@ async def dry_run(
     if not included:
         if type(executor) is not AgentExecutor:
             raise NotForecastable(
-                f"it is code of your own; to predict its prompt, include=[{executor.id!r}] runs it "
-                "on a copy, up to the call of its model"
+                f"it is code of your own; with include=[{executor.id!r}], a copy of it is run up "
+                "to its model call, to predict its prompt"
             )
         if reason := _why_unpredictable(executor.agent):
             raise NotForecastable(reason)
         if client_of(executor) is None:
-            raise NotForecastable("it has no FlashMoAChatClient")
+            raise NotForecastable("its client is not a FlashMoAChatClient; give it one")
     shadow = _make_shadow(executor, included)
     handle = _find_handler(shadow, message)
     try:
@@ -126,8 +126,8 @@ async def dry_run(
     except RequestCaptured as captured:
         return DryRunResult(captured.request, get_conversation(shadow))
     except Exception as error:
-        raise NotForecastable(f"it fails on a copy: {error!r}") from error
-    raise NotForecastable("it continues without calling its model")
+        raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
+    raise NotForecastable("its dry run ended without a call of its model")
 
 
 def _why_unpredictable(agent: Any) -> str | None:
@@ -137,13 +137,13 @@ def _why_unpredictable(agent: Any) -> str | None:
     change something, and may make the agent send others a text that is not its model's.
     """
     if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS:
-        return f"it is not a stock Agent but a {type(agent).__name__}"
+        return f"it is a {type(agent).__name__}, not a stock Agent"
     if agent.middleware:
         return "it has middleware"
     if any(type(provider) is not InMemoryHistoryProvider for provider in agent.context_providers):
-        return "it has context providers"
+        return "it has context providers other than InMemoryHistoryProvider"
     if agent.mcp_tools:
-        return "its MCP servers would have to be asked for their tools"
+        return "predicting its prompt would ask its MCP servers for their tools"
     return None
 
 

@@ -56,7 +56,10 @@ def link(
             trace.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"only a Workflow can be linked, not a {type(workflow).__name__}; build it")
+        raise TypeError(
+            f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
+            "build it first"
+        )
     if unknown := [name for name in include if name not in workflow.executors]:
         raise ValueError(f"include names {unknown}; the workflow has {sorted(workflow.executors)}")
     if trace is not None:
@@ -74,7 +77,8 @@ class WorkflowLink(LinkedTeam):
         clients = [client_of(executor) for executor in workflow.executors.values()]
         if not any(clients):
             raise ValueError(
-                "no agent of this workflow uses FlashMoAChatClient; there is nothing to link"
+                "no agent of this workflow uses FlashMoAChatClient; there is nothing to link. Give "
+                "the agents one as their client."
             )
         self._workflow = workflow
         self._clients: set[FlashMoAChatClient] = set()
@@ -104,7 +108,7 @@ class WorkflowLink(LinkedTeam):
             return self._planner.observe(executor, request)
         except Exception:
             # Whatever is wrong with a link, the agent's request must be sent.
-            logger.exception("%s runs unlinked", executor.id)
+            logger.exception("%s runs unlinked because of the error below", executor.id)
             return None
 
     def _add_client(self, client: FlashMoAChatClient) -> None:

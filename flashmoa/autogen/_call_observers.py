@@ -91,7 +91,8 @@ class CallObservers:
                 self._auto_link(self._listener)
             except Exception:
                 # Whatever is wrong with a link, the agent's call must be made.
-                logger.exception("The team of %s runs unlinked", agent.type)
+                text = "The team of %s runs unlinked because of the error below"
+                logger.exception(text, agent.type)
             observers = self._observe(request)
         return observers
 

@@ -5,8 +5,7 @@ It is given the messages the agent already has and placeholders for those still 
 builds its prompt as the agent will. The team itself is not changed.
 
 Some things are unknown beforehand: the order in which parallel agents finish, what a memory finds.
-Then there is one dry run for each possibility, and only the beginning that all their prompts share
-is used.
+Then there is one dry run for each possibility, and only the beginning of all their prompts is used.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class ModelCall:
     tools: list[Any]
 
 
+_ASKS_WORKBENCH = "predicting its prompt would ask its workbench for tools, which may have effects"
 # Given the messages that an agent receives until its turn, returns the call it will make then.
 # Raises NotForecastable if it would make none, or if its model context cannot be copied.
 DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ModelCall]]
@@ -192,14 +192,14 @@ def _require_stock_agent(agent: Any) -> None:
     Raises: NotForecastable if a dry run would run code that is not AutoGen's own.
     """
     if not isinstance(agent, AGENTS):
-        raise NotForecastable(f"it is not a stock AssistantAgent but a {type(agent).__name__}")
+        raise NotForecastable(f"it is a {type(agent).__name__}, not a stock AssistantAgent")
     require_stock(agent, *AGENTS)
     if isinstance(agent, MessageFilterAgent):
         _require_stock_agent(agent._wrapped_agent)
     elif isinstance(agent, AssistantAgent):
         for workbench in agent._workbench:
             if not isinstance(workbench, StaticWorkbench):
-                raise NotForecastable("its workbench would have to be asked for its tools")
+                raise NotForecastable(_ASKS_WORKBENCH)
             require_stock(workbench, StaticWorkbench)
             for tool in workbench._tools:
                 require_stock(tool, BaseTool)
@@ -248,7 +248,7 @@ def _detach_containers(shadow: Any) -> None:
 def _clone_context(context: Any) -> Any:
     if not is_stock(context, *CONTEXTS):
         raise NotForecastable(
-            f"its {type(context).__name__} keeps messages by rules that a text still being "
+            f"its {type(context).__name__} chooses messages by rules that a text still being "
             "written can change"
         )
     clone = copy.copy(context)
@@ -273,7 +273,7 @@ async def _first_call(run: Awaitable[object]) -> ModelCall:
         await run
     except _CallCaptured as captured:
         return captured.call
-    raise NotForecastable("it continues without calling its model")
+    raise NotForecastable("its dry run ended without a call of its model")
 
 
 async def _dry_run_selector(

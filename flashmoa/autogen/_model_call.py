@@ -52,11 +52,11 @@ def why_held_back(
 ) -> str | None:
     """Return why an answer's text must not reach other agents as it arrives, if it must not."""
     if tools:
-        return "it has tools, so its answer may be a call"
+        return "it has tools, so its answer may be a tool call"
     if isinstance(json_output, type):
-        return "its answer is structured, and rewritten"
+        return "its answer is structured output, which AutoGen rewrites"
     if model_info["family"] == ModelFamily.R1:
-        return "its reasoning is taken out of its text"
+        return "its reasoning is removed from its text"
     return None
 
 

@@ -102,7 +102,9 @@ class Promises:
         Raises: RuntimeError if the client has been closed.
         """
         if self._host.is_closed:
-            raise RuntimeError("this client is closed and cannot promise an answer; make a new one")
+            raise RuntimeError(
+                "this client is closed and cannot promise an answer; make a new client"
+            )
         text = Text(f"{name}-{next(_numbers)}")
         _texts[text.mark] = text
         self._writing.add(text)
@@ -111,7 +113,10 @@ class Promises:
             try:
                 result = await write(text)
                 if not isinstance(result.content, str):
-                    raise TypeError("a promised answer became a tool call; ask for it with create")
+                    raise TypeError(
+                        "the model answered promise() with a tool call; use create() for calls "
+                        "with tools"
+                    )
                 text.finish(result.content)
             except Exception as error:
                 text.fail(error)
@@ -197,8 +202,8 @@ def _find_texts(value: Any) -> list[Text]:
     """Return the texts whose marks are in a value; warn of marks whose texts were dropped."""
     if lost := [mark for mark in find_marks(value) if mark not in _texts]:
         logger.warning(
-            "%s stays as it is: the promised text is not known in this process any more. "
-            "Keep `await client.result(...)` instead of what promise() returns.",
+            "%s stays as it is in the messages: this process no longer knows the text that it "
+            "stands for. Keep `await client.result(...)` instead of what promise() returns.",
             ", ".join(lost),
         )
     return find_texts(value, _texts)

@@ -188,7 +188,10 @@ class SynchronousEngine:
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"{self._url}{path} could not be asked: {error}") from error
+            raise EngineError(
+                f"the request to {self._url}{path} failed: {error}. Is the engine running? "
+                f"`flashmoa doctor --engine {self._url}` checks it."
+            ) from error
 
 
 def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:

@@ -145,7 +145,7 @@ def why_rewritten(agent: Any, included: bool) -> str | None:
     if is_stock(agent, MessageFilterAgent):
         return why_rewritten(agent._wrapped_agent, included)
     if not is_stock(agent, AssistantAgent, SocietyOfMindAgent):
-        return f"a {type(agent).__name__} may send others a text different from its model's"
+        return f"a {type(agent).__name__} may send others something other than its model's text"
     structured = getattr(agent, "_output_content_type", None) is not None
     return "its answer is structured" if structured else None
 

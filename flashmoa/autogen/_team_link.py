@@ -117,7 +117,8 @@ class TeamLink(LinkedTeam):
         self._inner = list(inner.values())
         if not self._clients and not self._inner:
             raise ValueError(
-                "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to link"
+                "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to "
+                "link. Give the agents one as model_client."
             )
         self._members = TeamMembers(parts, settings.include)
         inner_planners = {name: link._planner for name, link in inner.items()}
@@ -147,7 +148,7 @@ class TeamLink(LinkedTeam):
             return self._planner.begin(name, request, rewrite_reason=rewritten)
         except Exception:
             # Whatever is wrong with a link, the agent's call must be made.
-            logger.exception("%s runs unlinked", name)
+            logger.exception("%s runs unlinked because of the error below", name)
             return None
 
     def _retire(self) -> None:
@@ -158,7 +159,10 @@ class TeamLink(LinkedTeam):
 
 def _get_parts(team: Any) -> TeamParts:
     if not isinstance(team, BaseGroupChat):
-        raise TypeError(f"only a team can be linked, not a {type(team).__name__}")
+        raise TypeError(
+            f"only a team can be linked, not a {type(team).__name__}; give an AgentChat team, "
+            "RoundRobinGroupChat for example"
+        )
     return TeamParts.of(team)
 
 
@@ -174,7 +178,10 @@ def _make_policies(
 def _check_included(names: Collection[str], parts: TeamParts) -> None:
     for name, agent in _find_agents(names, parts, "include").items():
         if client_of(agent) is None:
-            raise ValueError(f"{name} keeps no FlashMoAChatCompletionClient as its _model_client")
+            raise ValueError(
+                f"include names {name}, which has no FlashMoAChatCompletionClient as its "
+                f"_model_client; keep the client there, or leave {name} out"
+            )
 
 
 def _find_agents(names: Iterable[str], parts: TeamParts, argument: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class TeamMembers:
             return "it decides who speaks"
         member = self._participant(name)
         if member is None:
-            return "it is not known to its team"
+            return "its team has no participant of this name"
         return why_rewritten(member, name in self._include)
 
     async def upcoming(self, speaker: str) -> list[Turn]:
@@ -245,7 +245,7 @@ class TeamMembers:
     def _container(self, name: str) -> ChatAgentContainer:
         instance = self._instances.get(name)
         if not isinstance(instance, ChatAgentContainer):
-            raise NotForecastable("it is not held by the stock container")
+            raise NotForecastable("its team does not run it in AutoGen's ChatAgentContainer")
         return instance
 
     async def _find(self, name: str) -> Any:

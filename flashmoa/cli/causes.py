@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 
-# Patterns to search for in the output, each with the sentence that explains it; in a sentence,
-# "it" is SGLang. The first pattern that is found counts. Its groups replace the sentence's {}.
+# Patterns to search for in the output, each with the sentence that explains it. The first pattern
+# that is found counts. Its groups replace the sentence's {}.
 _CAUSES = (
     (r"^(flashmoa-sglang .+)$", "{}"),
-    (r"(?:error: )(unrecognized arguments: .+|argument .+)$", "SGLang does not accept these: {}"),
+    (
+        r"(?:error: )(unrecognized arguments: .+|argument .+)$",
+        "SGLang does not accept its arguments: {}; see python -m sglang.launch_server --help",
+    ),
     (
         r"\[Errno 98\]|[Aa]ddress already in use",
-        "a port that it needs is in use; choose another one with --port",
+        "a port that SGLang needs is in use; choose another one with --port",
     ),
     (
         r"gated repo|Access to model \S+ is restricted",
-        "the model can only be downloaded with an account: set HF_TOKEN",
+        "the model can only be downloaded with an account: set HF_TOKEN to a Hugging Face token",
     ),
     (
         r"We couldn't connect to 'https?://\S+'|LocalEntryNotFoundError"
@@ -43,12 +46,12 @@ _CAUSES = (
     ),
     (
         r"Failed to find C compiler|InvalidCxxCompiler|fatal error: Python\.h",
-        "it compiles kernels, but found no C compiler or Python headers: "
+        "SGLang compiles kernels, but found no C compiler or Python headers: "
         "apt-get install gcc python3-dev",
     ),
     (
         r"nvcc: (?:command )?not found|Could not find nvcc|CUDA_HOME environment variable",
-        "it compiles kernels, but found no CUDA toolkit; install one and set CUDA_HOME",
+        "SGLang compiles kernels, but found no CUDA toolkit; install one and set CUDA_HOME",
     ),
     (r"No space left on device", "the disk is full; free some space"),
     (

@@ -41,13 +41,15 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         "The exit status is 1 if a problem needs fixing.",
     )
     parser.add_argument("--engine", metavar="URL", help="URL of a running engine, http://HOST:PORT")
-    parser.add_argument("--api-key", metavar="KEY", help="the key that the engine was started with")
-    parser.add_argument("--model", metavar="NAME", help="the model name that your clients use")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the API key that the engine was started with"
+    )
+    parser.add_argument("--model", metavar="NAME", help="the model's name, as your clients give it")
     parser.add_argument(
         "--no-call",
         dest="calls",
         action="store_false",
-        help="do not check a link, which takes two short calls to the model",
+        help="do not make the two short calls that check a link",
     )
     parser.add_argument(
         "--engine-only", action="store_true", help="do not check what is installed here"

@@ -9,15 +9,19 @@ from pathlib import Path
 
 from flashmoa.cli.ports import port_problem
 
+_DESCRIPTION = "Serve a Mixture-of-Agents behind the OpenAI API."
+
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until stopped. Return the exit status."""
-    parser = argparse.ArgumentParser(prog="flashmoa moa", description=__doc__)
+    parser = argparse.ArgumentParser(prog="flashmoa moa", description=_DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a mixture as one model")
-    serve.add_argument("config", type=Path, metavar="CONFIG.toml")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=30100)
+    serve.add_argument(
+        "config", type=Path, metavar="CONFIG.toml", help="the file that describes the mixture"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    serve.add_argument("--port", type=int, default=30100, help="port to listen on (%(default)s)")
     options = parser.parse_args(arguments)
     if problem := port_problem(options.port):
         parser.error(problem)

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashmoa.cli.ports import port_problem
 from flashmoa.engine import engine_url
@@ -58,41 +58,84 @@ def main(arguments: Sequence[str]) -> int:
 
 _TOKENIZE = {"auto": None, "always": True, "never": False}
 _INSTALL = "pip install 'flashmoa[router]'"
+_DESCRIPTION = """\
+Put several engines, or a PD pair, behind one address.
+
+With --engine, each request goes to the engine that has its prefix cached. With --prefill and
+--pd-router, requests may read each other's answers, and their prompts are prefilled while
+those answers are written."""
 
 
 def _make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="flashmoa router", description=__doc__, formatter_class=raw
+        prog="flashmoa router", description=_DESCRIPTION, formatter_class=raw
     )
-    parser.add_argument(
-        "--engine", action="append", default=[], metavar="URL", help="give it once per engine"
+    add = parser.add_argument
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine's URL; give it once for each engine",
     )
-    parser.add_argument("--prefill", metavar="URL", help="the prefill engine of a PD pair")
-    parser.add_argument("--pd-router", metavar="URL", help="the pair's own router")
-    parser.add_argument(
-        "--agent-seconds", type=float, default=600.0, help="how long a request waits for an answer"
+    add("--prefill", metavar="URL", help="the prefill engine of a PD pair")
+    add("--pd-router", metavar="URL", help="the pair's own router")
+    add(
+        "--agent-seconds",
+        type=float,
+        default=600.0,
+        help="with --prefill: the most seconds that a request waits for an answer that it reads "
+        "(%(default)g)",
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30200)
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
-    parser.add_argument("--patience", type=float, default=8.0, help="delay accepted per work saved")
-    parser.add_argument(
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=30200, help="port to listen on (%(default)s)")
+    add(
+        "--policy",
+        choices=POLICIES,
+        default=POLICIES[0],
+        help="how engines are chosen (%(default)s)",
+    )
+    add(
+        "--patience",
+        type=float,
+        default=8.0,
+        help="wait for the engine that has the prefix while the work before the request is less "
+        "than this many times the work that the engine saves (%(default)g); 0: never wait",
+    )
+    add(
         "--saturation",
         type=float,
         default=1.2,
         metavar="FORWARDS",
-        help="most work sent to one engine, in forwards; 0: no limit",
+        help="forwards of work at which an engine counts as full (%(default)g); 0: no limit",
     )
-    parser.add_argument("--model-config", type=Path, help="the model's config.json, for FLOPs")
-    parser.add_argument("--api-key", help="key for the router's own requests to the engines")
-    parser.add_argument(
-        "--tokenize", choices=tuple(_TOKENIZE), default="auto", help="compare tokens, not texts"
+    add("--model-config", type=Path, help="the model's config.json, to count work in FLOPs")
+    add("--api-key", help="API key for the router's own requests to the engines")
+    add(
+        "--tokenize",
+        choices=tuple(_TOKENIZE),
+        default="auto",
+        help="whether to ask engines for the tokens of prompts; auto: if engines publish KV events",
     )
-    parser.add_argument("--max-body-bytes", type=int, default=32 << 20)
-    parser.add_argument("--max-waiting", type=int, default=10_000)
-    parser.add_argument(
-        "--hung-seconds", type=float, default=40.0, help="until a silent engine counts as lost"
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=32 << 20,
+        help="the largest body of a request, in bytes (32 MiB)",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=10_000,
+        help="the most requests that wait for an engine (%(default)s)",
+    )
+    add(
+        "--hung-seconds",
+        type=float,
+        default=40.0,
+        help="seconds until an engine that accepts connections but does not answer counts as gone "
+        "(%(default)g)",
     )
     return parser
 
@@ -108,18 +151,26 @@ def _make_router_options(parsed: argparse.Namespace) -> RouterOptions:
         "round_robin": RoundRobin,
         "random": Random,
     }
-    config = parsed.model_config
+    config: Path | None = parsed.model_config
     return RouterOptions(
         engines=[engine_url(url) for url in parsed.engine],
         policy=policies[parsed.policy](),
         api_key=parsed.api_key,
-        model_config=json.loads(config.read_text()) if config else None,
+        model_config=_read_config(config) if config else None,
         saturation_margin=parsed.saturation,
         tokenize=_TOKENIZE[parsed.tokenize],
         max_body_bytes=parsed.max_body_bytes,
         max_waiting=parsed.max_waiting,
         hung_seconds=parsed.hung_seconds,
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return a model's config. Raises: ValueError if the file is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--model-config {path} is not JSON: {error}") from error
 
 
 def _make_shell_options(parsed: argparse.Namespace) -> ShellOptions:

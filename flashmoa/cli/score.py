@@ -53,13 +53,13 @@ def main(arguments: Sequence[str]) -> int:
         with _ProgressDisplay(options.input.stat().st_size) as display:
             totals = anyio.run(_score, options, display)
     except KeyboardInterrupt:
-        print("flashmoa score: interrupted; the same command continues from here", file=sys.stderr)
+        print("flashmoa score: stopped; run the same command again to continue", file=sys.stderr)
         return _EXIT_INTERRUPTED
     except (NotResumable, OSError) as error:
         print(f"flashmoa score: {error}", file=sys.stderr)
         return _EXIT_STOPPED
     except EngineError as error:
-        print(f"flashmoa score: {error}\nThe same command continues from here.", file=sys.stderr)
+        print(f"flashmoa score: {error}\nRun the same command again to continue.", file=sys.stderr)
         return _EXIT_STOPPED
     _print_summary(totals, options, time.monotonic() - started)
     # An earlier run may have skipped lines although this one did not. score_file() removes the
@@ -100,7 +100,9 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="URL",
         help="engine URL; default: $OPENAI_BASE_URL, else http://127.0.0.1:30000",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the key that the engine was started with")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the API key that the engine was started with"
+    )
     parser.add_argument(
         "--errors",
         type=Path,
@@ -124,7 +126,7 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.errors = options.errors or options.out.with_suffix(".errors.jsonl")
     if options.concurrency < 1:
-        parser.error(f"--concurrency {options.concurrency} is not at least 1")
+        parser.error(f"--concurrency must be at least 1, not {options.concurrency}")
     if len({path.resolve() for path in (options.input, options.out, options.errors)}) < 3:
         parser.error("INPUT, OUT and the file of errors must be three different files")
     try:

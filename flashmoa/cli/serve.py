@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 def _serve(arguments: Sequence[str], options: argparse.Namespace) -> int:
     if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
         _print_message(
-            f"SGLANG_PLUGINS={allowed} keeps the plugin out: nothing is linked on this engine"
+            f"SGLANG_PLUGINS={allowed} keeps the plugin out, so nothing is linked on this engine; "
+            "unset it, or add flashmoa to it"
         )
     if compiler() is None:
         _print_message("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
@@ -93,7 +94,10 @@ def _model_problem(options: argparse.Namespace) -> str | None:
         return None if options.config is not None else "no model is given; add --model-path PATH"
     path = Path(options.model_path)
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
-        return f"--model-path {path} is not a model: it has no config.json"
+        return (
+            f"--model-path {path} is not a model: it has no config.json; give a model's folder, "
+            "or its name on Hugging Face"
+        )
     if not path.exists() and options.model_path.startswith(("/", ".", "~")):
         return f"--model-path {path} does not exist"
     return None

@@ -24,11 +24,18 @@ from flashmoa.observe.trace import TraceError, read
 
 def main(arguments: Sequence[str]) -> int:
     """Show a trace. Return the exit status."""
-    parser = argparse.ArgumentParser(prog="flashmoa trace", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="flashmoa trace", description="Show what happened in a run, and when."
+    )
     parser.add_argument("file", type=Path, help="a file that link(team, trace=FILE) wrote")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write a page for browsers")
     parser.add_argument(
-        "--perfetto", type=Path, metavar="FILE.json", help="write it for ui.perfetto.dev"
+        "--html", type=Path, metavar="FILE.html", help="write the trace as a page for browsers"
+    )
+    parser.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE.json",
+        help="write the trace in the format of ui.perfetto.dev",
     )
     options = parser.parse_args(arguments)
     outputs = [path for path in (options.html, options.perfetto) if path is not None]

@@ -57,7 +57,7 @@ def check_plugin() -> list[Finding]:
         remedy = "make setup (CPU), or pip install sglang==0.5.18 (GPU)"
         return [fix("SGLang", "the plugin is installed, but SGLang is not", remedy)]
     if plugin is None:
-        text = "SGLang is installed, but flashmoa-sglang is not: an engine would not link"
+        text = "SGLang is installed, but flashmoa-sglang is not: engines started here cannot link"
         return [ok("SGLang", sglang), fix("plugin", text, _INSTALL_PLUGIN)]
     findings = [check_release(sglang), _check_version(plugin), *_check_entry_points()]
     return [*findings, *check_internals()]
@@ -79,7 +79,7 @@ def _check_entry_points() -> list[Finding]:
     ]
     if not missing:
         return []
-    text = f"SGLang will not find it: there is no entry point {' or '.join(missing)}"
+    text = f"SGLang will not find the plugin: there is no entry point {' or '.join(missing)}"
     return [fix("plugin", text, f"{_INSTALL_PLUGIN} --force-reinstall --no-deps")]
 
 

@@ -29,10 +29,10 @@ async def check_templates(engine: EngineClient) -> list[Finding]:
     try:
         problem = await _prediction_problem(engine)
     except RequestRefused as error:
-        return [fix("chat template", str(error), "start it with --chat-template FILE")]
+        return [fix("chat template", str(error), "start the engine with --chat-template FILE")]
     if problem is not None:
         text = f"it {problem}, so that prompts cannot be predicted"
-        return [fix("chat template", text, "start it with --chat-template FILE")]
+        return [fix("chat template", text, "start the engine with --chat-template FILE")]
     try:
         await engine.render([_user_message("Plan a trip."), _user_message("A plan.")])
     except RequestRefused:
@@ -75,9 +75,9 @@ async def check_link(engine: EngineClient, model: str) -> Finding:
         if use is not None:
             break
     if use is None:
-        return fix("link", f"no link was made: {reason}", "docs/troubleshooting.md")
+        return fix("link", f"no link was made: {reason}", "see docs/troubleshooting.md")
     if use.status != "hit":
-        return fix("link", f"a linked call ended as {use.status!r}", "docs/troubleshooting.md")
+        return fix("link", f"a linked call ended as {use.status!r}", "see docs/troubleshooting.md")
     return ok("link", "hit: a call's prompt was prefilled before the call came")
 
 

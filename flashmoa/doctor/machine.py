@@ -65,7 +65,8 @@ def _check_accelerator() -> list[Finding]:
     devices = accelerators()
     build = _torch_build()
     if build is None:
-        return [fix("torch", "it is not installed", "make setup, or pip install SGLang's")]
+        remedy = "make setup (CPU), or install SGLang, which installs torch (GPU)"
+        return [fix("torch", "it is not installed", remedy)]
     version, cuda = build
     torch = ok("torch", f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}")
     if not devices:
@@ -105,7 +106,9 @@ def _check_memory() -> Finding:
     text = f"{free / _GIB:.1f} GiB free"
     if free >= _MIN_MEMORY:
         return ok("memory", text)
-    return note("memory", text, "end other programs; --max-total-tokens N bounds a CPU's KV pool")
+    text += f"; an engine with a tiny model on a CPU needs {_MIN_MEMORY / _GIB:g} GiB"
+    remedy = "end other programs, or limit a CPU engine's KV pool with --max-total-tokens N"
+    return note("memory", text, remedy)
 
 
 def available_memory() -> int | None:

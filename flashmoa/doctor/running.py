@@ -124,14 +124,15 @@ def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
     plugin, sglang = info.plugin.get("version"), info.sglang.get("version")
     findings = [ok("engine", f"{url}: SGLang {sglang}, flashmoa-sglang {plugin}")]
     if plugin != flashmoa.__version__:
-        text = f"the engine's plugin is {plugin}, but this client is {flashmoa.__version__}"
+        client = flashmoa.__version__
+        text = f"the engine's plugin has version {plugin}, but this client has {client}"
         remedy = "pip install both from one checkout, and restart the engine"
         findings.append(note("versions", text, remedy))
     if info.capabilities == ["render"]:
         text = "the engine keeps no KV, and linking needs it"
-        findings.append(fix("settings", text, "start it without --flashmoa-kv-cache off"))
+        findings.append(fix("settings", text, "start the engine without --flashmoa-kv-cache off"))
     elif missing := sorted(_CAPABILITIES - set(info.capabilities)):
-        text = f"the engine's plugin has no {', '.join(missing)}"
+        text = f"the engine's plugin lacks {', '.join(missing)}"
         remedy = "pip install ./server_patches there, and restart the engine"
         findings.append(fix("versions", text, remedy))
     return findings
@@ -156,7 +157,8 @@ def _check_capacity(info: EngineInfo) -> list[Finding]:
         room = note("room", text, "raise --mem-fraction-static or --max-total-tokens")
     streams = f"{info.prompt_streams} prompt streams open"
     if info.costs is None:
-        text = f"{streams}; the engine still measures its forwards, for some seconds"
+        busy = "the engine is still measuring its forwards, which takes some seconds"
+        text = f"{streams}; {busy}"
         return [room, note("costs", text)]
     step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"
     return [room, ok("costs", f"{streams}; {step}")]
@@ -169,10 +171,10 @@ def _check_settings(server: dict[str, Any]) -> list[Finding]:
     findings: list[Finding] = []
     if server.get("disable_radix_cache"):
         text = "the radix cache is off, and linking keeps its KV there"
-        findings.append(fix("settings", text, "start it without --disable-radix-cache"))
+        findings.append(fix("settings", text, "start the engine without --disable-radix-cache"))
     if not server.get("enable_cache_report"):
         text = "cached tokens are reported for linked calls only"
-        findings.append(note("settings", text, "start it with --enable-cache-report"))
+        findings.append(note("settings", text, "start the engine with --enable-cache-report"))
     page = server.get("page_size") or 1
     findings.append(ok("settings", f"pages of {page} {'token' if page == 1 else 'tokens'}"))
     return findings

@@ -50,8 +50,8 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
                 event = json.loads(data)
             except json.JSONDecodeError as error:
                 raise errors.BadAnswer(
-                    f"{data[:200]!r} is not the data of a server-sent event of an engine; is the "
-                    "URL right?"
+                    f"the engine sent an event that is not JSON: {data[:200]!r}. Is the URL that "
+                    "of an SGLang engine?"
                 ) from error
             if "error" in event:
                 fields = event["error"]
@@ -129,9 +129,11 @@ class Generated(BaseModel):
             logprobs = _Logprobs.model_validate(self.meta_info)
             after = {token: value for value, token, _ in logprobs.after} if token_ids else {}
             following = logprobs.input_token_logprobs[1:] if continuation else []
-            if [token for _, token, _ in following] != list(continuation):
+            given = [token for _, token, _ in following]
+            if given != list(continuation):
                 raise errors.BadAnswer(
-                    "the engine gave log-probabilities of other tokens than it was sent"
+                    "the engine gave log-probabilities of other tokens than it was sent: of "
+                    f"{given}, not of {list(continuation)}"
                 )
             return NextLogprobs(
                 [_to_float(after[token]) for token in token_ids],
@@ -140,7 +142,8 @@ class Generated(BaseModel):
             )
         except (ValueError, LookupError) as error:
             raise errors.BadAnswer(
-                "the engine gave no log-probabilities of the tokens that were asked for"
+                "the engine gave no log-probabilities of the tokens that were asked for; is it an "
+                "SGLang engine?"
             ) from error
 
 

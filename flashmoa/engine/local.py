@@ -58,7 +58,9 @@ class LocalEngine:
         async with httpx.AsyncClient() as http:
             while time.monotonic() < deadline:
                 if not self.is_running():
-                    raise EngineError(f"the engine ended at start; its log:\n{self.tail()}")
+                    raise EngineError(
+                        f"the engine ended at start; the end of its log:\n{self.tail()}"
+                    )
                 try:
                     answer = await http.get(f"{self.url}/model_info", timeout=5)
                     if answer.status_code in (200, 401):
@@ -67,7 +69,8 @@ class LocalEngine:
                     pass
                 await anyio.sleep(0.1)
         raise EngineError(
-            f"the engine was not ready within {_START_SECONDS:.0f} s; its log:\n{self.tail()}"
+            f"the engine was not ready within {_START_SECONDS:.0f} s; the end of its log:\n"
+            f"{self.tail()}"
         )
 
     def tail(self, lines: int = 25) -> str:
@@ -194,7 +197,10 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no port is free from {_PORTS.start} to {_PORTS.stop - 1}")
+    raise OSError(
+        f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free; end a program that uses one of "
+        "them"
+    )
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

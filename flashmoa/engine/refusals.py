@@ -45,7 +45,8 @@ def translate_errors(url: str) -> Generator[None]:
         yield
     except httpx.TimeoutException as error:
         raise errors.EngineTimeout(
-            f"{url} did not answer in time; see the engine's log, or allow more time"
+            f"{url} did not answer in time; see the engine's log, or give the client a longer "
+            "timeout"
         ) from error
     except httpx.TransportError as error:
         reason = str(error) or type(error).__name__

@@ -199,7 +199,8 @@ class Link:
                 failure = (self.engine.url, type(error))
                 level = logging.DEBUG if failure in _logged_failures else logging.WARNING
                 _logged_failures.add(failure)
-                logger.log(level, "Link to %s ends: %s", self.agent, error)
+                text = "The link to %s has ended: %s. Its request is sent all the same."
+                logger.log(level, text, self.agent, f"{error}".removesuffix("."))
 
     async def _watch_stalls(self) -> None:
         stall_seconds = self._policy.stall_seconds
@@ -265,4 +266,4 @@ def report_plain_engine(url: str, problem: PluginMissing) -> None:
     """Log once for each engine that it runs without the plugin, so that nothing is linked."""
     if url not in _plain_engines:
         _plain_engines.add(url)
-        logger.warning("%s. Its agents run unlinked.", problem)
+        logger.warning("%s. Its agents run unlinked.", f"{problem}".removesuffix("."))

@@ -211,7 +211,7 @@ class LinkPlanner(CallOwner):
             logger.warning("No link to %s this time: %s", agent, error)
         except Exception as error:
             # The agent's own code failed, in its tools or its context. Other agents stay linked.
-            self._decline(agent, f"its next prompt could not be told: {error!r}")
+            self._decline(agent, f"predicting its next prompt failed: {error!r}")
 
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
@@ -219,7 +219,10 @@ class LinkPlanner(CallOwner):
             engine, prompt, self._links.uncertain()
         ):
             self._run.drop_unfinished_attempt(turn.agent)
-            reason = "likelier agents hold the share of the KV pool for links that may go unused"
+            reason = (
+                "the share of the KV pool for links that may go unused is taken by agents that are "
+                "likelier to speak"
+            )
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
         if changes != self._run.changes or not self._run.is_current(turn):

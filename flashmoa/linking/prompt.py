@@ -95,7 +95,10 @@ class Prompt:
         """
         taken = self.stable()[: self._taken]
         if not other.stable().startswith(taken):
-            raise ValueError("the prompt does not begin with what was already sent of it")
+            raise ValueError(
+                "the new prompt does not begin with the text that was already sent; end this link "
+                "and open a new one"
+            )
         self.segments, self.slots = other.segments, other.slots
 
     def take(self) -> str:

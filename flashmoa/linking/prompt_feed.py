@@ -168,7 +168,10 @@ class PromptFeed:
 
         await self._run_shielded(open_stream, _OPEN_SECONDS)
         if not states:
-            raise EngineTimeout(f"{self._engine.url} did not open a stream in time")
+            raise EngineTimeout(
+                f"{self._engine.url} did not open a prompt stream within {_OPEN_SECONDS:g} s; see "
+                "the engine's log"
+            )
         self._postpone_keep_alive()
         return states[0]
 

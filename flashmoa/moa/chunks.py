@@ -38,7 +38,9 @@ class Schedule:
         if self.growth < 1:
             raise ValueError(f"growth is {self.growth}; it must be at least 1")
         if self.largest < self.first:
-            raise ValueError(f"largest is {self.largest}; it must be at least {self.first}, first")
+            raise ValueError(
+                f"largest is {self.largest}; it must be at least first, which is {self.first}"
+            )
 
     def __iter__(self) -> Generator[int]:
         """Yield the length of each chunk, without end."""
@@ -134,7 +136,8 @@ class ChunkedText:
             pass  # Readers get the chunks that were written.
         except Exception as error:
             self.problem = str(error) or type(error).__name__
-            logger.warning("%s ends early: %s", self.source.name, self.problem)
+            text = "%s ends early: %s. Its readers continue with what it has written."
+            logger.warning(text, self.source.name, self.problem.removesuffix("."))
             if isinstance(self.source, Answer):
                 self.source.cancel()  # Nobody will read the rest of an answer that stalled.
         self._count = number + 1

@@ -191,7 +191,8 @@ class Cluster:
             try:
                 quality = await self._scores.add(member.answer.written, member.answer.logprobs)
             except Exception as error:
-                logger.warning("No early exit: the answers cannot be compared: %s", error)
+                text = "No early exit for this cluster: its answers cannot be compared: %s"
+                logger.warning(text, error)
                 self._scores = None
                 return False
             undecided = self._undecided()

@@ -67,9 +67,9 @@ class EarlyExit:
 
     def __post_init__(self) -> None:
         if not 0 < self.tau <= 1:
-            raise ValueError(f"tau is {self.tau}; it must be in (0, 1]")
+            raise ValueError(f"tau is {self.tau}; it must be above 0 and at most 1")
         if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold is {self.threshold}; it must be in [0, 1]")
+            raise ValueError(f"threshold is {self.threshold}; it must be between 0 and 1")
         if self.min_answers < 1:
             raise ValueError(f"min_answers is {self.min_answers}; it must be at least 1")
 

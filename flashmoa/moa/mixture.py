@@ -58,7 +58,7 @@ class MixtureOfAgents:
             topology = Topology.parse(topology)
         if topology.widths != widths:
             raise ValueError(
-                f"there are {widths} models for a topology of {topology.widths}; "
+                f"there are {widths} models for a topology of {topology.widths} agents; "
                 "give each layer as many models as the topology has agents in it"
             )
         self.topology = topology

@@ -41,7 +41,11 @@ def application(config: MixtureConfig) -> Starlette:
             body = await request.json()
             question = conversation(body["messages"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return _make_error(400, f"the body is not a chat completion request: {error}")
+            problem = (
+                f"the body is not a chat completion request ({type(error).__name__}: {error}); "
+                "send an object with messages"
+            )
+            return _make_error(400, problem)
         if body.get("model", config.name) != config.name:
             problem = f"there is no model {body['model']!r}; ask for {config.name!r}"
             return _make_error(404, problem)

@@ -123,7 +123,9 @@ def _check_widths(widths: Sequence[int]) -> None:
 
 def _check_layers(layers: Sequence[Layer]) -> None:
     if len(layers) < 2:
-        raise ValueError(f"there are {len(layers)} layers; proposers and one more are needed")
+        raise ValueError(
+            f"there are {len(layers)} layers; give at least two, the proposers' and an aggregator's"
+        )
     for place, reads in enumerate(layers[0]):
         if reads:
             raise ValueError(f"agent {place} of layer 0 reads {reads}; proposers read no agent")

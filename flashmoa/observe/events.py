@@ -141,7 +141,9 @@ def contained(listener: Listener) -> Listener:
         try:
             listener(event)
         except Exception:
-            logger.exception("A listener failed at %s", type(event).__name__)
+            logger.exception(
+                "A listener failed at the event %s; the run continues", type(event).__name__
+            )
 
     return listen
 

@@ -51,11 +51,12 @@ def _note_event(event: Event) -> Note | None:
         case LinkDeclined():
             return note("declined", f"no link to it: {event.reason}")
         case LinkWaits():
-            return note("waits", f"no text of {event.upstream} as it is written: {event.reason}")
-        case UpstreamFailed():
             return note(
-                "upstream failed", f"{event.upstream} failed ({event.failure}): {event.action}"
+                "waits", f"the text of {event.upstream} is not streamed to it: {event.reason}"
             )
+        case UpstreamFailed():
+            text = f"{event.upstream} failed ({event.failure}); action: {event.action}"
+            return note("upstream failed", text)
         case LinkClosed(reason="mispredicted"):
             return note("mispredicted", "the conversation took another course; the link was closed")
         case LinkClosed() if event.reason not in _ORDINARY_REASONS:

@@ -36,7 +36,7 @@ except ImportError as missing:
 # How many calls, links and agents without further events are kept; the oldest are dropped first.
 _MAX_KEPT = 1024
 _MAX_PENDING_EVENTS = 128
-_ABANDONED = "no further event arrived"
+_ABANDONED = "no further events arrived for it"
 _CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 

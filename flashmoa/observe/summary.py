@@ -97,8 +97,8 @@ Prefilled ahead: the time in which the engine prefilled a call's prompt stream b
 request went out, and the tokens it computed. The time is that of the stream's prefill spans, cut \
 at the request; a span includes waiting for its turn and forwards shared with others. Streams \
 that the call did not hit do not count. Under decode: the part of that time in \
-which another call was decoding, first token to last. Left: from the request to its first token, \
-which is the rest of the prefill, the queue, the network and one decode step. So this is time of \
+which another call was decoding, first token to last. Left: the time from the request to its \
+first token: the rest of the prefill, the queue, the network and one decode step. The time is \
 engine prefill taken off the path between two agents, added up over calls. It is not a measured \
 comparison with a run without links; flashmoa bench workflows makes one."""
 
@@ -126,9 +126,9 @@ class Summary:
         overlap = self.overlap
         return (
             f"end to end {seconds(self.end_to_end)}; {self.linked:,} of {self.calls:,} calls found "
-            f"their prompt streams: {overlap.ahead_tokens:,} of their tokens were prefilled ahead, "
-            f"{overlap.left_tokens:,} tokens and {seconds(overlap.left)} to their first tokens "
-            "were left"
+            f"their prompt streams. Of their prompt tokens, {overlap.ahead_tokens:,} were "
+            f"prefilled ahead and {overlap.left_tokens:,} were left to compute; their first tokens "
+            f"came {seconds(overlap.left)} after their requests, added up"
         )
 
 

@@ -136,7 +136,7 @@ def _link_entries(event: Event, at: int, place: dict[str, int]) -> list[dict[str
     elif isinstance(event, LinkClosed):
         name = f"link closed: {event.reason}"
     elif isinstance(event, UpstreamFailed):
-        name = f"{event.upstream} failed ({event.failure}): {event.action}"
+        name = f"{event.upstream} failed ({event.failure}); action: {event.action}"
     else:
         return []
     return [{"ph": "i", "s": "t", "name": name, "ts": at, **place}]

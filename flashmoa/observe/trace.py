@@ -60,7 +60,8 @@ class Trace:
                 file.write(json.dumps(_as_json(event)) + "\n")
         except OSError as error:
             self._has_ended = True
-            logger.warning("The trace %s ends here: %s", self._path, error)
+            text = "The trace %s could not be written and ends here: %s"
+            logger.warning(text, self._path, error)
 
     def _create_file(self) -> None:
         if self._path.exists() and self._path.stat().st_size:

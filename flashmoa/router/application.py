@@ -241,7 +241,7 @@ class _Router:
         stream = call.path.split("/")[2]
         engine = await self._pool.engine_of_stream(stream, call.api_key)
         if engine is None:
-            message = f"no engine has a prompt stream {stream!r}; open it again"
+            message = f"no engine has a prompt stream {stream!r}; open a new one"
             return make_error_response(404, message, "unknown_stream")
         answer = await self._send(call, engine)
         if call.method == "DELETE" and answer.status_code == 200:

@@ -49,7 +49,7 @@ _COMPUTING_POSTS = frozenset({*POLICY_ROUTES, *ANY_ENGINE_ROUTES})
 _REQUEST_LOGGERS = ("httpx", "uvicorn.access")
 # Python parses this much nesting without overflowing its stack, wherever on the stack it starts.
 _MAX_NESTING = 200
-_TOO_DEEP = f"a body may have at most {_MAX_NESTING} lists and objects within each other"
+_TOO_DEEP = f"a body may nest lists and objects at most {_MAX_NESTING} levels deep; flatten it"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_VISIBLE_ASCII = re.compile(rb"[^\x21-\x7e]")
 _UNFORWARDED_HEADERS = {
@@ -158,7 +158,8 @@ def make_endpoint(
         except AllEnginesRefused as error:
             return error.response
         except EngineLost as error:
-            return make_error_response(error.status, f"the engine is gone: {error}")
+            message = f"the engine is gone: {error}; send the request again"
+            return make_error_response(error.status, message)
         except RouterError as error:
             return make_error_response(error.status, str(error))
         except ClientDisconnect:
@@ -201,7 +202,10 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_too_deep(value):
         raise BadRequest(_TOO_DEEP)
     if _SURROGATE.search(body) and _has_lone_surrogate(value):
-        raise BadRequest("a string has one half of a surrogate pair, which no text can contain")
+        raise BadRequest(
+            "a string in the body has one half of a surrogate pair, which no text can contain; "
+            "send valid Unicode"
+        )
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 

@@ -171,7 +171,11 @@ class EngineMonitor:
             if answer.is_success:
                 info = parse_object(answer.content)
             elif answer.status_code in (401, 403):
-                logger.warning("%s hides its settings; start the router with --api-key", engine.url)
+                text = (
+                    "%s does not tell its settings without its API key; start the router with "
+                    "--api-key KEY"
+                )
+                logger.warning(text, engine.url)
         except httpx.HTTPError:
             engine.silences += 1
             if engine.silences < _MAX_SILENT:
@@ -193,7 +197,8 @@ class EngineMonitor:
                 config = json.loads(path.read_text())
             return true_flops(config or {})
         except (OSError, ValueError) as error:  # UnknownShape is a ValueError.
-            reason = error if isinstance(error, UnknownShape) else "the config cannot be read here"
+            unread = "the model's config.json cannot be read here; give it with --model-config"
+            reason = error if isinstance(error, UnknownShape) else unread
             logger.info("Work is counted in tokens: %s", reason)
             return TokenCount()
 

@@ -23,7 +23,7 @@ from flashmoa.router.metrics import RouterMetrics
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # The usage of a streamed answer is within this many bytes of its end.
 _USAGE_BYTES = 4096
-_HANGS = "it has stopped answering"
+_HANGS = "it no longer answers"
 
 # Makes contexts whose body is cancelled if the engine hangs.
 HangScope = Callable[[], AbstractContextManager[anyio.CancelScope]]

@@ -146,7 +146,8 @@ class KvEventSubscriber:
                     _, sequence, payload = (await socket.recv_multipart())[:3]
                     await self._receive_live(int.from_bytes(sequence, "big"), payload)
         except (zmq.ZMQError, ValueError) as error:
-            logger.warning("KV events of %s cannot be followed: %s", self._blocks.engine, error)
+            text = "The router no longer follows the KV events of %s: %s"
+            logger.warning(text, self._blocks.engine, error)
 
     async def _receive_live(self, sequence: int, payload: bytes) -> None:
         if self._next is not None and sequence > self._next:
@@ -177,7 +178,11 @@ class KvEventSubscriber:
                     if (sequence := int.from_bytes(number, "big")) == _REPLAY_END:
                         return
                     self.receive(sequence, payload)
-        logger.info("%s did not replay its KV events; only new ones count", self._blocks.engine)
+        text = (
+            "%s replays no KV events; only new ones are followed (a replay_endpoint in "
+            "--kv-events-config allows it)"
+        )
+        logger.info(text, self._blocks.engine)
 
     def receive(self, sequence: int, payload: bytes) -> None:
         """Apply the events of a message, in msgpack, unless it was received before."""
@@ -192,7 +197,8 @@ class KvEventSubscriber:
             for event in events:
                 self._apply(*event)
         except (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            logger.warning("A KV event of %s cannot be read: %s", self._blocks.engine, error)
+            text = "A KV event of %s cannot be read, so its blocks are forgotten: %s"
+            logger.warning(text, self._blocks.engine, error)
             self._clear()
 
     def _clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import string
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,10 @@ def context_kind(context: Context) -> str:
         return "messages"
     if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return "tokens"
-    raise ValueError("a context is a text, or a list of messages or of token ids that is not empty")
+    raise ValueError(
+        "a context is a text, or a list of messages or of token ids that is not empty, not "
+        f"{reprlib.repr(context)}"
+    )
 
 
 def with_question(context: Context, question: str) -> Context:
@@ -176,6 +180,6 @@ class CandidateTokenizer:
         joined = await self.detokenize(whole[same:])
         raise CandidateRefused(
             f"the candidate {text!r} is tokenised together with the context's end, as {joined!r}, "
-            "so that it cannot follow it. Move white space from the context's end to the "
-            "candidate's beginning, end the context at a word's end, or give token ids"
+            "so it cannot follow this context. Move white space from the context's end to the "
+            "candidate's beginning, end the context at the end of a word, or give token ids"
         )

@@ -65,9 +65,12 @@ class Line(BaseModel):
         line._require_one("context", "messages")
         line._require_one("candidates", "labels", "options")
         if line.multiple and line.options is None:
-            raise BadLine("multiple goes with options; add options or leave it out")
+            raise BadLine("multiple goes with options only; add options, or leave multiple out")
         if line.length_normalised and line.candidates is None:
-            raise BadLine("length_normalised goes with candidates; add them or leave it out")
+            raise BadLine(
+                "length_normalised goes with candidates only; add candidates, or leave "
+                "length_normalised out"
+            )
         return line
 
     def _require_one(self, *names: str) -> None:

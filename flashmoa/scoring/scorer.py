@@ -58,7 +58,7 @@ class Scorer:
         concurrency: int = 32,
     ) -> None:
         if concurrency < 1:
-            raise ValueError(f"concurrency {concurrency} is not at least 1")
+            raise ValueError(f"concurrency must be at least 1, not {concurrency}")
         self.concurrency = concurrency
         self._engine = engine
         self._template_args = template_args
@@ -116,8 +116,9 @@ class Scorer:
             if count > 1:
                 pieces = [await self._tokenizer.detokenize([token]) for token in label_tokens]
                 raise CandidateRefused(
-                    f"the label {label!r} has {count} tokens after this context, {pieces}; name "
-                    f"it by one token, as in {{{label!r}: {pieces[0]!r}}}, or use score()"
+                    f"the label {label!r} has {count} tokens after this context, {pieces}; "
+                    f"give it a candidate of one token, as in {{{label!r}: {pieces[0]!r}}}, or use "
+                    "score()"
                 )
         return await self._compute_scores(list(named), prompt, tokens, False, prompt_stream_id)
 
@@ -176,7 +177,14 @@ class Scorer:
             prompt = await self._tokenize_context(context)
             tokens = await self._tokenizer.tokenize(prompt, candidates)
         if len(set(map(tuple, tokens))) < len(tokens):
-            raise CandidateRefused("two candidates are the same tokens; give each once")
+            same = [
+                candidate
+                for candidate, own in zip(candidates, tokens, strict=True)
+                if tokens.count(own) > 1
+            ]
+            raise CandidateRefused(
+                f"two candidates are the same tokens, among {same}; give each once"
+            )
         return prompt, tokens
 
     async def _tokenize_context(self, context: Context) -> list[int]:
@@ -259,7 +267,7 @@ class Scorer:
                         url = self._engine.url
                         problem = f"{url} does not share prefixes before they are computed"
                 except PluginMissing as error:
-                    problem = str(error)
+                    problem = str(error).removesuffix(".")
                 self._shares = not problem
                 if problem:
                     message = "%s. Of requests with one prefix, others wait for the first."

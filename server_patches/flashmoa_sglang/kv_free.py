@@ -46,7 +46,10 @@ def refuse_unsupported(arguments: Any) -> None:
     if missing := [flag for flag, is_given in _NEEDED.items() if not is_given(arguments)]:
         raise SystemExit(f"--flashmoa-kv-cache off needs {' '.join(missing)}.")
     if excluded := [flag for flag, is_given in _EXCLUDED.items() if is_given(arguments)]:
-        raise SystemExit(f"--flashmoa-kv-cache off does not go with {', '.join(excluded)}.")
+        raise SystemExit(
+            f"--flashmoa-kv-cache off does not go with {', '.join(excluded)}. Start without one of "
+            "them."
+        )
 
 
 def create_buffers(original: Callable[..., None], pool: Any) -> None:
@@ -107,9 +110,9 @@ def check(obj: Any) -> None:
     for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
         new_tokens = params.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
         if new_tokens is None or new_tokens > 1:
-            raise ValueError(f"{KEEPS_NONE}: ask for max_new_tokens 0 or 1.")
+            raise ValueError(f"{KEEPS_NONE}: ask for max_new_tokens 0 or 1, not {new_tokens}.")
     if getattr(obj, "session_params", None) is not None:
-        raise ValueError(f"{KEEPS_NONE}, and so no sessions.")
+        raise ValueError(f"{KEEPS_NONE}, so it has no sessions; leave session_params out.")
 
 
 def bytes_of(scheduler: Any) -> int | None:

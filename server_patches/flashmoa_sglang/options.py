@@ -36,34 +36,56 @@ class Options:
 
     schedule: str = _option(
         "sglang",
-        "Order of waiting requests: SGLang's --schedule-policy, or shortest job first (sjf).",
+        "Order of waiting requests: sglang (SGLang's --schedule-policy) or sjf (shortest job "
+        "first).",
         ("sglang", "sjf"),
     )
     intra_turn: str = _option(
-        "auto", "Sharing of prefixes that are not computed yet.", ("auto", "level", "off")
+        "auto",
+        "How requests share prefixes that are not computed yet: auto (within one forward where the "
+        "attention backend allows it), level (one level of the radix tree per forward) or off.",
+        ("auto", "level", "off"),
     )
     stream_share: float = _option(
-        0.05, "Share of the engine's time for prompt streams while it decodes for others."
+        0.05,
+        "Share of the engine's time, above 0 and at most 1, that prompt streams get while it "
+        "decodes for others.",
     )
     asyncep: str = _option(
         "off",
-        "Experts of a mixture-of-experts model on the device (off), or copied there ahead of the "
-        "computation from host memory (h2d) or from other replicas (d2d).",
+        "Where the experts of a mixture-of-experts model are: on the device (off), or copied there "
+        "ahead of the computation from host memory (h2d) or from other replicas (d2d).",
         ("off", "h2d", "d2d"),
     )
     asyncep_slots: int = _option(
-        2, "With h2d and d2d: how many layers' experts the device holds, in addition to the first."
+        2,
+        "With --flashmoa-asyncep: how many layers' experts the device holds, besides the first "
+        "layer's.",
     )
-    asyncep_replica: str = _option("", "With d2d: rank and number of replicas, as in 0/2.")
-    asyncep_group: str = _option("default", "With d2d: a name for replicas that belong together.")
-    asyncep_wait: float = _option(600.0, "With d2d: seconds to wait at start for all replicas.")
+    asyncep_replica: str = _option(
+        "",
+        "With d2d: which replica this is, and of how many, as RANK/SIZE with ranks from 0: 0/2 and "
+        "1/2.",
+    )
+    asyncep_group: str = _option(
+        "default", "With d2d: the name of the group of replicas that belong together."
+    )
+    asyncep_wait: float = _option(
+        600.0, "With d2d: seconds to wait at start until all replicas are there."
+    )
     saturation: int = _option(
-        0, "Prefills wait until a forward has this many tokens; 0: the number measured with h2d."
+        0,
+        "Prefills wait until together they have this many tokens; 0: the number that is measured "
+        "with h2d.",
     )
-    saturation_wait: float = _option(0.2, "Seconds that a prefill waits at most; 0: not at all.")
+    saturation_wait: float = _option(
+        0.2,
+        "The most seconds that a prefill waits for --flashmoa-saturation; 0: prefills do not wait.",
+    )
     kv_cache: str = _option(
         "on",
-        "Keep the KV of every layer (on), or of one layer at a time (off), for prefill-only work.",
+        "Keep the KV of every layer (on), or of one layer at a time (off), which is for "
+        "prefill-only work.",
         ("on", "off"),
     )
 
@@ -122,10 +144,11 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
     """Add ``--flashmoa-schedule`` and the others; runs after ``ServerArgs.add_cli_args``."""
     group = parser.add_argument_group("FlashMoA")
     for option in fields(Options):
+        default = "none" if option.default == "" else option.default
         group.add_argument(
             _flag(option.name),
             action=_EnvironmentAction,
-            help=f"{option.metadata['help']} Default: {option.default or 'none'}.",
+            help=f"{option.metadata['help']} Default: {default}.",
         )
 
 

@@ -23,18 +23,27 @@ def make_parser(name: str, doc: str | None, roles: Sequence[Role] = ()) -> argpa
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random token ids")
     if roles:
-        parser.add_argument("--repeats", type=positive, default=5, help="rounds; medians count")
+        parser.add_argument(
+            "--repeats",
+            type=positive,
+            default=5,
+            help="rounds per measurement; figures are medians over them",
+        )
         _add_engine_options(parser, roles)
     return parser
 
 
 def _add_engine_options(parser: argparse.ArgumentParser, roles: Sequence[Role]) -> None:
     local = parser.add_argument_group("engines on this CPU (the default)")
-    local.add_argument("--shape", default="bench", help="tiny model that they serve")
-    local.add_argument("--core", type=int, default=0, help="the engines' core")
+    local.add_argument(
+        "--shape", default="bench", help="shape of the tiny model that the benchmark makes"
+    )
+    local.add_argument("--core", type=int, default=0, help="CPU core on which the engines run")
     local.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
     for kind, owners in (("engine", "every engine"), ("plugin", "those with the plugin")):
         local.add_argument(

@@ -48,7 +48,8 @@ class GrowingAnswer(Text):
         """Return the tokens so far. Raises: AgentFailed if they are not known."""
         if self.tokens is None:
             raise AgentFailed(
-                f"{self.name}'s tokens are not known; let it answer by /generate, or read its text"
+                f"{self.name}'s tokens are not known; ask {self.name} through /generate, or read "
+                "its answer as text"
             )
         return self.tokens
 
@@ -129,6 +130,14 @@ class AgentPromptCache:
         return False
 
 
+# How a request ended, if not by its answer, as the end of a sentence.
+_ENDINGS = {
+    "refused": "refused by its engine",
+    "left": "left by its client, which disconnected",
+    "lost": "lost: the connection to its engine broke",
+}
+
+
 class AnswerRecorder(AnswerObserver):
     """Writes an engine's chat completion or ``/generate`` response into an agent's answer.
 
@@ -171,7 +180,8 @@ class AnswerRecorder(AnswerObserver):
         if ending == "answered":
             self._answer.close()
         else:
-            self._answer.fail(AgentFailed(f"{self._answer.name}'s request was {ending}"))
+            what = _ENDINGS.get(ending, ending)
+            self._answer.fail(AgentFailed(f"{self._answer.name}'s request was {what}"))
 
     def _record(self, answer: GrowingAnswer, content: bytes) -> None:
         try:

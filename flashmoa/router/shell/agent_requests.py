@@ -92,7 +92,10 @@ def parse_request(path: str, body: Mapping[str, Any]) -> AgentRequest:
     else:
         parsed = AgentRequest(workflow, agent, "text", rest)
     if agent is not None and _asks_for_several_answers(rest):
-        raise BadRequest(f"agent {agent!r} writes one answer; send a batch without agent")
+        raise BadRequest(
+            f"agent {agent!r} writes one answer, and this request asks for several; send one "
+            "prompt with n=1, or leave agent out"
+        )
     return parsed
 
 

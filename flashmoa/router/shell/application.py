@@ -168,7 +168,8 @@ class _Shell:
         if waiting.cancelled_caught:
             late = ", ".join(agent for agent, answer in answers.items() if not answer.is_over)
             raise AgentFailed(
-                f"{late} did not write an answer in time ({self._options.agent_seconds:g} s)"
+                f"{late} did not write an answer in time ({self._options.agent_seconds:g} s); ask "
+                "it earlier, or start the router with a larger --agent-seconds"
             )
 
     async def _write(

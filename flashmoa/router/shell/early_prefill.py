@@ -201,4 +201,8 @@ class EarlyPrefill:
         if self._feed is not None and self._feed.stream_id is not None:
             # Anyone who knows the id of a stream can use the stream.
             reason = reason.replace(self._feed.stream_id, "...")
-        logger.log(level, "%s prefills nothing early: %s", self._engine.url, reason)
+        text = (
+            "%s cannot prefill prompts while their answers are written: %s. They are computed "
+            "when their requests are sent."
+        )
+        logger.log(level, text, self._engine.url, reason)

@@ -37,8 +37,10 @@ _EXCLUDED = {
     "lora_paths": _MERGE,
     "kt_weight_path": "it keeps experts in host memory, too, and computes some of them there",
     "enable_two_batch_overlap": "it computes each layer twice, so that every second copy is late",
-    "enable_pdmux": "two streams would compute with one slot, and copies wait for one of them",
-    "dwdp_size": "both say where a layer finds its experts, and the layer has only one place",
+    "enable_pdmux": (
+        "two streams would compute with the same slot, but copies wait for only one of them"
+    ),
+    "dwdp_size": "both options decide where a layer finds its experts",
 }
 # Values of --moe-a2a-backend with which FusedMoE.run_moe_core is not called.
 _EXCLUDED_BACKENDS = ("megamoe", "ascend_fuseep")
@@ -83,7 +85,10 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader
 
     if not isinstance(sglang_offloader, NoopOffloader):
-        raise SystemExit("--flashmoa-asyncep and SGLang's own offloading exclude each other.")
+        raise SystemExit(
+            "--flashmoa-asyncep and SGLang's own offloading exclude each other. Start without "
+            "--cpu-offload-gb and --offload-group-size, or without --flashmoa-asyncep."
+        )
     return ExpertOffloader(
         FusedMoE,
         "run_moe_core",
@@ -109,15 +114,20 @@ def _choose_storage(options: Options) -> Callable[[Sequence[Experts]], list[Expe
         try:
             return share_experts(layers, replica, exchange, options.asyncep_wait)
         except ReplicaError as error:
-            raise SystemExit(f"--flashmoa-asyncep d2d: {error}.") from error
+            raise _refusal(error) from error
 
     try:
         replica = Replica(options.asyncep_group, *options.replica())
         # Loading the weights takes long, so a wrong rank is reported before that.
         exchange = ShareExchange(replica)
     except (ReplicaError, ValueError) as error:
-        raise SystemExit(f"--flashmoa-asyncep d2d: {error}.") from error
+        raise _refusal(error) from error
     return divide_among_replicas
+
+
+def _refusal(error: Exception) -> SystemExit:
+    """Return the exception that ends a replica's start because of ``error``."""
+    return SystemExit(f"--flashmoa-asyncep d2d: {str(error).rstrip('.')}.")
 
 
 def problem(arguments: Any, options: Options) -> str | None:

@@ -97,8 +97,8 @@ def allocate_pinned(size: int) -> torch.Tensor:
     if int(code) != 0:
         raise SystemExit(
             f"--flashmoa-asyncep h2d: CUDA does not pin {size} bytes of host memory "
-            f"({cudart.cudaGetErrorString(code)}). The host needs memory for all experts but the "
-            "first layer's, and the container a limit on locked memory (ulimit -l) that allows it."
+            f"({cudart.cudaGetErrorString(code)}). Give the host memory for all experts but "
+            "the first layer's, and raise the container's limit on locked memory (ulimit -l)."
         )
     return memory
 

@@ -68,7 +68,8 @@ class LayerGuard:
         self.stop()
         raise SystemExit(
             f"--flashmoa-asyncep does not go with this model: {reason}, so that its experts would "
-            "stay on the device, or be read where they are kept. Start without it."
+            "stay on the device, or be read where they are kept. Start without "
+            "--flashmoa-asyncep."
         )
 
 
@@ -183,21 +184,29 @@ class ExpertOffloader:
         self._wrap(first.layer, lambda: None, lambda _: None)
         for number, experts in enumerate(others):
             self._wrap(experts.layer, partial(self._bind, number), partial(self._refill, number))
-        logger.info("Experts of %d layers come from elsewhere: %s", len(others), self.memory())
+        logger.info(
+            "The experts of %d layers are kept off the device, in bytes: %s",
+            len(others),
+            self.memory(),
+        )
 
     def _refuse_too_few(self) -> None:
         if self._whole:
             raise SystemExit(
                 f"--flashmoa-asyncep does not go with this model: it has {len(self._experts)} "
-                "layers of experts, of which the first stays on the device. Start without it."
+                "layers of experts, of which the first stays on the device. Start without "
+                "--flashmoa-asyncep."
             )
-        logger.warning("This stage of the pipeline keeps its experts on the device.")
+        logger.warning(
+            "This stage of the pipeline has fewer than two layers of experts and keeps them on the "
+            "device."
+        )
 
     def _store_experts(self, others: Sequence[Experts]) -> list[ExpertSource]:
         if any(experts.are_missing() for experts in others):
             raise SystemExit(
                 "--flashmoa-asyncep does not go with this model's quantisation: SGLang keeps the "
-                "weights of experts outside of their layers. Start without it."
+                "experts' weights outside their layers. Start without --flashmoa-asyncep."
             )
         for experts in others:
             experts.return_shared_tensors()
@@ -206,7 +215,7 @@ class ExpertOffloader:
         except ValueError as error:
             raise SystemExit(
                 f"--flashmoa-asyncep does not go with this model's quantisation: {error}. Start "
-                "without it."
+                "without --flashmoa-asyncep."
             ) from error
 
     def memory(self) -> ExpertMemory:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 logger = logging.getLogger(__name__)
 
-ONLY_CPUS = "this is for CPUs; on GPUs SGLang has --dwdp-size, from 0.5.18 on"
+ONLY_CPUS = "d2d is for CPUs; on GPUs SGLang has --dwdp-size, from 0.5.18 on"
 _MESSAGE_BYTES = 4096
 _ANSWER_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
@@ -67,7 +67,8 @@ class Introduction:
             return cls(**json.loads(message))
         except (TypeError, ValueError) as error:
             raise ReplicaError(
-                f"what answers is no replica of this version: {message[:80]!r}"
+                f"what answers is no replica of this version: {message[:80]!r}; run one version "
+                "of flashmoa-sglang in all replicas, or choose another --flashmoa-asyncep-group"
             ) from error
 
     def encode(self) -> bytes:
@@ -78,7 +79,8 @@ class Introduction:
         if other.size != self.size:
             return (
                 f"replica {other.rank} was started for {other.size} replicas and replica "
-                f"{self.rank} for {self.size}: --flashmoa-asyncep-replica must give one number"
+                f"{self.rank} for {self.size}: --flashmoa-asyncep-replica must give one number "
+                "after the / in all of them"
             )
         if other.experts != self.experts:
             return (
@@ -110,7 +112,7 @@ class ShareExchange:
                 raise
             raise ReplicaError(
                 f"{replica} runs already: give each replica its own --flashmoa-asyncep-replica, or "
-                "another --flashmoa-asyncep-group"
+                "choose another --flashmoa-asyncep-group"
             ) from error
 
     def offer(self, share: int, experts: str) -> None:
@@ -143,14 +145,15 @@ class ShareExchange:
             except (ConnectionError, TimeoutError, BlockingIOError):
                 pass  # That replica does not listen yet, or has ended.
             if not warned:
-                logger.warning("%s waits for replica %d", self._replica, rank)
+                text = "%s waits for replica %d; start it now if it is not running"
+                logger.warning(text, self._replica, rank)
                 warned = True
             if self._refused.wait(_RETRY_SECONDS):
                 raise ReplicaError(self._problem)
             if time.monotonic() > deadline:
                 raise ReplicaError(
-                    f"{self._replica} has waited too long for replica {rank}: is it running, on "
-                    "this machine? --flashmoa-asyncep-wait gives it more time"
+                    f"{self._replica} has waited too long for replica {rank}: is replica {rank} "
+                    "running on this machine? A larger --flashmoa-asyncep-wait gives it more time"
                 )
 
     def close(self) -> None:
@@ -168,13 +171,15 @@ class ShareExchange:
                 peer, _ = self._socket.accept()
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL means that the socket was closed.
-                    logger.error("%s cannot give its share any more: %s", self._replica, error)
+                    text = "%s can no longer give its share to other replicas: %s"
+                    logger.error(text, self._replica, error)
                 return
             with peer:
                 try:
                     self._answer(peer, own, share)
                 except (OSError, ReplicaError) as error:
-                    logger.warning("%s could not answer another one: %s", self._replica, error)
+                    text = "%s could not give its share to another replica: %s"
+                    logger.warning(text, self._replica, error)
 
     def _answer(self, peer: socket.socket, own: Introduction, share: int) -> None:
         peer.settimeout(_ANSWER_SECONDS)
@@ -186,7 +191,7 @@ class ShareExchange:
         # The peer is answered first, because the problem ends this process if it is still starting.
         socket.send_fds(peer, [own.encode()], [] if problem else [share])
         if problem:
-            logger.error("%s has refused another one: %s", self._replica, problem)
+            logger.error("%s has refused another replica: %s", self._replica, problem)
             self._problem = problem
             self._refused.set()
 
@@ -215,4 +220,7 @@ def _check_user(peer: socket.socket) -> None:
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user != os.getuid():
-        raise ReplicaError(f"the other replica belongs to user {user}, this one to {os.getuid()}")
+        raise ReplicaError(
+            f"the other replica belongs to user {user}, this one to {os.getuid()}: run all "
+            "replicas as one user"
+        )

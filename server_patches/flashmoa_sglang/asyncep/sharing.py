@@ -78,7 +78,10 @@ class SharedExperts(ExpertSource):
         self.packing = Packing.of(tensors)
         count = next(iter(tensors.values())).shape[0]
         if count < replica.size:
-            raise ReplicaError(f"a layer of {count} experts cannot be shared by {replica.size}")
+            raise ReplicaError(
+                f"a layer of {count} experts cannot be shared by {replica.size} replicas; start at "
+                f"most {count}"
+            )
         rows_of_ranks = [expert_rows(count, rank, replica.size) for rank in range(replica.size)]
         self.parts = [
             Part(rows, Packing.of({name: tensor[rows] for name, tensor in tensors.items()}))

@@ -127,7 +127,7 @@ class Api:
     async def render(self, request: Request) -> dict[str, Any]:
         prompt = await bodies.parse(request, bodies.Prompt)
         if prompt.messages is None:
-            raise MalformedRequest("/render takes messages.")
+            raise MalformedRequest("/render needs messages; this body has none.")
         return {"text": self._render(prompt).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
@@ -191,7 +191,10 @@ class Api:
         buffer, text = self._new_buffer(prompt)
         room = self._engine.max_prompt_tokens
         if len(text) > room * self._table.limits.characters_per_token:
-            self._check_room(len(text))
+            raise PromptTooLarge(
+                f"The prompt has {len(text)} characters; this server takes at most {room} tokens.",
+                max_tokens=room,
+            )
         buffer.append(text)
         return buffer.all_tokens()
 
@@ -221,15 +224,21 @@ class Api:
     def _require_kv(self) -> None:
         """Refuse the request if this engine keeps no KV of prompts."""
         if self._engine.role == "decode":
-            raise DecodesOnly("This engine decodes what another one prefills; send it there.")
+            raise DecodesOnly(
+                "This engine decodes for a PD pair and prefills nothing; send the request to the "
+                "pair's prefill engine."
+            )
         if not self._engine.keeps_kv:
-            raise MalformedRequest(f"{KEEPS_NONE}: there is nothing to prefill for.")
+            raise MalformedRequest(
+                f"{KEEPS_NONE}, so nothing can be prefilled ahead; send the whole request instead."
+            )
 
     def _check_room(self, tokens: int) -> None:
         room = self._engine.max_prompt_tokens
         if tokens > room:
             raise PromptTooLarge(
-                f"The prompt has {tokens} tokens; this server takes {room}.", max_tokens=room
+                f"The prompt has {tokens} tokens; this server takes at most {room}.",
+                max_tokens=room,
             )
 
 

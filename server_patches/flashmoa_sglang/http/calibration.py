@@ -87,7 +87,10 @@ async def calibrate(engine: Engine) -> None:
         costs, layers = await measure(engine)
         most = await engine.max_forward_tokens()
     except Exception as error:
-        logger.warning("The cost of a forward could not be measured: %s", error)
+        text = (
+            "The cost of a forward could not be measured, so streams are scheduled by a guess: %s"
+        )
+        logger.warning(text, error)
         return
     engine.saturation = find_saturation(layers, most)
     waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
@@ -112,24 +115,27 @@ def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int
         return None
     if together:
         logger.warning(
-            "Prefills are not held back: ranks with other requests would wait, too (--pp-size, "
-            "data-parallel attention, --moe-a2a-backend, --moe-dense-tp-size)."
+            "Prefills are not held back, because ranks with other requests would wait, too "
+            "(--pp-size, data-parallel attention, --moe-a2a-backend, --moe-dense-tp-size)."
         )
         return None
     tokens = options.saturation or (measured.tokens if measured is not None else None)
     if tokens is None:
-        logger.warning("No forward is long enough to hide transfers; prefills are not held back.")
+        logger.warning(
+            "No forward is long enough to hide the transfers of experts, so prefills are not held "
+            "back."
+        )
         return None
     if tokens > most:
         logger.warning(
-            "Forwards hide transfers from %d tokens on, and the largest one here has %d: prefills "
-            "are not held back for it. --chunked-prefill-size, --max-prefill-tokens and "
-            "--max-total-tokens allow for larger ones.",
+            "A forward needs %d tokens to hide transfers, or by --flashmoa-saturation, but the "
+            "largest one here has %d: prefills are not held back. Larger --chunked-prefill-size, "
+            "--max-prefill-tokens and --max-total-tokens allow for larger forwards.",
             tokens,
             most,
         )
         return None
     logger.info(
-        "Prefills wait up to %g s until they are %d tokens", options.saturation_wait, tokens
+        "Prefills wait up to %g s for a forward of %d tokens", options.saturation_wait, tokens
     )
     return tokens

@@ -48,7 +48,7 @@ def read_hints(http_request: Any) -> Hints:
         raise ValueError(f"{STREAM} must be a string, as returned by POST /prompt_streams.")
     # In Python a bool is an int; in JSON it is not a number.
     if expected is not None and (type(expected) is not int or expected < 0):
-        raise ValueError(f"{EXPECTED_OUTPUT} must be an integer of at least 0.")
+        raise ValueError(f"{EXPECTED_OUTPUT} must be an integer of at least 0, not {expected!r}.")
     return Hints(stream_id, expected)
 
 

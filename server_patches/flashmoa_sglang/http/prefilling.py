@@ -90,7 +90,8 @@ class Prefiller:
             stream.stalled_until = time.monotonic() + _STALL_SECONDS
         except Exception as error:
             # The stream stays valid: its final request computes the missing tokens.
-            logger.warning("Prompt stream %s stops prefilling: %s", stream.id, error)
+            text = "Prompt stream %s stops prefilling: %s. Its request computes the rest."
+            logger.warning(text, stream.id, str(error).removesuffix("."))
             stream.failure = str(error)
         finally:
             stream.rid = None

@@ -150,7 +150,11 @@ class StreamTable:
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
         """
         if stream.claimed:
-            raise StreamGone(f"Prompt stream {stream.id} is in use by its request.", reason="used")
+            raise StreamGone(
+                f"Prompt stream {stream.id} is in use by its request and takes no more text; open "
+                "a new one.",
+                reason="used",
+            )
         if seq < stream.next_seq:
             return
         if self._engine.draining:
@@ -245,7 +249,7 @@ class StreamTable:
 
 def _over_context(room: int) -> PromptTooLarge:
     return PromptTooLarge(
-        f"The prompt would not fit this server: {room} tokens are the most. "
+        f"The prompt would not fit this server, which takes at most {room} tokens. "
         "Nothing of this piece was taken.",
         max_tokens=room,
     )

@@ -32,8 +32,8 @@ def find_boundaries(tokenizer: Any, encode: Any) -> list[str]:
         return _usable_boundaries(tokenizer, encode)
     except Exception as error:
         logger.warning(
-            "Prompt streams of text are tokenised when they end, and no sooner, because it could "
-            "not be determined where this tokenizer splits text (%s: %s)",
+            "Prompt streams of text are tokenised when they end, not earlier, because it could "
+            "not be found out where this tokenizer splits text (%s: %s)",
             type(error).__name__,
             error,
         )

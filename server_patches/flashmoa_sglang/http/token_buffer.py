@@ -101,7 +101,7 @@ class CanonicalTokenizer:
             else:
                 rules = json.dumps(sorted(vocabulary_of(self._tokenizer).items()))
         except Exception as error:
-            logger.info("The tokenizer has no digest: %s", error)
+            logger.info("No digest of the tokenizer could be made: %s", error)
             return None
         return hashlib.sha256(rules.encode()).hexdigest()
 
@@ -114,8 +114,8 @@ def make_canonical(tokenizer: Any) -> CanonicalTokenizer | None:
         return CanonicalTokenizer(tokenizer)
     except Exception as error:
         logger.warning(
-            "Prompt streams take token ids only: the tokenizer does not encode as Hugging Face's "
-            "do (%s: %s)",
+            "Prompt streams accept token ids only, because this tokenizer does not encode like "
+            "those of Hugging Face (%s: %s)",
             type(error).__name__,
             error,
         )

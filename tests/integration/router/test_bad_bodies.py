@@ -68,7 +68,7 @@ async def test_too_deeply_nested_body_is_refused(router: httpx.AsyncClient, dept
             assert answer.status_code == 200, answer.text
         else:
             assert answer.status_code == 400
-            assert "at most 200 lists and objects" in answer.json()["error"]["message"]
+            assert "at most 200 levels deep" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key", "text", "prompt_stream_id", "rid"])

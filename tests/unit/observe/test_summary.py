@@ -81,8 +81,9 @@ def test_summary_has_the_figures_of_a_run() -> None:
     whole = summary(calls(events))
     assert (whole.end_to_end, whole.failed, whole.first_token) == (11, 1, 1.25)
     assert str(whole) == (
-        "end to end 11.00 s; 1 of 3 calls found their prompt streams: 70 of their tokens were "
-        "prefilled ahead, 10 tokens and 500 ms to their first tokens were left"
+        "end to end 11.00 s; 1 of 3 calls found their prompt streams. Of their prompt tokens, 70 "
+        "were prefilled ahead and 10 were left to compute; their first tokens came 500 ms after "
+        "their requests, added up"
     )
     assert row(calls(events)[2], None) == ["C", "", "", "", "", "", "", "failed", ""]
     assert summary([]).end_to_end == 0
@@ -134,4 +135,4 @@ def test_notes_name_failures_lateness_and_declined_links() -> None:
         ("B", "mispredicted"),
         ("C", "mispredicted"),
     ]
-    assert "A failed (stall): finalize" in [note.text for note in notes(events)]
+    assert "A failed (stall); action: finalize" in [note.text for note in notes(events)]

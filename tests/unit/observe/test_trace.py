@@ -95,6 +95,6 @@ def test_perfetto_shows_prefill_during_upstream_decode() -> None:
     instants = [e["name"] for e in events if e["ph"] == "i"]
     assert instants == [
         "link opened, from A",
-        "A failed (stall): finalize",
+        "A failed (stall); action: finalize",
         "link closed: used",
     ]

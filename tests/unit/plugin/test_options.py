@@ -29,6 +29,12 @@ def test_arguments_have_their_documented_defaults(parser: argparse.ArgumentParse
     assert Options.from_environment() == Options()
 
 
+def test_help_shows_every_default(parser: argparse.ArgumentParser) -> None:
+    text = " ".join(parser.format_help().split())
+    assert "0: the number that is measured with h2d. Default: 0." in text
+    assert "0/2 and 1/2. Default: none." in text
+
+
 def test_arguments_reach_every_process_through_the_environment(
     parser: argparse.ArgumentParser,
 ) -> None:

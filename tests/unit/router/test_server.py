@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import anyio
 import httpx
@@ -251,3 +252,15 @@ def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixt
     assert router.main(["--engine", "nonsense"]) == 1
     assert "nonsense" in capsys.readouterr().err
     assert "router" in cli._USAGE
+
+
+def test_router_command_names_a_model_config_that_is_not_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flashmoa.cli import router
+
+    config = tmp_path / "config.json"
+    config.write_text("model_type: llama")
+    command = ["--engine", "http://127.0.0.1:9", "--model-config", str(config)]
+    assert router.main(command) == 1
+    assert f"--model-config {config} is not JSON: Expecting value" in capsys.readouterr().err

@@ -271,6 +271,13 @@ async def test_unusable_response_fails_its_answer(
         await answer.complete()
 
 
+async def test_a_failed_answer_says_how_its_request_ended() -> None:
+    answer = GrowingAnswer("a")
+    AnswerRecorder(answer, ShellMetrics()).end("left")
+    with pytest.raises(AgentFailed, match="a's request was left by its client, which disconn"):
+        await answer.complete()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--prefill", "a:1"], ["--engine", "a:1", "--prefill", "a:1", "--pd-router", "b:1"]],

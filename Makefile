@@ -89,6 +89,7 @@ check: $(READY)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/pyright
+	@$(BIN)/pyright -p tests
 
 format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)

@@ -198,7 +198,7 @@ async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
         async def on_messages(self, messages: Any, cancellation_token: Any) -> Any:
             response = await super().on_messages(messages, cancellation_token)
             if self.has_spoken:
-                text = response.chat_message.content
+                text = response.chat_message.to_text()
                 response.chat_message = TextMessage(content=text, source=self.name)
             self.has_spoken = True
             return response

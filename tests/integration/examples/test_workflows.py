@@ -128,7 +128,8 @@ async def test_the_slides_example_writes_a_file(clients: Clients, tmp_path: Path
         heading, *points = text.splitlines()
         assert slide.slide_layout.name == layout
         assert slide.shapes.title.text == heading.removeprefix("# ")
-        assert len(slide.placeholders[1].text_frame.paragraphs) == len(points) == 3
+        body: Any = slide.placeholders[1]
+        assert len(body.text_frame.paragraphs) == len(points) == 3
 
 
 async def test_copies_of_measured_workflows_are_the_same_linked(clients: Clients) -> None:

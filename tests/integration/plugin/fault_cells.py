@@ -98,7 +98,7 @@ class Cell:
         await connection.close()
 
     async def check_answer(self, connection: RawConnection, status: str) -> None:
-        code, body = await connection.answer()
+        code, body = await connection.read_answer()
         assert code == 200, body
         assert body["meta_info"]["prompt_stream"]["status"] == status
         await self.check_tokens(body["output_ids"])

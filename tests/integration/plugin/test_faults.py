@@ -61,7 +61,7 @@ async def upstream(make: Callable[..., Cell], moment: Moment, manner: Manner) ->
             assert (code, body["error"]["code"]) == (409, "out_of_order")
     elif manner == "garbage" and moment == "mid-append":
         await connection.send(cell.append_request(0).replace(b'"seq"', b'\xffseq"'))
-        assert (await connection.answer())[0] == 400
+        assert (await connection.read_answer())[0] == 400
     else:
         await misbehave(connection, manner, cell.append_request(following))
     if lost:
@@ -90,7 +90,7 @@ async def prefilling_upstream(make: Callable[..., Cell], manner: Manner) -> None
     if manner in ("repeated", "reordered"):
         last, next_one = cell.append_request(0, end=True), cell.append_request(1)
         await connection.send(last + (last if manner == "repeated" else next_one))
-        codes = [(await connection.answer())[0] for _ in range(2)]
+        codes = [(await connection.read_answer())[0] for _ in range(2)]
         assert codes == ([200, 200] if manner == "repeated" else [200, 409])
     else:
         left = await misbehave(connection, manner, cell.append_request(0, end=True))
@@ -111,7 +111,7 @@ async def decoding_upstream(make: Callable[..., Cell], manner: Manner) -> None:
     await cell.append()
     request = await RawConnection.open(cell.url)
     await request.send(cell.final_request(40, stream=True))
-    await request.until(b"data: ")
+    await request.read_until(b"data: ")
     connection = await RawConnection.open(cell.url)
     if manner in ("repeated", "reordered"):
         await connection.send(cell.append_request(0 if manner == "repeated" else 5) * 2)
@@ -120,7 +120,7 @@ async def decoding_upstream(make: Callable[..., Cell], manner: Manner) -> None:
             assert (code, body["error"]["reason"]) == (410, "used")
     else:
         await misbehave(connection, manner, cell.append_request(1))
-    answer = await request.until(b"data: [DONE]")
+    answer = await request.read_until(b"data: [DONE]")
     assert b'"status":"hit"' in answer
     assert await cell.wait_for_end() == "used"
     await request.close()
@@ -162,7 +162,7 @@ async def downstream(make: Callable[..., Cell], moment: Moment, manner: Manner) 
             await cell.use("hit")
     if left:
         await appending.send(left)
-        assert (await appending.answer())[0] == 410
+        assert (await appending.read_answer())[0] == 410
     assert await cell.wait_for_end() == ("expired" if manner == "stall" else "used")
     await appending.close()
     await connection.close()
@@ -193,17 +193,17 @@ async def late_downstream(make: Callable[..., Cell], moment: LateMoment, manner:
     elif manner == "garbage":
         other = await RawConnection.open(cell.url)
         await other.send(cell.final_request().replace(b'"text"', b'\xfftext"'))
-        assert (await other.answer())[0] == 400
+        assert (await other.read_answer())[0] == 400
         await other.close()
     elif manner == "repeated":
         await cell.use("used")
     elif manner == "reordered":
         other = await RawConnection.open(cell.url)
         await other.send(cell.append_request(1))
-        assert (await other.answer())[1]["error"]["reason"] == "used"
+        assert (await other.read_answer())[1]["error"]["reason"] == "used"
         await other.close()
     # A client that stalls reads nothing until the stream has ended.
     assert await cell.wait_for_end() == "used"
     if not disconnects:
-        assert b'"status":"hit"' in await connection.until(b"data: [DONE]")
+        assert b'"status":"hit"' in await connection.read_until(b"data: [DONE]")
     await connection.close()

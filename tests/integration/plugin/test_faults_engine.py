@@ -84,7 +84,7 @@ async def test_an_aborted_request_frees_its_stream(moment: str, times: int, make
     else:
         await cell.wait_until(lambda state: "error" in state or state["in_use"])
     await abort(cell, times)
-    assert b'"type":"abort"' in await connection.until(b"data: [DONE]")
+    assert b'"type":"abort"' in await connection.read_until(b"data: [DONE]")
     assert await cell.wait_for_end() == "used"
     await connection.close()
 
@@ -102,7 +102,7 @@ async def test_a_silent_stream_expires(moment: Moment, make: Make) -> None:
         await cell.append()
     assert await cell.wait_for_end() == "expired"
     await connection.send(left or cell.append_request(1))
-    code, body = await connection.answer()
+    code, body = await connection.read_answer()
     assert (code, body["error"]["reason"]) == (410, "expired")
     await connection.close()
     await cell.use("expired")
@@ -154,7 +154,7 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
         await decoding.open()
         await prefilling.open()
         await decode.send(decoding.final_request(400, stream=True))
-        await decode.until(b"data: ")
+        await decode.read_until(b"data: ")
         await growing.open()
         await growing.wait_until(lambda state: state["prefilling"])
         await prefill.send(prefilling.final_request(4))
@@ -170,10 +170,10 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
         with pytest.raises(StreamGone, match="drained"):
             await client.append(early[0].id, 0, text="one more")
         await half.send(left)
-        assert (await half.answer())[1]["error"]["reason"] == "drained"
+        assert (await half.read_answer())[1]["error"]["reason"] == "drained"
         # Requests that were running are answered, exactly.
         await prefilling.check_answer(prefill, "hit")
-        assert b'"status":"hit"' in await decode.until(b"data: [DONE]")
+        assert b'"status":"hit"' in await decode.read_until(b"data: [DONE]")
         for connection in (half, decode, prefill):
             await connection.close()
     with anyio.fail_after(30):

@@ -140,7 +140,7 @@ async def test_memory_and_files_do_not_grow_with_the_number_of_streams(
             for _ in range(ROUNDS):
                 await soak.run(STREAMS // ROUNDS)
                 measurements.append(Memory.of(soaked))
-        await base.restored()
+        await base.wait_until_restored()
         measurements.append(Memory.of(soaked))
         series = (await own.get("/metrics")).text.count("\nsglang:http_requests_total")
     seconds = time.monotonic() - started

@@ -104,9 +104,9 @@ def test_an_unknown_manager_has_no_turns() -> None:
     assert first_turns(SimpleNamespace()) == []  # type: ignore[arg-type]
 
 
-def idle_manager(kind: type, **state: Any) -> Any:
+def idle_manager(kind: Any, **state: Any) -> Any:
     """Make the manager of a team whose run has ended, without a runtime."""
-    manager: Any = kind.__new__(kind)
+    manager = kind.__new__(kind)
     vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
     return manager
 

@@ -166,7 +166,8 @@ def _bytes_per_token(arguments: Any, config: Any) -> int:
     """Return how many bytes the KV of one token takes in all layers."""
     with _one_device():
         kv = _configurator(arguments, config)
-        return pool_configurator.create_memory_pool_configurator(kv)._cell_size
+        pool: Any = pool_configurator.create_memory_pool_configurator(kv)
+        return pool._cell_size
 
 
 def _configurator(arguments: Any, config: Any) -> Any:

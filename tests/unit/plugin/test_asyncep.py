@@ -91,6 +91,8 @@ def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.
 class Layer(torch.nn.Module):
     """The parts of a layer with experts that an offloader uses."""
 
+    w13_scale: torch.Tensor
+
     def __init__(self, number: int) -> None:
         super().__init__()
         self.num_local_experts = EXPERTS

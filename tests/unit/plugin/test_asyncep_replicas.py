@@ -34,6 +34,8 @@ def group() -> str:
 class Layer(torch.nn.Module):
     """The parts of a layer with experts that an offloader uses; it computes its own weights."""
 
+    w13_scale: torch.Tensor
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)

@@ -170,6 +170,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "chunked_req": REQ,
         "grammar_manager": _srt("constrained.grammar_manager:GrammarManager"),
         "ipc_channels": IPC_CHANNELS,
+        "last_batch": BATCH,
         "model_config": MODEL_CONFIG,
         "new_token_ratio_tracker": _srt(
             "managers.scheduler_components.new_token_ratio_tracker:NewTokenRatioTracker"

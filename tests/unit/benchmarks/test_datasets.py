@@ -142,12 +142,8 @@ def test_gsm8k_is_scored_by_the_final_number(tmp_path: Path) -> None:
     one, two = load("gsm8k", write_jsonl(tmp_path, GSM8K, {**GSM8K, "answer": "#### 1,084"}))
     assert one.question.startswith(GSM8K["question"]) and "\\boxed{}" in one.question
     assert (one.id, two.id, one.group) == ("1", "2", "all")
-    assert [one.score(text) for text in (GSM8K["answer"], "\\boxed{84.0}", "28", "")] == [
-        1,
-        1,
-        0,
-        0,
-    ]
+    answers = (GSM8K["answer"], "\\boxed{84.0}", "28", "")
+    assert [one.score(text) for text in answers] == [1, 1, 0, 0]
     assert two.score("So $1,084 in all") == 1
     assert two.score("<think>1,084</think>It is 84.") == 0
 

@@ -293,7 +293,7 @@ class EngineClient:
 
 
 def check_ttl(seconds: float) -> float:
-    """Return the seconds. Raises: ValueError if they are not positive and finite."""
+    """Return ``seconds``. Raises: ValueError if they are not positive and finite."""
     if not (isfinite(seconds) and seconds > 0):
         raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
     return seconds

@@ -133,7 +133,7 @@ class Generated(BaseModel):
             if given != list(continuation):
                 raise errors.BadAnswer(
                     "the engine gave log-probabilities of other tokens than it was sent: of "
-                    f"{given}, not of {list(continuation)}"
+                    f"{given}, not of {list(continuation)}; is it an SGLang engine?"
                 )
             return NextLogprobs(
                 [_to_float(after[token]) for token in token_ids],

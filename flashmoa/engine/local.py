@@ -59,7 +59,8 @@ class LocalEngine:
             while time.monotonic() < deadline:
                 if not self.is_running():
                     raise EngineError(
-                        f"the engine ended at start; the end of its log:\n{self.tail()}"
+                        f"the engine for {self.url} ended at start; the end of its log:\n"
+                        f"{self.tail()}"
                     )
                 try:
                     answer = await http.get(f"{self.url}/model_info", timeout=5)
@@ -69,8 +70,8 @@ class LocalEngine:
                     pass
                 await anyio.sleep(0.1)
         raise EngineError(
-            f"the engine was not ready within {_START_SECONDS:.0f} s; the end of its log:\n"
-            f"{self.tail()}"
+            f"{self.url} was not ready within {_START_SECONDS:.0f} s; the end of the engine's "
+            f"log:\n{self.tail()}"
         )
 
     def tail(self, lines: int = 25) -> str:
@@ -105,7 +106,10 @@ class LocalEngines:
             try:
                 self._rest += await self._answers.receive()
             except anyio.EndOfStream as error:
-                raise EngineError(f"SGLang could not be imported:\n{self._errors()}") from error
+                raise EngineError(
+                    "the process that imports SGLang and starts engines has ended; the end of its "
+                    f"output:\n{self._errors()}"
+                ) from error
         line, self._rest = self._rest.split("\n", 1)
         return line
 

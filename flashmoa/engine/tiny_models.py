@@ -42,7 +42,10 @@ def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if process.returncode:
             reason = process.stderr.decode(errors="replace").strip()
-            raise EngineError(f"no model of shape {shape!r} could be made: {reason[-500:]}")
+            raise EngineError(
+                f"no model of shape {shape!r} could be made (`flashmoa doctor` checks the "
+                f"installation): {reason[-500:]}"
+            )
     return out
 
 

@@ -256,7 +256,8 @@ class Link:
         try:
             await self._feed.delete()
         except Exception as error:  # Not only EngineError: the HTTP client may be closed already.
-            logger.debug("The engine will expire stream %s: %s", self.stream_id, error)
+            text = "Stream %s could not be deleted, so the engine lets it expire: %s"
+            logger.debug(text, self.stream_id, error)
 
     def _open_slots(self, name: str) -> list[Slot]:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]

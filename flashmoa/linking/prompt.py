@@ -39,7 +39,7 @@ class Slot:
         Raises: ValueError if the slot is closed.
         """
         if not self._open:
-            raise ValueError(f"slot {self.name!r} is closed; nothing can be added to it")
+            raise ValueError(f"slot {self.name!r} is closed; add its text before closing it")
         self._text += text
 
     def close(self) -> None:
@@ -66,7 +66,10 @@ class Prompt:
         self.segments = tuple(segments)
         self.slots = tuple(segment for segment in self.segments if isinstance(segment, Slot))
         if len(set(map(id, self.slots))) != len(self.slots):
-            raise ValueError("a slot appears twice; give every place in a prompt its own slot")
+            names = [slot.name for slot in self.slots]
+            raise ValueError(
+                f"a slot appears twice among {names}; give every place in a prompt its own slot"
+            )
         self._taken = 0
 
     @property

@@ -47,7 +47,8 @@ class LocalEmbedder:
 
     def __init__(self, model: Path | str | None = None) -> None:
         if missing := [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]:
-            raise FlashMoAError(f"LocalEmbedder needs: pip install {' '.join(missing)}")
+            names = " ".join(missing)
+            raise FlashMoAError(f"LocalEmbedder needs {names}; run pip install {names}")
         self._encoder = Encoder(_find_minilm() if model is None else Path(model))
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
@@ -124,8 +125,9 @@ class Encoder:
         ids: list[int] = self._tokenizer.encode(text).ids
         tables = "embeddings.word_embeddings", "embeddings.position_embeddings"
         words, positions = (self._weights[f"{name}.weight"] for name in tables)
-        kind = self._weights["embeddings.token_type_embeddings.weight"][0]
-        states = self._normalise("embeddings", words[ids] + positions[: len(ids)] + kind)
+        # All tokens have type 0, because type 1 is for the second text of a pair.
+        token_type = self._weights["embeddings.token_type_embeddings.weight"][0]
+        states = self._normalise("embeddings", words[ids] + positions[: len(ids)] + token_type)
         for number in range(self._layers):
             states = self._apply_layer(f"encoder.layer.{number}", states)
         return states
@@ -175,11 +177,11 @@ def _gelu(x: Array) -> Array:
 
 
 def _erf(x: Array) -> Array:
-    """Return the error function to within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
-    size = np.abs(x)
-    t = 1 / (1 + np.float32(0.3275911) * size)
+    """Return the error function of ``x``, to within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    magnitude = np.abs(x)
+    t = 1 / (1 + np.float32(0.3275911) * magnitude)
     factors = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
     series = np.zeros_like(t)
     for factor in factors:
         series = (series + np.float32(factor)) * t
-    return np.sign(x) * (1 - series * np.exp(-size * size))
+    return np.sign(x) * (1 - series * np.exp(-magnitude * magnitude))

@@ -147,7 +147,8 @@ class EngineMonitor:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
         engine.is_up = False
         self._dispatcher.leave(engine.url)
-        logger.warning("%s does not answer; it gets no requests until it does", engine.url)
+        text = "%s does not answer; it gets no requests until it does; see the engine's log"
+        logger.warning(text, engine.url)
 
     async def _answers(self, engine: RoutedEngine) -> bool | None:
         """Return whether an engine answers; ``None`` if it accepts connections but is silent."""
@@ -172,8 +173,8 @@ class EngineMonitor:
                 info = parse_object(answer.content)
             elif answer.status_code in (401, 403):
                 text = (
-                    "%s does not tell its settings without its API key; start the router with "
-                    "--api-key KEY"
+                    "%s does not tell its settings without its API key, so defaults are used; "
+                    "start the router with --api-key KEY"
                 )
                 logger.warning(text, engine.url)
         except httpx.HTTPError:
@@ -197,7 +198,7 @@ class EngineMonitor:
                 config = json.loads(path.read_text())
             return true_flops(config or {})
         except (OSError, ValueError) as error:  # UnknownShape is a ValueError.
-            unread = "the model's config.json cannot be read here; give it with --model-config"
+            unread = f"{error}; give the model's config.json with --model-config"
             reason = error if isinstance(error, UnknownShape) else unread
             logger.info("Work is counted in tokens: %s", reason)
             return TokenCount()

@@ -64,7 +64,10 @@ class NoEngine(RouterError):
     status = 503
 
     def __init__(self) -> None:
-        super().__init__("no engine answers; the router asks them again every few seconds")
+        super().__init__(
+            "no engine answers; send the request again later (the router asks the engines again "
+            "every few seconds)"
+        )
 
 
 class AllEnginesRefused(RouterError):

@@ -1,4 +1,4 @@
-"""Compute what part of a prompt costs, in FLOPs or in tokens; pure.
+"""Compute what a part of a prompt costs, in FLOPs or in tokens; pure.
 
 All costs are whole numbers and add up exactly: ``work(a, b) + work(b, c) == work(a, c)``. So a load
 does not drift if a request's cost raises it and each computed part of the prompt lowers it.
@@ -14,6 +14,7 @@ from flashmoa.errors import FlashMoAError
 
 # The MLPs of these model types have two matrices; those of other models have three.
 _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
+# Kinds in a config's ``layer_types``: layers that attend to the whole prompt, and to a window.
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 
@@ -50,7 +51,7 @@ class TrueFlops:
     Attributes:
         linear: FLOPs per token in the matrices of all layers.
         pair: FLOPs per pair in all layers that attend to the whole prompt.
-        window_pair: FLOPs per pair in all layers that attend to ``window`` tokens only.
+        window_pair: FLOPs per pair in all layers that attend to the last ``window`` tokens only.
     """
 
     linear: int
@@ -73,7 +74,9 @@ class TrueFlops:
 def saturation(
     measure: Measure, batch_tokens: int, *, margin: float = 1.2, exposed: float = 1.0
 ) -> int:
-    """Return ``T``, the work that keeps an engine's forwards full (MoE-Prefill Eq. 3).
+    """Return ``T``, the work (in the measure's unit) that keeps an engine's forwards full.
+
+    This is MoE-Prefill Eq. 3.
 
     Args:
         batch_tokens: the most tokens that the engine computes in one forward.
@@ -90,7 +93,7 @@ def _pairs(length: int) -> int:
 
 
 def _pairs_within(length: int, window: int) -> int:
-    """Return the number of such pairs whose key is among the query's last ``window`` tokens."""
+    """Return the number of causal pairs whose key is among the query's last ``window`` tokens."""
     near = min(length, window)
     return _pairs(near) + (length - near) * window
 
@@ -127,11 +130,14 @@ class _Config:
 
     def number(self, *names: str) -> int:
         """Return the first of these fields that is a number. Raises: UnknownShape if none is."""
-        for name in names:
-            value = self.values.get(name)
+        given = [self.values.get(name) for name in names]
+        for value in given:
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
-        raise UnknownShape(f"the model's config has no usable {' or '.join(names)}")
+        raise UnknownShape(
+            f"{' or '.join(names)} in the model's config must be a whole number of at least 0, not "
+            f"{' or '.join(map(repr, given))}"
+        )
 
     def optional(self, name: str, default: int) -> int:
         return self.number(name) if self.has(name) else default
@@ -143,7 +149,10 @@ def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
         full = sum(kind in _FULL for kind in kinds)
         windowed = sum(kind in _WINDOWED for kind in kinds)
         if full + windowed != layers:
-            raise UnknownShape("the model's layer_types are not all attention")
+            raise UnknownShape(
+                f"layer_types in the model's config must have a known kind of attention for each "
+                f"of {layers} layers, but has {full + windowed} of these among {len(kinds)}"
+            )
         return full, windowed
     if config.has("sliding_window") and config.values.get("use_sliding_window", True):
         return 0, layers
@@ -153,7 +162,7 @@ def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
 def _grouped_attention(config: _Config) -> tuple[int, int]:
     """Return the parameters of a layer's attention, and its FLOPs per pair of a query and a key.
 
-    A pair costs two products in every head.
+    A pair costs two products in every head: query by key, and weight by value.
     """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     query_width = heads * config.optional("head_dim", hidden // max(1, heads))
@@ -162,7 +171,10 @@ def _grouped_attention(config: _Config) -> tuple[int, int]:
 
 
 def _latent_attention(config: _Config) -> tuple[int, int]:
-    """Return the same for DeepSeek's latent attention, keys and values expanded as in prefill."""
+    """Return what :func:`_grouped_attention` does, for DeepSeek's latent attention.
+
+    Keys and values are expanded, as in prefill.
+    """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     nope, rope = config.number("qk_nope_head_dim"), config.number("qk_rope_head_dim")
     value, latent = config.number("v_head_dim"), config.number("kv_lora_rank")
@@ -186,6 +198,7 @@ def _mlp_parameters(config: _Config, layer: int) -> int:
     used = config.number("num_experts_per_tok", "experts_per_token")
     shared = config.optional("n_shared_experts", 0) * width
     shared += config.optional("shared_expert_intermediate_size", 0)
+    # The layer's gate, which chooses the experts, has a column for each of them.
     return hidden * (3 * (used * width + shared) + _expert_count(config))
 
 

@@ -161,5 +161,5 @@ class RelayedStream(StreamingResponse):
 
 def _make_error_event(reason: str) -> bytes:
     """Return the event that ends a stream whose engine was lost."""
-    error = {"message": f"The engine is gone: {reason}", "code": 502}
+    error = {"message": f"The engine is gone: {reason}; send the request again", "code": 502}
     return f"data: {json.dumps({'error': error})}\n\n".encode()

@@ -21,7 +21,7 @@ from flashmoa.router.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
 
-# How long a replay may take: a publisher looks for requests to replay ten times a second.
+# The most seconds for a replay: a publisher looks for requests to replay ten times a second.
 _REPLAY_SECONDS = 5.0
 # The sequence number that ends a replay.
 _REPLAY_END = (1 << 64) - 1
@@ -146,7 +146,10 @@ class KvEventSubscriber:
                     _, sequence, payload = (await socket.recv_multipart())[:3]
                     await self._receive_live(int.from_bytes(sequence, "big"), payload)
         except (zmq.ZMQError, ValueError) as error:
-            text = "The router no longer follows the KV events of %s: %s"
+            text = (
+                "The router no longer follows the KV events of %s: %s. Check the "
+                "engine's --kv-events-config and restart the router"
+            )
             logger.warning(text, self._blocks.engine, error)
 
     async def _receive_live(self, sequence: int, payload: bytes) -> None:
@@ -179,10 +182,10 @@ class KvEventSubscriber:
                         return
                     self.receive(sequence, payload)
         text = (
-            "%s replays no KV events; only new ones are followed (a replay_endpoint in "
-            "--kv-events-config allows it)"
+            "%s did not replay its KV events at %s within %g s, so some may be missing; check "
+            "replay_endpoint in its --kv-events-config"
         )
-        logger.info(text, self._blocks.engine)
+        logger.info(text, self._blocks.engine, self._source.replay, _REPLAY_SECONDS)
 
     def receive(self, sequence: int, payload: bytes) -> None:
         """Apply the events of a message, in msgpack, unless it was received before."""
@@ -197,7 +200,7 @@ class KvEventSubscriber:
             for event in events:
                 self._apply(*event)
         except (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            text = "A KV event of %s cannot be read, so its blocks are forgotten: %s"
+            text = "A KV event of %s cannot be read, so the engine's blocks are forgotten: %s"
             logger.warning(text, self._blocks.engine, error)
             self._clear()
 

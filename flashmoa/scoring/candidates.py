@@ -17,9 +17,9 @@ Context = str | Sequence[int] | Messages
 # A text that continues where the context ends, or the tokens themselves.
 Candidate = str | Sequence[int]
 
-# Numbers of the context's last tokens that are tokenised together with a candidate. The first
-# suffices if only the last word matters. The second is for contexts whose last tokens are not
-# those that the tokenizer makes of their text.
+# How many of the context's last tokens are tokenised together with a candidate. As a rule only the
+# last word matters, and the first number suffices. The second is tried if the tokenizer does not
+# make these last tokens of their text.
 _TAIL_LENGTHS = (16, 256)
 # Number of tokens before a candidate that must be those that the tokenizer makes of the tail's
 # text.
@@ -83,8 +83,8 @@ def option_letters(count: int) -> list[str]:
     """Return a letter for each option. Raises: ValueError if there are too many or no options."""
     if not 1 <= count <= len(_LETTERS):
         raise ValueError(
-            f"there are letters for 1 to {len(_LETTERS)} options, not for {count}; ask about parts "
-            "of them, about each with select(), or score their texts with score()"
+            f"there are letters for 1 to {len(_LETTERS)} options, not for {count}; give fewer "
+            "options, ask about each with select(), or score their texts with score()"
         )
     return list(_LETTERS[:count])
 
@@ -147,10 +147,16 @@ class CandidateTokenizer:
             if problem.status != _SERVER_ERROR:
                 raise
             raise CandidateRefused(
-                f"the engine has no text for some of these tokens: {problem}"
+                "the engine's tokenizer has no text for some of these tokens; use tokens of its "
+                f"model: {problem}"
             ) from problem
 
     async def _tokenize(self, context: Sequence[int], texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text after the context.
+
+        Try longer and longer ends of the context, until the tokenizer makes the context's last
+        tokens of such an end's text.
+        """
         for length in (*_TAIL_LENGTHS, len(context)):
             tail = list(context[-length:])
             tail_text = await self.detokenize(tail)
@@ -165,8 +171,8 @@ class CandidateTokenizer:
             if length >= len(context):
                 break
         raise CandidateRefused(
-            "the context's last tokens are not those that the tokenizer makes of their text; "
-            "give candidates as token ids"
+            f"the context's last tokens {list(context[-_MATCHING_TOKENS:])} are not those that the "
+            "tokenizer makes of their text; give candidates as token ids"
         )
 
     async def _cut_candidate(
@@ -176,8 +182,8 @@ class CandidateTokenizer:
         if list(whole[: len(before)]) == list(before):
             return list(whole[len(before) :])
         pairs = enumerate(zip(before, whole, strict=False))
-        same = next((index for index, (a, b) in pairs if a != b), len(whole))
-        joined = await self.detokenize(whole[same:])
+        first_different = next((index for index, (a, b) in pairs if a != b), len(whole))
+        joined = await self.detokenize(whole[first_different:])
         raise CandidateRefused(
             f"the candidate {text!r} is tokenised together with the context's end, as {joined!r}, "
             "so it cannot follow this context. Move white space from the context's end to the "

@@ -45,7 +45,7 @@ _WAYS: Ways = {
     "lpm": ("lpm", "sequential"),
     LINKED: ("flashmoa", "linked"),
 }
-# Values of TPS, prefix and upstream.
+# Values of A's tokens per second, of the prefix's tokens, and of the tokens that A writes.
 _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
 _CONCURRENCY = [1, 2, 4, 8]
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench handoff`` and return the exit status."""
     parser = make_parser("handoff", __doc__, ROLES)
     grid = parser.add_argument_group("the grid; 24 cells unless said otherwise")
-    grid.add_argument("--full", action="store_true", help="240 cells")
+    grid.add_argument("--full", action="store_true", help="measure the grid of 240 cells")
     grid.add_argument("--tps", type=float, nargs="+", help="upstream tokens per second")
     grid.add_argument("--prefix", type=positive, nargs="+", help="tokens known beforehand")
     grid.add_argument("--upstream", type=positive, nargs="+", help="tokens the upstream writes")
     grid.add_argument("--concurrency", type=positive, nargs="+", help="pipelines at once")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="a heat map")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw a heat map")
     decoding_upstream.add_options(parser)
     chosen = parser.parse_args(arguments)
     if chosen.upstream_decodes:
@@ -96,7 +96,8 @@ async def _main(arguments: argparse.Namespace) -> None:
     report = Report("handoff", arguments)
     pool = max(workload.pool_tokens for workload in grid)
     async with report.connect(ROLES, pool) as engines:
-        ways = {name: way for name, way in _WAYS.items() if way[0] in engines}
+        # A way whose engine is optional, and is not there, is left out.
+        ways: Ways = {name: (role, way) for name, (role, way) in _WAYS.items() if role in engines}
         rounds = await play_grid(engines, grid, ways, arguments, report.console)
     cells = [
         summarise_cell(workload, by_way) for workload, by_way in zip(grid, rounds, strict=True)
@@ -115,17 +116,17 @@ def show(cells: Sequence[HandoffCell], console: Console) -> None:
     """Print the table and its summary."""
     console.print(_make_table(cells))
     console.print(
-        "T: from A's first token to B's (Eq. 6). bound: min(T_A, P_B - floor), P_B what the "
-        "better baseline adds to T_A, the floor B's first token when all that was known before A's "
-        "last token is cached. "
-        "hidden: T of the better baseline - T linked. late: prompt tokens left when B's request "
-        "came.\n"
+        "T: from A's first token to B's (Eq. 6). T_A: A's decode time. P_B: what the better "
+        "baseline adds to T_A. floor: B's time to first token when all that was known before A's "
+        "last token is cached. bound: min(T_A, P_B - floor), the most that can be hidden. hidden: "
+        "T of the better baseline - T linked. fraction: hidden over bound. late: prompt tokens "
+        "left to compute when B's request came.\n"
     )
     _show_summary(summarise_grid(cells), console)
 
 
 def _make_table(cells: Sequence[HandoffCell]) -> Table:
-    title = "Handoff: TPS/Prefix/Upstream, seconds"
+    title = "Handoff, in seconds; workload: tokens per second/prefix/upstream tokens"
     ways = list(cells[0].speedup)
     names = ["workload", "C", *(f"T {way}" for way in ways), "T linked"]
     names += [f"vs {way}" for way in ways]

@@ -30,7 +30,7 @@ from flashmoa_bench.routing.simulation import POLICIES, SILENT
 
 @dataclass(frozen=True, slots=True)
 class RouterRow:
-    """One round through one router; ``seconds`` is 0 if it was simulated."""
+    """The result of one round through one router; ``seconds`` is 0 if it was simulated."""
 
     round: int
     router: str
@@ -46,13 +46,24 @@ class RouterRow:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of running engines and routers."""
     group = parser.add_argument_group("running routers instead, and the simulator with them")
-    group.add_argument("--engine", action="append", default=[], metavar="URL")
     group.add_argument(
-        "--router", action="append", default=[], type=_parse_named_url, metavar="NAME=URL"
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine behind the routers; give it once for each engine",
     )
-    group.add_argument("--rounds", type=positive, default=2)
-    group.add_argument("--documents", type=positive, default=6)
-    group.add_argument("--siblings", type=positive, default=8, help="requests about each")
+    group.add_argument(
+        "--router",
+        action="append",
+        default=[],
+        type=_parse_named_url,
+        metavar="NAME=URL",
+        help="a router to compare, with its name in the table; give it once for each router",
+    )
+    group.add_argument("--rounds", type=positive, default=2, help="rounds through all routers")
+    group.add_argument("--documents", type=positive, default=6, help="documents in a round")
+    group.add_argument("--siblings", type=positive, default=8, help="requests about each document")
     group.add_argument("--others", type=positive, default=40, help="requests about no document")
     group.add_argument("--words", type=positive, default=240, help="words of a document")
 
@@ -72,6 +83,7 @@ async def measure(options: argparse.Namespace) -> None:
     async with httpx.AsyncClient(timeout=300) as http:
         for number in range(options.rounds):
             prompts = make_prompts(options, options.seed + number)
+            # Each round begins with another router, so that none is always measured first.
             turn = number % len(options.router)
             for name, url in options.router[turn:] + options.router[:turn]:
                 for engine in options.engine:
@@ -98,6 +110,7 @@ def make_prompts(options: argparse.Namespace, seed: int) -> list[str]:
             " " + "".join(dice.choices(string.ascii_lowercase, k=5)) for _ in range(count)
         )
 
+    # Each prompt with its place in the list, from 0 to 1.
     placed: list[tuple[float, str]] = []
     for _ in range(options.documents):
         document, begin = make_words(options.words), dice.random() * 2 / 3
@@ -145,8 +158,10 @@ async def _simulate(
         requests.append(MixRequest(str(place), "", token_blocks(tokens)))
     batch_tokens, measure = int(settings["chunked_prefill_size"]), TokenCount()
     blocks = int(settings["max_total_num_tokens"]) // BLOCK_TOKENS
+    # The rate of 1000 tokens per second is arbitrary; it scales all policies' seconds alike.
     machine = Machine(measure, 1000.0, batch_tokens, blocks, reports=False)
     rows: list[RouterRow] = []
+    # No simulated engine reports its blocks here, so SILENT would be the same as ``prefix_aware``.
     for name in (name for name in POLICIES if name != SILENT):
         outcome = replay(
             requests,

@@ -32,6 +32,7 @@ WAYS: dict[WorkflowWay, str] = {
     "eager": "a slide is begun when its point of the outline is complete, not when all are",
 }
 STOCK: Collection[WorkflowWay] = ("sequential", "unlinked")
+# What part of a prompt is prefilled ahead of its request.
 _AHEAD: dict[WorkflowWay, Ahead] = {
     "sequential": "nothing",
     "unlinked": "nothing",
@@ -80,8 +81,7 @@ class WorkflowRun:
 
     Attributes:
         seconds: time from the copy's start to its last token.
-        response: seconds from the last token that the last agents had to wait for to their own
-            last one.
+        response: seconds from the end of the last upstream answer to the end of the workflow.
         texts: the agents' answers, by the agents' names.
     """
 
@@ -113,8 +113,12 @@ class TeamWorkflow:
     """Plays an AutoGen team as a workflow.
 
     Args:
-        build: makes the team; its name is the workflow's.
+        build: makes the team, given the clients of the small and of the larger model; the
+            function's name is the workflow's.
+        task: the team's task.
+        upstream, paper: see :class:`AgentWorkflow`.
         build_sequential: makes the team with its agents one after the other, if that is different.
+            Without it, the workflow is not played as ``sequential``.
     """
 
     def __init__(
@@ -133,8 +137,8 @@ class TeamWorkflow:
         self._build = build
         self._build_sequential = build_sequential
         self._task = task
-        rest: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked")
-        self.ways: tuple[WorkflowWay, ...] = ("sequential", *rest) if build_sequential else rest
+        ways: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked")
+        self.ways: tuple[WorkflowWay, ...] = ("sequential", *ways) if build_sequential else ways
 
     async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
         """Play one copy, whose task has the copy's number."""

@@ -133,8 +133,8 @@ class AgentPromptCache:
 # How a request ended, if not by its answer, as the end of a sentence.
 _ENDINGS = {
     "refused": "refused by its engine",
-    "left": "left by its client, which disconnected",
-    "lost": "lost: the connection to its engine broke",
+    "left": "left by its client, which disconnected; send it again",
+    "lost": "lost: the connection to its engine broke; send it again",
 }
 
 
@@ -196,14 +196,14 @@ class AnswerRecorder(AnswerObserver):
             elif "text" in event:
                 self._record_generation(answer, event)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            answer.fail(AgentFailed(f"{answer.name}'s answer cannot be read: {error}"))
+            answer.fail(AgentFailed(f"{answer.name}'s answer cannot be read: {error!r}"))
 
     def _record_chat(self, answer: GrowingAnswer, event: dict[str, Any]) -> None:
         for choice in event["choices"][:1]:
             message: dict[str, Any] | None = choice.get("delta") or choice.get("message")
             answer.add((message or {}).get("content") or "", None)
             if choice.get("finish_reason") == "abort":
-                answer.fail(AgentFailed(f"{answer.name} was aborted"))
+                answer.fail(AgentFailed(f"{answer.name}'s request was aborted; send it again"))
 
     def _record_generation(self, answer: GrowingAnswer, event: dict[str, Any]) -> None:
         # Each event repeats the whole answer so far.
@@ -211,7 +211,8 @@ class AnswerRecorder(AnswerObserver):
         ids: list[int] = event["output_ids"]
         reason: dict[str, Any] = event["meta_info"].get("finish_reason") or {}
         if reason.get("type") == "abort":
-            answer.fail(AgentFailed(f"{answer.name} was aborted: {reason.get('message')}"))
+            message = f"{answer.name}'s request was aborted: {reason.get('message')}"
+            answer.fail(AgentFailed(f"{message}; send it again"))
             return
         if ids and reason.get("matched") == ids[-1]:
             ids = ids[:-1]  # The token that ended the answer does not belong in other prompts.

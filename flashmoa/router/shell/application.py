@@ -197,7 +197,7 @@ class _Shell:
         if collects and isinstance(answer, RelayedStream):
             await answer.drain()
             if recorder.ending != "answered" or not recorder.last:
-                raise EngineLost("its answer broke off")
+                raise EngineLost(f"{self._options.pd_router}: its answer broke off")
             failed = "error" in recorder.last
             return make_json_response(recorder.last, 502 if failed else answer.status_code)
         return answer

@@ -150,7 +150,8 @@ class EarlyPrefill:
             try:
                 await self._feed.delete()
             except EngineError as error:
-                logger.debug("The engine will expire the stream: %s", error)
+                text = "A prompt stream could not be deleted, so the engine lets it expire: %s"
+                logger.debug(text, error)
 
     async def _build_prompt(self) -> TextPrompt | TokenPrompt:
         request = self._request
@@ -202,7 +203,7 @@ class EarlyPrefill:
             # Anyone who knows the id of a stream can use the stream.
             reason = reason.replace(self._feed.stream_id, "...")
         text = (
-            "%s cannot prefill prompts while their answers are written: %s. They are computed "
-            "when their requests are sent."
+            "%s cannot prefill prompts while the answers in them are written: %s. These prompts "
+            "are computed when their requests are sent."
         )
         logger.log(level, text, self._engine.url, reason)

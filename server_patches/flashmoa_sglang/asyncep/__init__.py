@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _WRITES = "it writes to experts where the device has them"
 _MERGE = (
-    "layers with adapters compute past the place where they wait for copied experts (adapters "
-    "merged into the model's weights are fine)"
+    "layers with adapters do not call the method that waits for copied experts (adapters merged "
+    "into the model's weights are fine)"
 )
-# SGLang's arguments that do not go with --flashmoa-asyncep, and why; "it" is the argument. Older
-# releases lack some of them.
+# SGLang's arguments that do not go with --flashmoa-asyncep, and why; in the reasons, "it" is the
+# argument. Older releases lack some of them.
 _EXCLUDED = {
     "enable_memory_saver": _WRITES,
     "enable_eplb": _WRITES,
@@ -38,11 +38,12 @@ _EXCLUDED = {
     "kt_weight_path": "it keeps experts in host memory, too, and computes some of them there",
     "enable_two_batch_overlap": "it computes each layer twice, so that every second copy is late",
     "enable_pdmux": (
-        "two streams would compute with the same slot, but copies wait for only one of them"
+        "two CUDA streams would compute with one slot, but copies wait for only one of them"
     ),
     "dwdp_size": "both options decide where a layer finds its experts",
 }
-# Values of --moe-a2a-backend with which FusedMoE.run_moe_core is not called.
+# Values of --moe-a2a-backend with which FusedMoE.run_moe_core, around which the offloader waits for
+# copied experts, is not called.
 _EXCLUDED_BACKENDS = ("megamoe", "ascend_fuseep")
 
 _WEIGHTS_REFUSED = (
@@ -57,7 +58,7 @@ def refuse_update(*result: Any) -> Callable[..., Any]:
     A layer's parameters point to a slot, or to the memory that is copied there. With the next
     forward an update would be lost for some layers and incomplete for others.
 
-    Args: result: what the method returns after a failed update and the message.
+    Args: result: what the method returns after ``False`` and the message.
     """
 
     async def update_weights(
@@ -110,18 +111,19 @@ def _choose_storage(options: Options) -> Callable[[Sequence[Experts]], list[Expe
     if options.asyncep == "h2d":
         return store_on_host
 
+    try:
+        replica = Replica(options.asyncep_group, *options.replica())
+        # Loading the weights takes long, so a rank that is taken is reported before that.
+        exchange = ShareExchange(replica)
+    except (ReplicaError, ValueError) as error:
+        raise _refusal(error) from error
+
     def divide_among_replicas(layers: Sequence[Experts]) -> list[ExpertSource]:
         try:
             return share_experts(layers, replica, exchange, options.asyncep_wait)
         except ReplicaError as error:
             raise _refusal(error) from error
 
-    try:
-        replica = Replica(options.asyncep_group, *options.replica())
-        # Loading the weights takes long, so a wrong rank is reported before that.
-        exchange = ShareExchange(replica)
-    except (ReplicaError, ValueError) as error:
-        raise _refusal(error) from error
     return divide_among_replicas
 
 
@@ -131,7 +133,10 @@ def _refusal(error: Exception) -> SystemExit:
 
 
 def problem(arguments: Any, options: Options) -> str | None:
-    """Return why ``--flashmoa-asyncep`` does not go with SGLang's resolved arguments, if so."""
+    """Return why ``--flashmoa-asyncep`` does not go with SGLang's resolved arguments.
+
+    Return ``None`` if it does.
+    """
     if options.asyncep == "off":
         return None
     for name, reason in _EXCLUDED.items():
@@ -163,7 +168,7 @@ def problem(arguments: Any, options: Options) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """Return whether an argument was given; a size of 1 is a default."""
+    """Return whether an argument differs from its default: nothing, or for a size, 1."""
     return value > 1 if type(value) is int else bool(value)
 
 
@@ -178,31 +183,31 @@ def _replica_problem(arguments: Any, options: Options) -> str | None:
     sizes = (arguments.tp_size, arguments.pp_size, RELEASE.data_parallel_ranks(arguments))
     if max(sizes) > 1:
         return (
-            f"{mode} needs a server for each replica: start without --tp-size, --pp-size and "
-            "--dp-size."
+            f"{mode} needs a server for each replica, but this one has --tp-size, --pp-size and "
+            f"--dp-size {', '.join(map(str, sizes))}; start without them."
         )
     return None
 
 
 def memory() -> dict[str, int] | None:
     """Return the fields of this process's ``ExpertMemory``; ``None`` if SGLang stores experts."""
-    ours = _ours()
-    return asdict(ours.memory()) if ours is not None else None
+    offloader = _own_offloader()
+    return asdict(offloader.memory()) if offloader is not None else None
 
 
 def time_next(tokens: int) -> None:
     """Time the layers of the next forward, which has ``tokens`` tokens, if experts are copied."""
-    if (ours := _ours()) is not None:
-        ours.time_next(tokens)
+    if (offloader := _own_offloader()) is not None:
+        offloader.time_next(tokens)
 
 
 def take_times() -> LayerTimes | None:
     """Return the times of the last timed forward, once; ``None`` if SGLang keeps the experts."""
-    ours = _ours()
-    return ours.take_times() if ours is not None else None
+    offloader = _own_offloader()
+    return offloader.take_times() if offloader is not None else None
 
 
-def _ours() -> ExpertOffloader | None:
+def _own_offloader() -> ExpertOffloader | None:
     """Return this process's offloader, if it is the plugin's."""
     from sglang.srt.utils.offloader import get_offloader
 

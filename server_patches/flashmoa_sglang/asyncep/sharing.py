@@ -27,7 +27,10 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 def create_segment(pieces: Iterable[torch.Tensor]) -> int:
-    """Write pieces (uint8, on the CPU) into a sealed memfd. Return its file descriptor."""
+    """Write pieces (uint8, on the CPU) into a sealed memfd.
+
+    Return its file descriptor, for the caller to close.
+    """
     segment = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(segment, "wb", closefd=False) as file:
@@ -46,9 +49,15 @@ def map_segment(segment: int, size: int) -> torch.Tensor:
     Raises: ValueError if the segment has another size, or a process could still change it.
     """
     if (actual_size := os.fstat(segment).st_size) != size:
-        raise ValueError(f"the segment has {actual_size} bytes instead of {size}")
+        raise ValueError(
+            f"the segment has {actual_size} bytes instead of {size}; start all replicas with "
+            "the same model and version of flashmoa-sglang"
+        )
     if fcntl.fcntl(segment, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ValueError("the segment is not sealed")
+        raise ValueError(
+            "the segment is not sealed, so that it could still change; start all replicas "
+            "with the same version of flashmoa-sglang"
+        )
     # Copy on write, although nothing is written: torch requires writable memory.
     return torch.frombuffer(mmap.mmap(segment, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
@@ -126,7 +135,7 @@ def share_experts(
     """Store and offer a replica's share of the experts of these layers, and get the others' shares.
 
     Args: wait: seconds to wait for the other replicas.
-    Raises: ReplicaError if the experts are not on CPUs, or a share cannot be obtained.
+    Raises: ReplicaError if the experts are not on CPUs, or a share cannot be obtained or mapped.
     """
     if any(experts.device.type != "cpu" for experts in layers):
         raise ReplicaError(ONLY_CPUS)
@@ -134,6 +143,7 @@ def share_experts(
     digest = hashlib.blake2b(digest_size=16)
 
     def pack_parts() -> Iterator[torch.Tensor]:
+        # One layer after the other is packed and freed, so that no second copy of all is needed.
         for shared in shared_layers:
             packed = shared.pack()
             digest.update(repr(shared.packing).encode())
@@ -150,6 +160,8 @@ def share_experts(
         segment = exchange.obtain(rank, deadline)
         try:
             memories.append(map_segment(segment, sum(sizes)).split(sizes))
+        except ValueError as error:
+            raise ReplicaError(f"the share of replica {rank} cannot be used: {error}") from error
         finally:
             os.close(segment)
     for shared, pieces in zip(shared_layers, zip(*memories, strict=True), strict=True):

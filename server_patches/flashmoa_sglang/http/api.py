@@ -116,7 +116,9 @@ class Api:
                 http_request=request,
             )
         except Superseded as error:
-            raise EngineFailed(f"The prefill was aborted: {error}") from error
+            raise EngineFailed(
+                f"The prefill was aborted: {error}. Send the whole request instead."
+            ) from error
         return {
             "prompt_tokens": prefilled.prompt_tokens,
             "cached_tokens": prefilled.cached_tokens,
@@ -192,7 +194,8 @@ class Api:
         room = self._engine.max_prompt_tokens
         if len(text) > room * self._table.limits.characters_per_token:
             raise PromptTooLarge(
-                f"The prompt has {len(text)} characters; this server takes at most {room} tokens.",
+                f"The prompt has {len(text)} characters; this server takes at most {room} tokens. "
+                "Shorten it.",
                 max_tokens=room,
             )
         buffer.append(text)
@@ -237,7 +240,7 @@ class Api:
         room = self._engine.max_prompt_tokens
         if tokens > room:
             raise PromptTooLarge(
-                f"The prompt has {tokens} tokens; this server takes at most {room}.",
+                f"The prompt has {tokens} tokens; this server takes at most {room}. Shorten it.",
                 max_tokens=room,
             )
 

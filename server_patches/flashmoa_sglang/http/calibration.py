@@ -115,8 +115,9 @@ def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int
         return None
     if together:
         logger.warning(
-            "Prefills are not held back, because ranks with other requests would wait, too "
-            "(--pp-size, data-parallel attention, --moe-a2a-backend, --moe-dense-tp-size)."
+            "Prefills are not held back to fill forwards, because ranks step together with "
+            "--pp-size, data-parallel attention, --moe-a2a-backend or --moe-dense-tp-size: ranks "
+            "with other requests would have to wait, too."
         )
         return None
     tokens = options.saturation or (measured.tokens if measured is not None else None)
@@ -128,9 +129,10 @@ def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int
         return None
     if tokens > most:
         logger.warning(
-            "A forward needs %d tokens to hide transfers, or by --flashmoa-saturation, but the "
-            "largest one here has %d: prefills are not held back. Larger --chunked-prefill-size, "
-            "--max-prefill-tokens and --max-total-tokens allow for larger forwards.",
+            "Prefills are not held back: they would wait for a forward of %d tokens, as measured "
+            "or given by --flashmoa-saturation, but the largest one here has %d. Larger "
+            "--chunked-prefill-size, --max-prefill-tokens and --max-total-tokens allow for larger "
+            "forwards.",
             tokens,
             most,
         )

@@ -45,7 +45,9 @@ def read_hints(http_request: Any) -> Hints:
         return Hints()
     stream_id, expected = body.get(STREAM), body.get(EXPECTED_OUTPUT)
     if stream_id is not None and not isinstance(stream_id, str):
-        raise ValueError(f"{STREAM} must be a string, as returned by POST /prompt_streams.")
+        raise ValueError(
+            f"{STREAM} must be a string, as returned by POST /prompt_streams, not {stream_id!r}."
+        )
     # In Python a bool is an int; in JSON it is not a number.
     if expected is not None and (type(expected) is not int or expected < 0):
         raise ValueError(f"{EXPECTED_OUTPUT} must be an integer of at least 0, not {expected!r}.")

@@ -103,7 +103,7 @@ class ChatRenderer:
             raise MalformedRequest(f"Not a chat request: {_short(error)}") from error
         # SGLang 0.5.12 lacks this field.
         if getattr(request, "input_ids", None) is not None:
-            raise MalformedRequest("messages cannot be combined with input_ids.")
+            raise MalformedRequest("messages cannot be combined with input_ids; give one of them.")
         problem = chat._validate_request(request)
         if problem:
             raise MalformedRequest(problem)

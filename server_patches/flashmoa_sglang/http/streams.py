@@ -243,13 +243,14 @@ class StreamTable:
                 self.close(stream, "drained")
                 continue
             if now >= stream.deadline and not stream.claimed:
-                logger.info("Prompt stream %s expired after %.0f s", stream.id, stream.ttl_seconds)
+                text = "Prompt stream %s expired, because its client sent nothing for %g s"
+                logger.info(text, stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")
 
 
 def _over_context(room: int) -> PromptTooLarge:
     return PromptTooLarge(
-        f"The prompt would not fit this server, which takes at most {room} tokens. "
-        "Nothing of this piece was taken.",
+        f"With this piece, the prompt would be too long: this server takes at most {room} tokens. "
+        "The piece was not added; shorten the prompt.",
         max_tokens=room,
     )

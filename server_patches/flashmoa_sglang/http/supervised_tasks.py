@@ -49,5 +49,5 @@ class SupervisedTasks:
     def _report(self, name: str, error: Exception) -> None:
         if type(error).__name__ not in self._reported:
             self._reported.add(type(error).__name__)
-            text = "%s failed: streams stop prefilling for now, requests are not affected"
+            text = "The task %r failed: open streams stop prefilling, and requests are not affected"
             logger.error(text, name, exc_info=error)

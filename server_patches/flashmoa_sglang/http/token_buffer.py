@@ -101,7 +101,8 @@ class CanonicalTokenizer:
             else:
                 rules = json.dumps(sorted(vocabulary_of(self._tokenizer).items()))
         except Exception as error:
-            logger.info("No digest of the tokenizer could be made: %s", error)
+            text = "/flashmoa/info has no digest of the tokenizer, which cannot be read: %s"
+            logger.info(text, error)
             return None
         return hashlib.sha256(rules.encode()).hexdigest()
 
@@ -235,6 +236,6 @@ def _find_sublist(haystack: list[int], needle: list[int]) -> int:
         if haystack[start : start + len(needle)] == needle:
             return start
     raise ValueError(
-        "the tokenizer encodes 'a' differently with and without special tokens; "
-        "prompt streams cannot be used with it"
+        f"'a' with special tokens is {haystack}, which does not contain {needle}, the tokens "
+        "without them"
     )

@@ -169,6 +169,20 @@ def test_fewer_experts_than_replicas_are_refused(group: str) -> None:
         start(stack, Replica(group, 0, EXPERTS + 1))
 
 
+def test_a_share_of_another_size_is_not_called_a_problem_of_the_quantisation(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = ShareExchange.offer
+
+    def offer_less(self: ShareExchange, share: int, experts: str) -> None:
+        os.close(share)
+        offer(self, create_segment([torch.zeros(1, dtype=torch.uint8)]), experts)
+
+    monkeypatch.setattr(ShareExchange, "offer", offer_less)
+    with ExitStack() as stack, pytest.raises(ReplicaError, match="share of replica 0 cannot"):
+        start(stack, Replica(group, 0, 1))
+
+
 def test_a_sealed_segment_stays_as_it_is() -> None:
     segment = create_segment(
         [torch.arange(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.uint8)]

@@ -244,7 +244,7 @@ APART = ("internals/", "forkserver.py", "tiny_model.py")
 # Which engines come to a place in the plugin, if not all do: the longest beginning counts.
 _FEATURE: Mapping[str, str] = {
     "asyncep/": ASYNCEP,
-    "asyncep/__init__.py:_ours": EVERYBODY,
+    "asyncep/__init__.py:_own_offloader": EVERYBODY,
     "cpu/": CPU,
     "kv_free.py": KV_OFF,
     "kv_free.py:_pool": EVERYBODY,

@@ -144,7 +144,7 @@ async def test_an_oversized_piece_is_refused_and_its_stream_stays_open(
 ) -> None:
     opened = await client.open_stream(text="one two")
     for piece in (" x" * 40_000, "x" * 3_000_000):
-        with pytest.raises(PromptTooLarge, match="Nothing of this piece was taken"):
+        with pytest.raises(PromptTooLarge, match="The piece was not added"):
             await client.append(opened.id, 0, text=piece)
     state = await client.append(opened.id, 0, text=" three four")
     assert state.received_tokens < 8

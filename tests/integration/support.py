@@ -121,6 +121,13 @@ async def wait_until_idle(client: EngineClient, streams: int = 0) -> KvState:
             await anyio.sleep(0.02)
 
 
+async def wait_for_streams(client: EngineClient, count: int = 1) -> None:
+    """Wait until the engine has this many prompt streams."""
+    with anyio.fail_after(30):
+        while (await client.info()).prompt_streams < count:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
 async def wait_until_prefilled(client: EngineClient, stream_id: str, tokens: int) -> StreamState:
     """Wait until ``tokens`` tokens of a stream have their KV, and return the stream's state."""
     with anyio.fail_after(30):

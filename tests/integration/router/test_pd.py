@@ -27,7 +27,13 @@ from tests.integration.router.http_calls import (
     request_with_answer,
 )
 from tests.integration.router.stock_router import start_stock_router
-from tests.integration.support import STRICT, fetch_kv_state, wait_until_idle, wait_until_measured
+from tests.integration.support import (
+    STRICT,
+    fetch_kv_state,
+    wait_for_streams,
+    wait_until_idle,
+    wait_until_measured,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
@@ -121,7 +127,8 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
     async with anyio.create_task_group() as group:
         path, body = await request_reading(client, form, rest, "planner")
         group.start_soon(ask, "reader", path, body)
-        await anyio.wait_all_tasks_blocked()
+        async with EngineClient(pair.prefill.url) as prefill:
+            await wait_for_streams(prefill)
         group.start_soon(ask, "planner", "/generate", plan | {"agent": "planner"})
     transferred = await pair.transferred() - before
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:

@@ -25,7 +25,7 @@ from tests.integration.router.http_calls import (
     request_with_answer,
     streamed_text,
 )
-from tests.integration.support import GREEDY, wait_until_idle
+from tests.integration.support import GREEDY, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -109,7 +109,9 @@ async def test_agent_reads_several_answers_and_streams_its_own(
     assert written["again"] == written["judge"]
 
 
-async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, words: Words) -> None:
+async def test_reader_of_a_failed_agent_gets_the_reason(
+    engine: LocalEngine, client: EngineClient, words: Words
+) -> None:
     options = ShellOptions(engine.url, engine.url, agent_seconds=0.2)
     read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
     async with serve_router(options) as shell:
@@ -127,7 +129,7 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
-            await anyio.wait_all_tasks_blocked()
+            await wait_for_streams(client)
             body = generation(words(20, 2020), tokens=4000) | {"agent": "a", "stream": True}
             async with shell.stream("POST", "/generate", json=body) as writing:
                 async for _ in writing.aiter_lines():
@@ -137,8 +139,7 @@ async def test_reader_of_a_failed_agent_gets_the_reason(engine: LocalEngine, wor
         assert refused.status_code == 400
         answer = await shell.post("/generate", json=read)
         assert answer.status_code == 424 and "was refused" in answer.text
-    async with EngineClient(engine.url) as watching:
-        await wait_until_idle(watching)
+    await wait_until_idle(client)
 
 
 async def test_logs_never_contain_a_streams_id(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from flashmoa_sglang.asyncep import problem
 from flashmoa_sglang.options import Options, add_arguments
+from flashmoa_sglang.releases import RELEASE
 
 
 @pytest.fixture
@@ -94,9 +95,9 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(), on_gpu("full", "breakable"), None),
         (Options(), {"speculative_algorithm": "EAGLE"}, None),
         (Options(asyncep="h2d"), {}, None),
-        (Options(asyncep="h2d"), on_gpu("full", "breakable"), "needs --cuda-graph-backend-decode"),
-        (Options(asyncep="h2d"), on_gpu("disabled", "breakable"), "--cuda-graph-backend-prefill"),
-        (Options(asyncep="h2d"), on_gpu("full", "disabled"), "needs --cuda-graph-backend-decode"),
+        (Options(asyncep="h2d"), on_gpu("full", "breakable"), f"needs {RELEASE.NO_GRAPHS}"),
+        (Options(asyncep="h2d"), on_gpu("disabled", "breakable"), f"needs {RELEASE.NO_GRAPHS}"),
+        (Options(asyncep="h2d"), on_gpu("full", "disabled"), f"needs {RELEASE.NO_GRAPHS}"),
         (Options(asyncep="h2d"), on_gpu("disabled", "disabled"), None),
         (
             Options(asyncep="h2d"),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_sglang import asyncep
 from flashmoa_sglang.cpu import torchvision_ops
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.releases import RELEASE
@@ -89,6 +90,8 @@ def test_a_timed_forward_is_reported_with_speculative_decoding(
     """With speculative decoding SGLang counts no request as prefill-only."""
     messages: list[Any] = []
     monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, message: messages.append(message))
+    # It would import SGLang, which on 0.5.12 warns of missing drivers.
+    monkeypatch.setattr(asyncep, "_own_offloader", lambda: None)
     engine = scheduler("null", True)
     state: Any = SimpleNamespace(
         timer=ForwardTimer(engine), role="null", tokenizer_channel="direct", pins_results=False

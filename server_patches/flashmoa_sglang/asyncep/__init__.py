@@ -79,7 +79,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     sglang_offloader, options = original(*args, **kwargs), Options.from_environment()
     if options.asyncep == "off":
         return sglang_offloader
-    from sglang.srt.distributed import get_pp_group
+    from sglang.srt.distributed.parallel_state import get_pp_group
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.utils.offloader import NoopOffloader
 

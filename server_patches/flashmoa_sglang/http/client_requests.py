@@ -2,8 +2,8 @@
 
 Hints change when a request is computed and how much of it, never its answer. A token id outside of
 the vocabulary would end SGLang's scheduler, and is an easy mistake: a client only has to tokenise
-with another model's tokenizer. The plugin's mark on a request is for the scheduler; clients must
-not set it. SGLang checks everything else itself.
+with another model's tokenizer. A prompt without tokens would end SGLang 0.5.23's. The plugin's mark
+on a request is for the scheduler; clients must not set it. SGLang checks everything else itself.
 """
 
 from __future__ import annotations
@@ -54,15 +54,20 @@ def read_hints(http_request: Any) -> Hints:
     return Hints(stream_id, expected)
 
 
-def check(obj: Any, vocabulary: int) -> None:
+def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
     """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that would do harm.
 
     A client's own mark could pin KV for a stream that was never opened, and so is never released.
 
+    Args:
+        tokenizer: the served one; ``None`` if there is none.
+
     Raises:
-        ValueError: if it has a token outside of the vocabulary, or a mark that the plugin has not
-            set (SGLang answers 400).
+        ValueError: if its prompt has no tokens, or it has a token outside of the vocabulary, or a
+            mark that the plugin has not set (SGLang answers 400).
     """
+    if any(_is_empty(prompt, tokenizer) for prompt in _prompts(obj)):
+        raise ValueError("The prompt is empty; give at least one token.")
     input_ids = getattr(obj, "input_ids", None) or []
     for ids in input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]:
         check_ids(ids, vocabulary)
@@ -76,6 +81,26 @@ def check(obj: Any, vocabulary: int) -> None:
             raise ValueError(f"custom_params must be an object, not {type(custom).__name__}.")
         if CUSTOM_PARAMS_KEY in custom:
             raise ValueError(f"{CUSTOM_PARAMS_KEY!r} in custom_params is reserved; leave it out.")
+
+
+def _prompts(obj: Any) -> Sequence[Any]:
+    """Return the prompts of a request, each as text or as token ids."""
+    # SGLang completes the prompts of requests with pictures or sound by itself.
+    if getattr(obj, "image_data", None) or getattr(obj, "audio_data", None):
+        return []
+    text, ids = getattr(obj, "text", None), getattr(obj, "input_ids", None)
+    if text is not None:
+        return text if isinstance(text, list) else [text]
+    if ids is None:
+        return []
+    return ids if ids and isinstance(ids[0], list) else [ids]
+
+
+def _is_empty(prompt: Any, tokenizer: Any) -> bool:
+    """Return whether a prompt has no tokens. Some tokenizers begin even an empty text with one."""
+    if prompt == "":
+        return tokenizer is not None and not tokenizer.encode("")
+    return prompt == []
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:

@@ -173,7 +173,7 @@ def generate_request(
     Raises: ValueError if a hint is malformed, a token id does not exist, or the client has set the
         plugin's mark.
     """
-    client_requests.check(obj, manager.model_config.vocab_size)
+    client_requests.check(obj, manager.model_config.vocab_size, manager.tokenizer)
     if not hasattr(obj, "stream"):  # This is a request for an embedding.
         return original(manager, obj, http_request)
     kv_free.check(obj)

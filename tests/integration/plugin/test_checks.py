@@ -1,4 +1,4 @@
-"""Unknown tokens, which would end SGLang, and forged marks, which would pin KV, are refused."""
+"""Requests that would end SGLang (no or unknown tokens) or pin KV (forged marks) are refused."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def ids_body(ids: Any) -> Body:
 
 REFUSED = [
     ids_body([-1]), ids_body([10**6]), ids_body([[1], [-1]]),
+    ids_body([]), ids_body([[1], []]), text_body() | {"text": ""}, text_body() | {"text": ["a", ""]},
     {**text_body(), "return_logprob": True, "token_ids_logprob": [10**6]},
     {**text_body(), "return_logprob": True, "token_ids_logprob": [-1]},
     text_body(custom_params={"flashmoa": {"stream": "a"}}), text_body(custom_params=7),

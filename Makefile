@@ -43,7 +43,7 @@ $(READY): requirements/*.txt $(PROJECTS)
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen,agent-framework,examples,moa,opentelemetry,router]' -e server_patches -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,examples,moa,opentelemetry,router]' -e 'server_patches[device]' -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/embedder.txt -r requirements/routers.txt
 	@touch $@
@@ -80,7 +80,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@$(RELEASE_PIP) -r requirements/torch.txt
 	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
 	@$(RELEASE_PIP) -r $<
-	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(pytest|hypothesis)' requirements/dev.txt) -c $<
+	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(aiconfigurator|pandas|pytest|hypothesis)' requirements/dev.txt) -c $<
 	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
 	@$(RELEASE_PIP) --no-deps sglang==$*
 	@touch $@

@@ -88,6 +88,28 @@ class Options:
         "prefill-only work.",
         ("on", "off"),
     )
+    device: str = _option(
+        "",
+        "On a CPU: take the time of this GPU, such as h200_sxm, h100_sxm, a100_sxm or the JSON "
+        "file of a data sheet.",
+    )
+    device_model: str = _option(
+        "",
+        "With --flashmoa-device: the model whose times are taken, such as Qwen/Qwen3-32B, or a "
+        "folder with its config.json.",
+    )
+    device_tp: int = _option(
+        1, "With --flashmoa-device: among how many such GPUs the model is divided."
+    )
+    device_times: str = _option(
+        "measured",
+        "With --flashmoa-device: times from NVIDIA's measured tables (measured) or the lower bound "
+        "from the GPU's data sheet (roofline).",
+        ("measured", "roofline"),
+    )
+    device_slowdown: float = _option(
+        1.0, "With --flashmoa-device: factor of all its times, for a machine that does not keep up."
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -104,6 +126,8 @@ class Options:
         self._require("asyncep_group", is_name, "1 to 64 letters, digits and any of . _ -")
         if self.asyncep_replica:
             self.replica()
+        self._require("device_tp", self.device_tp >= 1, "at least 1")
+        self._require("device_slowdown", self.device_slowdown > 0, "above 0")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
@@ -140,10 +164,23 @@ class Options:
         return cls(**values)
 
 
-def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
-    """Add ``--flashmoa-schedule`` and the others; runs after ``ServerArgs.add_cli_args``."""
+def take_device_arguments(argv: list[str]) -> list[str]:
+    """Put the arguments ``--flashmoa-device...`` into the environment; return the others."""
+    parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
+    add_arguments(None, parser, prefix="device")
+    return parser.parse_known_args(argv)[1]
+
+
+def add_arguments(_result: None, parser: argparse.ArgumentParser, prefix: str = "") -> None:
+    """Add ``--flashmoa-schedule`` and the others; runs after ``ServerArgs.add_cli_args``.
+
+    Args:
+        prefix: how the names of those begin that are added.
+    """
     group = parser.add_argument_group("FlashMoA")
     for option in fields(Options):
+        if not option.name.startswith(prefix):
+            continue
         default = "none" if option.default == "" else option.default
         group.add_argument(
             _flag(option.name),

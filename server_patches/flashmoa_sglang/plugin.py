@@ -203,6 +203,8 @@ def _verify_options() -> None:
     plugin_options = options.Options.from_environment()
     if plugin_options.asyncep != "off":
         verify(internals.ASYNCEP)
+    if plugin_options.device:
+        verify(internals.DEVICE)
     if plugin_options.kv_cache == "off":
         verify(internals.KV_OFF)
 
@@ -273,6 +275,8 @@ def _refuse_unsupported(arguments: Any) -> None:
         )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
         raise SystemExit("flashmoa-sglang does not work with SGLANG_RUST_SERVER; unset it.")
+    if options.Options.from_environment().device and not cpu.lacks_accelerator():
+        raise SystemExit("--flashmoa-device is for engines on a CPU; leave it out on a GPU.")
     if problem := asyncep.problem(arguments, options.Options.from_environment()):
         raise SystemExit(problem)
     if kv_free.is_on():

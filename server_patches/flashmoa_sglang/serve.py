@@ -7,13 +7,19 @@ SGLang would only write a line into its log.
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import ctypes
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_sglang.modelled_gpu import hash_model
 from flashmoa_sglang.releases import RELEASE, installed, too_old
 
 # This runs at import, because the processes that SGLang spawns import this module before SGLang.
@@ -21,6 +27,8 @@ torchvision_ops.allow_mismatched_build()
 RELEASE.prepare_import()
 
 _PR_SET_PDEATHSIG = 1
+# Tokens. Longer than the prompts of any benchmark.
+_HASH_CONTEXT = 131_072
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,8 +60,12 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     """
     from sglang.srt.plugins import load_plugins
 
-    from flashmoa_sglang import plugin
+    from flashmoa_sglang import options, plugin
 
+    argv = _serve_hash_model(argv)
+    if is_stock():
+        # Without the plugin, SGLang does not know these arguments.
+        argv = options.take_device_arguments(argv)
     load_plugins()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
@@ -67,6 +79,34 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
         run_detokenizer_process_func=run_detokenizer_process,
         launch_callback=on_ready,
     )
+
+
+def _serve_hash_model(argv: list[str]) -> list[str]:
+    """Write the hash model that ``--model-path hash:FOLDER`` asks for, and name its folder instead.
+
+    Raises: SystemExit if the folder has no tokenizer.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", default="")
+    known, rest = parser.parse_known_args(argv)
+    if not hash_model.is_hash(known.model_path):
+        return argv
+    folder = tempfile.mkdtemp(prefix="flashmoa-hash-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        hash_model.write_hash_model(known.model_path, Path(folder), _HASH_CONTEXT)
+    except ValueError as error:
+        raise SystemExit(f"--model-path {known.model_path}: {error}") from error
+    _add_models(*hash_model.MODEL_PACKAGE)
+    return ["--served-model-name", "hash", *rest, "--model-path", folder]
+
+
+def _add_models(variable: str, package: str) -> None:
+    """Let SGLang find a package's models, in this process and in those that it starts."""
+    os.environ[variable] = package
+    # A forkserver has read the variable before.
+    if registry := sys.modules.get("sglang.srt.models.registry"):
+        registry.ModelRegistry.register(package, overwrite=True)
 
 
 def is_stock() -> bool:

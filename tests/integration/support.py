@@ -25,7 +25,7 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 @asynccontextmanager
 async def start_special_engine(
     engines: LocalEngines,
-    model: Path,
+    model: Path | str,
     *arguments: str,
     pool: int = 12000,
     measures: bool = True,

@@ -145,8 +145,8 @@ def _attend_fused(
     square = new == rows.kv_len
     attended = scaled_dot_product_attention(
         _heads_first(query),
-        _heads_first(_read(keys, rows.runs).to(query.dtype)),
-        _heads_first(_read(values, rows.runs).to(query.dtype)),
+        _heads_first(read_slots(keys, rows.runs).to(query.dtype)),
+        _heads_first(read_slots(values, rows.runs).to(query.dtype)),
         attn_mask=None if square or new == 1 else causal_lower_right(new, rows.kv_len),
         is_causal=square and new > 1,
         scale=scaling,
@@ -176,7 +176,8 @@ def _runs(slots: torch.Tensor) -> list[slice] | torch.Tensor:
     return [slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
 
-def _read(buffer: torch.Tensor, runs: list[slice] | torch.Tensor) -> torch.Tensor:
+def read_slots(buffer: torch.Tensor, runs: list[slice] | torch.Tensor) -> torch.Tensor:
+    """Return the rows of a pool's buffer at these slots."""
     if isinstance(runs, torch.Tensor):
         return buffer.index_select(0, runs)
     if len(runs) == 1:

@@ -16,9 +16,13 @@ from sglang.srt.platforms.interface import PlatformEnum
 
 from flashmoa_sglang import cpu
 from flashmoa_sglang.cpu.host_memory import UnpinnedTorch, skip_pinning
+from flashmoa_sglang.modelled_gpu import hooks
+from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
+from flashmoa_sglang.modelled_gpu.hash_model import ARCHITECTURE
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 # SGLang has a list of the names of backends that need no Triton, and on a CPU only this one works.
@@ -47,6 +51,11 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
+        try:
+            if (modelled := modelled_gpu()) is not None:
+                modelled.size_engine(server_args)
+        except ValueError as error:
+            raise SystemExit(f"flashmoa serve: {error}") from error
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_KV_TOKENS
         server_args.sampling_backend = "pytorch"
@@ -55,6 +64,13 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
             server_args.disable_overlap_schedule = True
         # Otherwise an idle scheduler keeps a core busy.
         server_args.sleep_on_idle = True
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        """Return the memory's bytes, from which SGLang chooses sizes, such as that of a chunk."""
+        modelled = modelled_gpu()
+        if modelled is not None:
+            return modelled.gpu.memory
+        return super().get_device_total_memory(device_id)
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -81,7 +97,13 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
         torch.Tensor.pin_memory = skip_pinning  # pyright: ignore[reportAttributeAccessIssue]
 
         @register_attention_backend(ATTENTION_BACKEND)
-        def create(runner: Any) -> Any:
+        def create(runner: ModelRunner) -> Any:
+            # Only now the classes that this hooks can be imported.
+            hooks.install()
+            if ARCHITECTURE in (runner.model_config.hf_config.architectures or ()):
+                from flashmoa_sglang.modelled_gpu.models.hash_causal_lm import HashAttentionBackend
+
+                return HashAttentionBackend(runner)
             from flashmoa_sglang.cpu.attention import CpuAttentionBackend
 
             return CpuAttentionBackend(runner)

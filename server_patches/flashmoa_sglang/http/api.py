@@ -33,6 +33,7 @@ from flashmoa_sglang.http.stream import PromptStream, Superseded
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.kv_free import KEEPS_NONE
+from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
 
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
 # The capabilities of an engine without a KV cache, and of the decode engine of a PD pair.
@@ -85,6 +86,7 @@ class Api:
             "role": self._engine.role,
             "hooks": request.app.state.flashmoa_hooks,
             "model": self._engine.model,
+            "modelled_gpu": modelled.name if (modelled := modelled_gpu()) else None,
             "tokenizer": {
                 "digest": tokenizer.digest() if tokenizer else None,
                 "cuts": tokenizer.boundaries if tokenizer else [],

@@ -21,14 +21,15 @@ from flashmoa_sglang.internals.used_names import used
 logger = logging.getLogger(__name__)
 
 # What only some engines do, as their arguments say it.
-EVERYBODY, ASYNCEP, KV_OFF, PD, CPU = (
+EVERYBODY, ASYNCEP, KV_OFF, PD, CPU, DEVICE = (
     "every engine",
     "--flashmoa-asyncep",
     "--flashmoa-kv-cache off",
     "--disaggregation-mode",
     "--device cpu",
+    "--flashmoa-device",
 )
-FEATURES = (ASYNCEP, KV_OFF, PD, CPU)
+FEATURES = (ASYNCEP, KV_OFF, PD, CPU, DEVICE)
 
 
 @cache

@@ -81,7 +81,8 @@ def commands_of(code: str, block: str) -> Iterable[Command]:
     for line in code.replace("\\\n", " ").splitlines():
         if line.startswith("flashmoa serve --model-path "):
             _, _, _, model, *rest = shlex.split(line, comments=True)
-            if model not in NO_MODEL:
+            # Engines in the time of a GPU run on a CPU.
+            if model not in NO_MODEL and "--flashmoa-device" not in rest:
                 arguments = tuple(argument for argument in rest if argument != "&")
                 yield Command(block, model, arguments, gpus or tuple(GPUS))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from flashmoa_sglang.internals import ASYNCEP, CPU, EVERYBODY, KV_OFF, PD
+from flashmoa_sglang.internals import ASYNCEP, CPU, DEVICE, EVERYBODY, KV_OFF, PD
 from flashmoa_sglang.internals.used_names import Use
 from flashmoa_sglang.releases.base import Release
 
@@ -113,6 +113,7 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         "request": _srt("entrypoints.openai.protocol:ChatCompletionRequest"),
         "result": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
     },
+    "modelled_gpu/models/hash_causal_lm.py": {"config": PLAIN},
     "kv_free.py": {"module": _srt("layers.radix_attention:RadixAttention")},
     "plugin.py": {
         "http_server": HTTP_SERVER,
@@ -158,8 +159,12 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     HTTP_SERVER: {"app": PLAIN},
     IPC_CHANNELS: {"send_to_tokenizer": SENDER},
     MANAGER: {"model_config": MODEL_CONFIG, "rid_to_state": PLAIN, "send_to_scheduler": PLAIN},
-    MODEL_CONFIG: {"attention_arch": _srt("configs.model_config:AttentionArch")},
-    MODEL_RUNNER: {"model": PLAIN, "req_to_token_pool": TOKEN_POOL},
+    MODEL_CONFIG: {
+        "attention_arch": _srt("configs.model_config:AttentionArch"),
+        "hf_config": PLAIN,
+    },
+    MODEL_RUNNER: {"model": PLAIN, "model_config": MODEL_CONFIG, "req_to_token_pool": TOKEN_POOL},
+    POOL: {"get_key_buffer()": PLAIN},
     REQ: {
         "extend_range": _srt("managers.schedule_batch:Range"),
         "prefix_indices": PLAIN,
@@ -246,6 +251,7 @@ _FEATURE: Mapping[str, str] = {
     "asyncep/": ASYNCEP,
     "asyncep/__init__.py:_own_offloader": EVERYBODY,
     "cpu/": CPU,
+    "modelled_gpu/": DEVICE,
     "kv_free.py": KV_OFF,
     "kv_free.py:_pool": EVERYBODY,
     "kv_free.py:bytes_of": EVERYBODY,

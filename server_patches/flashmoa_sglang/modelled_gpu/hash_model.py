@@ -1,0 +1,83 @@
+"""A model whose next token is a hash of all tokens before it, as the KV pool holds them.
+
+It costs microseconds where the smallest real model takes milliseconds, so wide batches on long
+contexts stay below the time of the GPU that is modelled. The KV of a token is the token's id, and
+each next token depends on every id in its context and on its position. So a request that reads a
+wrong place of the KV pool, or one that is not written yet, writes another text.
+
+It answers at temperature 0 and has no log-probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+# Tokens whose text is a plain word make answers that can be read and tokenised again.
+_WORD = re.compile(r" [a-z]{2,12}")
+# Candidates come from the first ids, so that logits are narrow.
+_HIGHEST_ID = 4096
+_PREFIX = "hash:"
+ARCHITECTURE = "HashForCausalLM"
+# SGLang's variable for a package with further model classes, and ours.
+MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_sglang.modelled_gpu.models")
+_TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
+
+
+def is_hash(model_path: str) -> bool:
+    """Return whether ``--model-path`` asks for a hash model: ``hash:TOKENIZER_FOLDER``."""
+    return model_path.startswith(_PREFIX)
+
+
+def write_hash_model(model_path: str, folder: Path, context: int) -> None:
+    """Write a folder that SGLang serves.
+
+    Args:
+        model_path: ``hash:`` and a folder with the files of a Hugging Face tokenizer.
+        context: the most tokens of a request.
+
+    Raises: ValueError if the folder has no tokenizer, or its vocabulary has no plain words.
+    """
+    source = Path(model_path.removeprefix(_PREFIX))
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copy(file, folder / file.name)
+    from safetensors.numpy import save_file
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # transformers raises errors of many classes.
+        reason = str(error).partition("\n")[0]
+        message = f"{source} has no tokenizer that transformers can read: {reason}"
+        raise ValueError(message) from error
+    ids = range(min(len(tokenizer), _HIGHEST_ID))
+    words = [id for id in ids if _WORD.fullmatch(tokenizer.decode([id]))]
+    if len(words) < 2:
+        raise ValueError(f"The tokenizer in {source} has no words among its first {_HIGHEST_ID}.")
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "max_position_embeddings": context,
+        "hidden_size": 1,
+        "head_dim": 1,
+        "intermediate_size": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+        "hash_words": words,
+    }
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    import numpy
+
+    save_file({"none": numpy.zeros(1, "float32")}, folder / "model.safetensors")

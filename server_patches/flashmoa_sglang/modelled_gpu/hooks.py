@@ -1,0 +1,136 @@
+"""Makes the forwards of an SGLang engine on a CPU take the time of a modelled GPU.
+
+The engine computes each forward at once, with whatever small model it serves; its result is there
+when the GPU's clock says so. Under the overlap schedule the scheduler prepares the next batch
+meanwhile, as it does on a GPU; without it, the scheduler waits.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.modelled_gpu.clock import Clock
+from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
+from flashmoa_sglang.modelled_gpu.gpu import ModelledGpu, modelled_gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@cache
+def install() -> None:
+    """Apply the hooks to this process's scheduler, if its engine takes a modelled GPU's time."""
+    modelled = modelled_gpu()
+    if modelled is None:
+        return
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    timed = TimedForwards(modelled)
+    ModelRunner.forward = timed.notice(ModelRunner.forward)
+    Scheduler.run_batch = timed.delay(Scheduler.run_batch)
+    Scheduler.get_internal_state = timed.report(Scheduler.get_internal_state)
+
+
+class TimedForwards:
+    """Hooks that notice what a scheduler's forwards compute, and delay their results."""
+
+    def __init__(self, modelled: ModelledGpu, clock: Clock | None = None) -> None:
+        self._modelled = modelled
+        self._clock = clock or Clock()
+        self._noticed: list[Forward] = []
+        # The first query loads the tables, which takes up to a second.
+        modelled.times.seconds(Forward(Prefills.of([(0, 1)]), 1, 1))
+        modelled.times.seconds(Forward(decodes=1, context=1))
+
+    def notice(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``ModelRunner.forward``, which knows what is computed."""
+
+        @wraps(original)
+        def forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._noticed.append(describe(forward_batch))
+            return original(model_runner, forward_batch, *args, **kwargs)
+
+        return forward
+
+    def delay(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``Scheduler.run_batch``, which returns the result that the scheduler waits for."""
+
+        @wraps(original)
+        def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            clock = self._clock
+            self._noticed.clear()
+            launched = clock.now()
+            result = original(scheduler, batch, *args, **kwargs)
+            if not self._noticed:
+                return result
+            seconds = sum(map(self._modelled.times.seconds, self._noticed))
+            ends = clock.launch(seconds * self._modelled.slowdown, launched, clock.now())
+            if scheduler.enable_overlap:
+                result.copy_done = ResultEvent(clock, ends)
+            else:
+                clock.wait_until(ends)
+            return result
+
+        return run_batch
+
+    def report(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``Scheduler.get_internal_state``, which ``/server_info`` shows."""
+
+        @wraps(original)
+        def get_internal_state(scheduler: Any, request: Any) -> Any:
+            result = original(scheduler, request)
+            clock = self._clock
+            result.internal_state["modelled_gpu"] = {
+                "name": self._modelled.name,
+                "slowdown": self._modelled.slowdown,
+                "forwards": clock.forwards,
+                "overruns": clock.overruns,
+                "device_seconds": clock.device_seconds,
+                "overrun_seconds": clock.overrun_seconds,
+            }
+            return result
+
+        return get_internal_state
+
+
+class ResultEvent:
+    """Stands for the CUDA event of a result that is copied to the host when the GPU has it."""
+
+    def __init__(self, clock: Clock, moment: float) -> None:
+        self._clock = clock
+        self._moment = moment
+
+    def record(self, *_stream: Any) -> None:
+        """Do nothing: the moment is known already."""
+
+    def query(self) -> bool:
+        return self._clock.now() >= self._moment
+
+    def synchronize(self) -> None:
+        self._clock.wait_until(self._moment)
+
+
+def describe(forward_batch: ForwardBatch) -> Forward:
+    """Return what a ``ForwardBatch`` of SGLang computes.
+
+    In a mixed batch, SGLang prefills one token for each request that decodes. A prefill of one
+    token costs the same, so it need not be told apart.
+    """
+    mode = forward_batch.forward_mode
+    if mode.is_idle():
+        return Forward()
+    if mode.is_decode():
+        requests = forward_batch.batch_size
+        return Forward(decodes=requests, context=round(forward_batch.seq_lens_sum / requests))
+    cached, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    rows = list(zip(cached or [], new or [], strict=True))
+    if not mode.is_mixed():
+        return Forward(Prefills.of(rows))
+    decoding = [cached + 1 for cached, new in rows if new == 1]
+    prefills = Prefills.of((cached, new) for cached, new in rows if new > 1)
+    context = round(sum(decoding) / len(decoding)) if decoding else 0
+    return Forward(prefills, len(decoding), context)

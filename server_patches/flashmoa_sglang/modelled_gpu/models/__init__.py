@@ -1,0 +1,1 @@
+"""Models that SGLang finds through ``SGLANG_EXTERNAL_MODEL_PACKAGE``."""

@@ -1,0 +1,143 @@
+"""Test engines that take the time of a GPU: they answer the same, and no sooner than it would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import generate, start_special_engine, wait_until_idle
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+GPU = {"FLASHMOA_DEVICE": "h200_sxm", "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-8B"}
+NAME = "modelled h200_sxm (Qwen/Qwen3-8B, TP1)"
+
+
+@pytest.fixture(scope="module")
+async def hashing(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    async with start_special_engine(
+        engines, f"hash:{model}", "--flashmoa-stream-share", "0.5", environment=GPU
+    ) as engine:
+        yield engine
+
+
+async def device_of(engine: LocalEngine) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        return (await http.get("/server_info")).json()["internal_states"][0]["modelled_gpu"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"]
+)
+async def test_time_changes_no_answer(
+    engines: LocalEngines,
+    client: EngineClient,
+    model: Path,
+    words: Words,
+    arguments: tuple[str, ...],
+) -> None:
+    prompt = words(300, 5000)
+    expected, _ = await generate(client, prompt, 30)
+    slow = {**GPU, "FLASHMOA_DEVICE_SLOWDOWN": "3"}
+    async with (
+        start_special_engine(engines, model, *arguments, environment=slow) as engine,
+        EngineClient(engine.url) as modelled,
+    ):
+        async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+            told = (await http.get("/flashmoa/info")).json()["modelled_gpu"]
+        assert told == "modelled h200_sxm (Qwen/Qwen3-8B, TP1, 3 times slower)"
+        before, started = await device_of(engine), time.monotonic()
+        assert (await generate(modelled, prompt, 30))[0] == expected
+        elapsed, after = time.monotonic() - started, await device_of(engine)
+        taken = after["device_seconds"] - before["device_seconds"]
+        # A prefill and 29 decode steps, of which the overlap schedule may add one.
+        assert after["forwards"] - before["forwards"] >= 30
+        assert elapsed > taken * 29 / 31 > 29 * 3 * 0.004
+
+
+async def test_a_linked_prompt_hashes_like_an_unlinked_one(
+    hashing: LocalEngine, words: Words
+) -> None:
+    """The next word depends on every place of the KV pool, so a wrong one would show."""
+    texts = [words(200, 5100 + number) for number in range(8)]
+    async with EngineClient(hashing.url) as client:
+        expected: dict[str, str] = {}
+        answers: dict[str, str] = {}
+
+        async def linked(text: str) -> None:
+            stream = await client.open_stream(text=text[:40])
+            pieces = [text[at : at + 90] for at in range(40, len(text), 90)]
+            for number, piece in enumerate(pieces):
+                await client.append(stream.id, number, text=piece)
+            answer, usage = await generate(client, text, 40, stream.id)
+            assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+            answers[text] = answer
+
+        async def unlinked(text: str) -> None:
+            expected[text] = (await generate(client, text, 40))[0]
+
+        for ask in (linked, unlinked):
+            async with anyio.create_task_group() as group:
+                for text in texts:
+                    group.start_soon(ask, text)
+            await client.flush_cache()
+        assert answers == expected and len(set(answers.values())) == len(texts)
+        await wait_until_idle(client)
+
+
+async def test_each_token_of_a_prompt_changes_its_hash(hashing: LocalEngine, words: Words) -> None:
+    whole = words(120, 5150).split()
+    async with EngineClient(hashing.url) as client:
+        answers = {(await generate(client, " ".join(whole), 8))[0]}
+        for place in range(0, 120, 10):
+            changed = " ".join([*whole[:place], "other", *whole[place + 1 :]])
+            answers.add((await generate(client, changed, 8))[0])
+    assert len(answers) == 13
+
+
+async def test_a_stock_engine_takes_the_same_time(
+    engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words
+) -> None:
+    engine = await engines.start(
+        f"hash:{model}",
+        core=1,
+        arguments=["--flashmoa-device", "h200_sxm", "--flashmoa-device-model", "Qwen/Qwen3-8B"],
+        environment={"SGLANG_PLUGINS": "none"},
+    )
+    try:
+        body = {
+            "text": words(100, 5200),
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0},
+        }
+        texts: list[str] = []
+        for each in (engine, hashing):
+            async with httpx.AsyncClient(base_url=each.url, timeout=60) as http:
+                texts.append((await http.post("/generate", json=body)).json()["text"])
+        assert texts[0] == texts[1]
+        stock = await device_of(engine)
+        assert stock["name"] == NAME and stock["forwards"] >= 8
+    finally:
+        await engine.stop()
+
+
+async def test_the_kv_pool_has_the_size_that_the_gpu_leaves(
+    engines: LocalEngines, model: Path
+) -> None:
+    engine = await engines.start(f"hash:{model}", core=1, environment=GPU)
+    try:
+        async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+            settings = (await http.get("/server_info")).json()
+        # 141 GB, of which SGLang leaves a part for activations, and the weights take 16.4.
+        assert 800_000 < settings["max_total_num_tokens"] < 840_000
+        assert settings["chunked_prefill_size"] == 8192
+        assert not settings["disable_overlap_schedule"]
+    finally:
+        await engine.stop()

@@ -1,0 +1,247 @@
+"""Test the time that a modelled GPU takes, and how its clock passes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.modelled_gpu.clock import Clock
+from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
+from flashmoa_sglang.modelled_gpu.gpu import ModelledGpu, modelled_gpu
+from flashmoa_sglang.modelled_gpu.hash_model import write_hash_model
+from flashmoa_sglang.modelled_gpu.hooks import TimedForwards, describe
+from flashmoa_sglang.modelled_gpu.roofline import Roofline
+from flashmoa_sglang.modelled_gpu.specs import Gpu, Model, kv_tokens, memory_fraction
+from flashmoa_sglang.modelled_gpu.tables import MeasuredTables
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+QWEN = "Qwen/Qwen3-32B"
+REQUESTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 4000)), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def tables() -> MeasuredTables:
+    return MeasuredTables("a100_sxm", QWEN)
+
+
+@given(REQUESTS)
+def test_equal_prefills_have_the_tokens_and_the_attention_of_the_real_ones(
+    requests: list[tuple[int, int]],
+) -> None:
+    equal = Prefills.of(requests)
+    assert equal.requests == len(requests)
+    assert equal.tokens == sum(new for _, new in requests)
+    compared = sum(cached + i for cached, new in requests for i in (new / 2,) for _ in range(new))
+    of_equal = equal.tokens * (equal.cached + equal.tokens / equal.requests / 2)
+    if equal.cached:
+        assert of_equal == pytest.approx(compared, abs=equal.tokens)
+    else:
+        # Requests of unequal length compare more than equal ones with nothing cached.
+        assert of_equal <= compared + equal.tokens
+
+
+def test_equal_prefills_stay_as_they_are() -> None:
+    assert Prefills.of([(700, 64)] * 5) == Prefills(5, 320, 700)
+    assert Prefills.of([]) == Prefills.of([(9, 0)]) == Prefills()
+
+
+def test_measured_times_are_those_of_the_package(tables: MeasuredTables) -> None:
+    for cached, new in ((0, 1), (0, 2048), (2000, 64), (8000, 512)):
+        expected = tables.engine.predict_prefill_latency(1, cached + new, cached) / 1000
+        assert tables.seconds(Forward(Prefills.of([(cached, new)]))) == pytest.approx(expected)
+    for requests, context in ((1, 100), (8, 2000), (64, 4000)):
+        expected = tables.engine.predict_decode_latency(requests, context) / 1000
+        decoding = Forward(decodes=requests, context=context)
+        assert tables.seconds(decoding) == pytest.approx(expected)
+    assert tables.seconds(Forward()) == 0
+
+
+def test_a_mixed_forward_costs_more_than_either_part_and_less_than_both(
+    tables: MeasuredTables,
+) -> None:
+    prefills = Prefills.of([(2000, 256)])
+    parts = tables.seconds(Forward(prefills)), tables.seconds(Forward(decodes=8, context=2000))
+    mixed = tables.seconds(Forward(prefills, 8, 2000))
+    assert max(parts) < mixed < sum(parts)
+
+
+@settings(deadline=None)  # The first query loads the tables.
+@given(st.integers(1, 200), st.integers(1, 8000), st.integers(0, 64), st.integers(1, 8000))
+def test_no_measured_forward_is_faster_than_its_roofline(
+    requests: int, new: int, decodes: int, context: int
+) -> None:
+    gpu, model = Gpu.load("h100_sxm"), Model.load(QWEN)
+    forward = Forward(
+        Prefills.of([(context, max(1, new // requests))] * requests), decodes, context
+    )
+    bound = Roofline(gpu, model).seconds(forward)
+    assert 0 < bound < MEASURED.seconds(forward)
+
+
+MEASURED = MeasuredTables("h100_sxm", QWEN)
+
+
+def test_a_decode_step_reads_all_weights_and_a_prefill_is_bound_by_arithmetic() -> None:
+    gpu, model = Gpu("gpu", 10**11, 1e12, 1e15), Model.load(QWEN)
+    roofline = Roofline(gpu, model)
+    # Of the embeddings, a step reads the rows of its tokens only.
+    read = model.weight_bytes - 2 * model.head_weights
+    assert roofline.seconds(Forward(decodes=1, context=1)) == pytest.approx(read / 1e12, rel=1e-3)
+    layers = model.weight_bytes / 2 - 2 * model.head_weights
+    prefill = roofline.seconds(Forward(Prefills.of([(0, 8192)])))
+    pairs = 8192**2 / 2 * 4 * 64 * 128 * model.layers
+    assert prefill == pytest.approx((2 * layers * 8192 + pairs) / 1e15, rel=0.01)
+    assert Roofline(gpu, model, 2).seconds(Forward(decodes=1, context=1)) == pytest.approx(
+        read / 2e12, rel=1e-3
+    )
+
+
+def test_a_step_of_a_model_with_experts_reads_those_that_its_tokens_need() -> None:
+    model = Model.load("Qwen/Qwen3-30B-A3B")
+    roofline = Roofline(Gpu("gpu", 10**11, 1e12, 1e18), model)
+    one, many = (roofline.seconds(Forward(decodes=n, context=1)) for n in (1, 4096))
+    experts = 2 * model.layers * model.expert_weights / 1e12
+    assert many - one == pytest.approx(
+        (model.experts - model.experts_per_token) * experts, rel=0.02
+    )
+    assert model.weight_bytes == pytest.approx(61e9, rel=0.02)
+
+
+def test_the_kv_pool_is_what_the_weights_leave() -> None:
+    gpu, model = Gpu.load("a100_sxm"), Model.load(QWEN)
+    assert model.weight_bytes == pytest.approx(65.5e9, rel=0.01)
+    assert model.kv_bytes_per_token == 64 * 2 * 2 * 8 * 128
+    left = 0.9 * gpu.memory - model.weight_bytes
+    assert kv_tokens(gpu, model, 1, 0.9) == int(left / model.kv_bytes_per_token)
+    assert 0.8 < memory_fraction(gpu, 1) < 0.9
+    with pytest.raises(ValueError, match="--flashmoa-device-tp"):
+        kv_tokens(Gpu.load("l40s"), model, 1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "problem"),
+    [
+        ("h300", QWEN, "No data sheet of a GPU 'h300'. Known are: .*h200_sxm"),
+        ("h200_sxm", "Qwen/Nobody", "No config.json of the model 'Qwen/Nobody'"),
+        ("h200_sxm", "", "needs --flashmoa-device-model"),
+        ("h200_sxm", "deepseek-ai/DeepSeek-V3", "has latent attention"),
+        ("sheet.json", QWEN, "sheet.json cannot be read"),
+    ],
+)
+def test_what_is_not_known_is_said(
+    device: str, model: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHMOA_DEVICE", device)
+    monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", model)
+    with pytest.raises(ValueError, match=problem):
+        modelled_gpu.__wrapped__()
+
+
+def test_a_data_sheet_of_ones_own_gives_a_roofline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sheet = {"name": "mine", "memory": 10**11, "bandwidth": 1e12, "flops": 1e15}
+    (tmp_path / "mine.json").write_text(json.dumps(sheet))
+    monkeypatch.setenv("FLASHMOA_DEVICE", str(tmp_path / "mine.json"))
+    monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", QWEN)
+    monkeypatch.setenv("FLASHMOA_DEVICE_SLOWDOWN", "2")
+    gpu = modelled_gpu.__wrapped__()
+    assert gpu is not None
+    assert gpu.name == "modelled roofline of mine (Qwen/Qwen3-32B, TP1, 2 times slower)"
+    arguments = SimpleNamespace(
+        speculative_algorithm=None, mem_fraction_static=0.8, max_total_tokens=None
+    )
+    gpu.size_engine(arguments)
+    assert arguments.max_total_tokens == kv_tokens(gpu.gpu, gpu.model, 1, 0.8)
+    arguments.speculative_algorithm = "EAGLE"
+    with pytest.raises(ValueError, match="leave out --speculative-algorithm EAGLE"):
+        gpu.size_engine(arguments)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1000).map(lambda n: n / 64)] * 3), min_size=1))
+def test_forwards_run_one_after_the_other(steps: list[tuple[float, float, float]]) -> None:
+    """Each begins when it is launched and the one before has ended."""
+    clock, now, free, overruns = Clock(), 0.0, 0.0, 0
+    for idle, seconds, computing in steps:
+        now += idle
+        free = max(free, now) + seconds
+        launched, now = now, now + computing
+        assert clock.launch(seconds, launched, now) == free
+        overruns += now > free
+    assert (clock.forwards, clock.overruns) == (len(steps), overruns)
+    assert clock.device_seconds == pytest.approx(sum(seconds for _, seconds, _ in steps))
+
+
+class Machine:
+    """A clock that passes only when somebody sleeps or computes."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def timed(machine: Machine, seconds: float) -> TimedForwards:
+    gpu = ModelledGpu(
+        Gpu("gpu", 1, 1, 1), Model("model", {}), 1, SimpleNamespace(seconds=lambda _: seconds)
+    )
+    return TimedForwards(gpu, Clock(machine.now, machine.sleep))
+
+
+def decoding(requests: int = 4, tokens: int = 400) -> Any:
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
+    return SimpleNamespace(forward_mode=mode, batch_size=requests, seq_lens_sum=tokens)
+
+
+def extending(prefixes: list[int], news: list[int], mixed: bool) -> Any:
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_mixed=lambda: mixed)
+    return SimpleNamespace(
+        forward_mode=mode, extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=news
+    )
+
+
+def test_a_batch_is_described_by_its_prefills_and_decodes() -> None:
+    assert describe(decoding()) == Forward(decodes=4, context=100)
+    assert describe(extending([10, 10], [5, 5], mixed=False)) == Forward(Prefills(2, 10, 10))
+    mixed = describe(extending([10, 99, 199], [5, 1, 1], mixed=True))
+    assert mixed == Forward(Prefills(1, 5, 10), 2, 150)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
+    machine = Machine()
+    forwards = timed(machine, 1.0)
+    compute = forwards.notice(lambda _runner, _batch: machine.sleep(0.25))
+
+    def run(_scheduler: Any, batch: Any) -> Any:
+        if batch is not None:
+            compute(None, batch)
+        return SimpleNamespace(copy_done=None)
+
+    run_batch = forwards.delay(run)
+    scheduler = SimpleNamespace(enable_overlap=overlap)
+    first, second = run_batch(scheduler, decoding()), run_batch(scheduler, decoding())
+    if overlap:
+        # Both were launched at once, and the GPU computes them one after the other.
+        assert machine.time == 0.5 and not first.copy_done.query()
+        second.copy_done.synchronize()
+        assert first.copy_done.query()
+    assert machine.time == 2.0
+    assert run_batch(scheduler, None).copy_done is None
+    state = SimpleNamespace(internal_state={})
+    told = forwards.report(lambda _scheduler, _request: state)(scheduler, None)
+    assert told.internal_state["modelled_gpu"]["forwards"] == 2
+    assert told.internal_state["modelled_gpu"]["overruns"] == 0
+
+
+def test_a_hash_model_needs_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        write_hash_model(f"hash:{tmp_path}", tmp_path / "out", 4096)

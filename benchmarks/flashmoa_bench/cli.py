@@ -25,6 +25,9 @@ class Benchmark:
 
 
 BENCHMARKS = {
+    "device_check": Benchmark(
+        "devices.check", "how far modelled GPUs can be trusted: against measurements on real ones"
+    ),
     "handoff": Benchmark(
         "linking.handoff",
         "time from one agent's first token to the next agent's (FlashAgents §6.1)",

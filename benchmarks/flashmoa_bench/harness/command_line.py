@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import add_device_options
 
 
 def make_parser(name: str, doc: str | None, roles: Sequence[Role] = ()) -> argparse.ArgumentParser:
@@ -53,6 +54,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, roles: Sequence[Role]) 
             metavar="TEXT",
             help=f'more arguments for {owners}: --{kind}-arguments="--flag value"',
         )
+    add_device_options(parser)
     running = parser.add_argument_group("running engines instead")
     for role in roles:
         optional = "; optional" if role.optional else ""

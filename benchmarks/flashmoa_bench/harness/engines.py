@@ -18,6 +18,7 @@ from rich.console import Console
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
 from flashmoa.engine.tiny_models import tiny_model
+from flashmoa_bench.harness.modelled_gpus import device_environment, served_model
 
 # Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
 _STOCK = {"SGLANG_PLUGINS": "none"}
@@ -142,7 +143,11 @@ async def _start_engines(
             models[shape] = await anyio.to_thread.run_sync(
                 tiny_model, shape, documents or tokenizer_texts(arguments), model_cache(arguments)
             )
+    device = device_environment(arguments)
     cores = {role.name: arguments.core if role.core is None else role.core for role in roles}
+    if device:
+        # These engines mostly sleep, and must not wait for one another.
+        cores = dict.fromkeys(cores)
     async with AsyncExitStack() as stack:
         with console.status("importing SGLang, once for all engines"):
             engines = await stack.enter_async_context(local_engines())
@@ -150,20 +155,21 @@ async def _start_engines(
         with console.status(f"starting {len(roles)} engines"):
             for role in roles:
                 running[role.name] = await engines.start(
-                    role.model or models[role.shape or arguments.shape],
+                    role.model or served_model(arguments, models[role.shape or arguments.shape]),
                     core=cores[role.name],
                     arguments=_engine_arguments(role, arguments, tokens),
-                    environment=None if role.plugin else _STOCK,
+                    environment={**device, **({} if role.plugin else _STOCK)},
                 )
-        stack.enter_context(_keep_off_cores(set(cores.values())))
+        stack.enter_context(_keep_off_cores({core for core in cores.values() if core is not None}))
         yield running
 
 
 def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:
     plugin_arguments: list[str] = arguments.plugin_arguments if role.plugin else []
+    # A modelled GPU has the KV pool and the schedule of the GPU.
+    on_this_cpu = ["--max-total-tokens", str(tokens), *WITHOUT_OVERLAP]
     return [
-        *("--max-total-tokens", str(tokens)),
-        *WITHOUT_OVERLAP,
+        *([] if device_environment(arguments) else on_this_cpu),
         *arguments.engine_arguments,
         *plugin_arguments,
         *role.arguments,

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
+from flashmoa_bench.harness.modelled_gpus import check_keeps_up, read_device
 
 # The settings of SGLang that explain a result.
 _SETTINGS = (
@@ -91,12 +92,22 @@ class Report:
                     "url": client.url,
                     "is": engines.notes[name],
                     "plugin": await _fetch_plugin_version(client),
+                    "modelled_gpu": await read_device(client.url),
                     **await _fetch_settings(client.url),
                 }
                 for name, client in engines.clients.items()
             }
             self.print_head()
             yield engines
+            await self._check_devices(engines)
+
+    async def _check_devices(self, engines: Engines) -> None:
+        """Record how the modelled GPUs did. Raises: EngineError if this machine was too slow."""
+        read = {name: await read_device(client.url) for name, client in engines.clients.items()}
+        devices = {name: device for name, device in read.items() if device is not None}
+        for name, device in devices.items():
+            self._document["engines"][name]["modelled_gpu"] = device
+        check_keeps_up(devices)
 
     @property
     def engines(self) -> Mapping[str, Mapping[str, Any]]:
@@ -110,7 +121,9 @@ class Report:
         hardware = document["machine"]
         parts = [f"{hardware['cpu']}, {hardware['cores']} cores", *hardware["gpus"]]
         lines = [f"$ {shlex.join(document['command'])}", ", ".join(packages), "; ".join(parts)]
-        lines += [f"{name}: {each['is']} ({each['url']})" for name, each in self.engines.items()]
+        for name, each in self.engines.items():
+            device = f" on a {each['modelled_gpu']['name']}" if each["modelled_gpu"] else ""
+            lines.append(f"{name}: {each['is']}{device} ({each['url']})")
         for line in (*lines, ""):
             self.console.print(line, highlight=False, soft_wrap=True)
 

@@ -1,0 +1,1 @@
+"""Check modelled GPUs against measurements on real ones."""

@@ -1,0 +1,249 @@
+"""Compare modelled GPUs with what was measured on real ones.
+
+aiconfigurator-core has rows of SGLang that NVIDIA measured on GPUs: a number of clients that each
+send the next request when the last one is answered, with prompts and answers of fixed lengths. Each
+row is played again with stock SGLang on the modelled GPU. An error is modelled over measured, less
+one. TTFT: mean time to the first token. TPOT: mean time between the tokens that follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import mean, median
+
+import anyio
+from rich.console import Console
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
+from flashmoa.engine.tiny_models import tiny_model
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import model_cache, tokenizer_texts
+from flashmoa_bench.harness.modelled_gpus import (
+    TOLERATED_SHARE,
+    check_keeps_up,
+    overrun_share,
+    read_device,
+)
+from flashmoa_bench.harness.report import Report, make_table, progress_bar
+from flashmoa_bench.harness.requests import ask, random_ids
+
+_PACKAGE = "aiconfigurator_core"
+# Each client sends this many requests. The clients begin together, and as all requests are equal
+# they stay together, as they did on the GPUs.
+_WAVES = 3
+# A row for which this machine is too slow is played again, twice as slowly.
+_SLOWEST = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: what was run on the GPU, and the times in seconds that were measured."""
+
+    model: str
+    gpu: str
+    tensor_parallel: int
+    clients: int
+    prompt: int
+    answer: int
+    ttft: float
+    tpot: float
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.clients} x {self.prompt}+{self.answer}"
+        return f"{self.model.rpartition('/')[2]} {self.gpu} TP{self.tensor_parallel} {shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row, and what the modelled GPU took.
+
+    Attributes:
+        slowdown: factor of the GPU's times in the run; the times here are without it.
+        overrun: share of the GPU's time by which forwards were computed too late.
+    """
+
+    row: Row
+    ttft: float
+    tpot: float
+    slowdown: float
+    overrun: float
+
+    @property
+    def ttft_error(self) -> float:
+        return self.ttft / self.row.ttft - 1
+
+    @property
+    def tpot_error(self) -> float:
+        return self.tpot / self.row.tpot - 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa bench device_check`` and return the exit status."""
+    parser = make_parser("device_check", __doc__)
+    parser.add_argument("--rows", type=positive, default=12, help="rows to play, evenly chosen")
+    parser.add_argument(
+        "--device-model", default="Qwen/Qwen3-32B", metavar="NAME", help="only rows of this model"
+    )
+    parser.add_argument(
+        "--device-slowdown", type=float, default=1.0, metavar="K", help="factor of all times"
+    )
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
+    anyio.run(_main, parser.parse_args(arguments))
+    return 0
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    report = Report("device_check", arguments)
+    rows = choose_rows(measured_rows(), arguments.device_model, arguments.rows)
+    report.print_head()
+    model = await anyio.to_thread.run_sync(
+        tiny_model, "test", tokenizer_texts(arguments), model_cache(arguments)
+    )
+    compared: list[Compared] = []
+    async with AsyncExitStack() as stack:
+        engines = await stack.enter_async_context(local_engines())
+        bar = stack.enter_context(progress_bar(report.console))
+        task = bar.add_task("rows", total=len(rows))
+        for row in rows:
+            bar.update(task, description=row.name)
+            compared.append(await _play(engines, f"hash:{model}", row, arguments.device_slowdown))
+            bar.advance(task)
+    show(compared, report.console)
+    report.save(
+        {
+            "rows": [
+                {**asdict(each), "ttft_error": each.ttft_error, "tpot_error": each.tpot_error}
+                for each in compared
+            ]
+        }
+    )
+
+
+def measured_rows() -> list[Row]:
+    """Return the rows of dense models in bfloat16 that SGLang served as one engine."""
+    table = Path(str(files(_PACKAGE))) / "systems" / "silicon_sample.csv"
+    with table.open(encoding="utf-8") as file:
+        return [
+            Row(
+                each["model_path"],
+                each["system"],
+                int(each["tp_size"]),
+                int(each["batch_size"]),
+                int(each["isl"]),
+                int(each["osl"]),
+                float(each["silicon_ttft_ms"]) / 1000,
+                float(each["silicon_tpot_ms"]) / 1000,
+            )
+            for each in csv.DictReader(file)
+            if (each["backend"], each["mode"], each["precision"]) == ("sglang", "agg", "")
+        ]
+
+
+def choose_rows(rows: Sequence[Row], model: str, count: int) -> list[Row]:
+    """Return rows of a model that are evenly spread over its GPUs, clients and lengths.
+
+    Raises: ValueError if there is none.
+    """
+    known = sorted({row.model for row in rows})
+    own = sorted(
+        (row for row in rows if row.model == model),
+        key=lambda row: (row.tensor_parallel, row.clients, row.prompt, row.answer),
+    )
+    if not own:
+        raise ValueError(f"no measured rows of {model!r}; there are rows of {', '.join(known)}")
+    count = min(count, len(own))
+    return [own[index * len(own) // count] for index in range(count)]
+
+
+async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) -> Compared:
+    """Play a row. Raises: EngineError if this machine is too slow even for the largest slowdown."""
+    engine = await engines.start(
+        model,
+        arguments=["--random-seed", "0"],
+        environment={
+            "SGLANG_PLUGINS": "none",
+            "FLASHMOA_DEVICE": row.gpu,
+            "FLASHMOA_DEVICE_MODEL": row.model,
+            "FLASHMOA_DEVICE_TP": str(row.tensor_parallel),
+            "FLASHMOA_DEVICE_SLOWDOWN": str(slowdown),
+        },
+    )
+    try:
+        ttft, tpot = await _load(engine, row)
+        device = await read_device(engine.url)
+    finally:
+        await engine.stop()
+    assert device is not None
+    overrun = overrun_share(device)
+    if overrun > TOLERATED_SHARE and slowdown < _SLOWEST:
+        return await _play(engines, model, row, 2 * slowdown)
+    check_keeps_up({row.name: device})
+    return Compared(row, ttft / slowdown, tpot / slowdown, slowdown, overrun)
+
+
+async def _load(engine: LocalEngine, row: Row) -> tuple[float, float]:
+    """Return the mean TTFT and TPOT of a row's clients, in seconds."""
+    firsts: list[float] = []
+    betweens: list[float] = []
+    dice = random.Random(0)
+
+    async def client(prompts: Sequence[Sequence[int]]) -> None:
+        async with EngineClient(engine.url, timeout=3600) as http:
+            for prompt in prompts:
+                started = time.perf_counter()
+                answer = await ask(http, prompt, row.answer)
+                firsts.append(answer.first - started)
+                betweens.append((answer.last - answer.first) / (row.answer - 1))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(row.clients):
+            group.start_soon(client, [random_ids(dice, row.prompt) for _ in range(_WAVES)])
+    return mean(firsts), mean(betweens)
+
+
+def show(compared: Sequence[Compared], console: Console) -> None:
+    """Print the table, and the errors' medians and worst."""
+    names = (
+        "row",
+        "TTFT GPU",
+        "modelled",
+        "error",
+        "TPOT GPU",
+        "modelled",
+        "error",
+        "K",
+        "overrun",
+    )
+    table = make_table("Modelled against measured, ms", *names, left=("row",))
+    for each in compared:
+        table.add_row(
+            each.row.name,
+            f"{1000 * each.row.ttft:.0f}",
+            f"{1000 * each.ttft:.0f}",
+            f"{each.ttft_error:+.0%}",
+            f"{1000 * each.row.tpot:.1f}",
+            f"{1000 * each.tpot:.1f}",
+            f"{each.tpot_error:+.0%}",
+            f"{each.slowdown:g}",
+            f"{each.overrun:.1%}",
+        )
+    console.print(table)
+    for name, errors in (
+        ("TTFT", [each.ttft_error for each in compared]),
+        ("TPOT", [each.tpot_error for each in compared]),
+    ):
+        off = [abs(error) for error in errors]
+        console.print(
+            f"{name}: error {median(errors):+.0%} in the median, {median(off):.0%} without its "
+            f"sign, {max(off):.0%} at most"
+        )

@@ -1,0 +1,105 @@
+"""Let a benchmark's engines take the time of a GPU that is modelled, and check that they could."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from flashmoa.errors import EngineError
+
+# A run in which a larger share of the GPU's time was overrun is no measurement.
+TOLERATED_SHARE = 0.01
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device`` and the options that belong to it."""
+    group = parser.add_argument_group(
+        "engines on this CPU in the time of a GPU (docs/modelled-gpus.md)"
+    )
+    group.add_argument("--device", metavar="GPU", help="such as h200_sxm, h100_sxm or a100_sxm")
+    group.add_argument(
+        "--device-model",
+        default="Qwen/Qwen3-32B",
+        metavar="NAME",
+        help="model whose times are taken (default: Qwen/Qwen3-32B)",
+    )
+    group.add_argument(
+        "--device-tp", type=int, default=1, metavar="N", help="GPUs that one engine runs on"
+    )
+    group.add_argument(
+        "--device-slowdown",
+        type=float,
+        default=1.0,
+        metavar="K",
+        help="factor of all times of the GPU, for a machine that does not keep up",
+    )
+    group.add_argument(
+        "--device-computes",
+        choices=("hash", "shape"),
+        default="hash",
+        help="where tokens come from: a hash of the context, which is cheap, or the tiny model",
+    )
+
+
+def device_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of engines on the modelled GPU; empty without ``--device``."""
+    if not getattr(arguments, "device", None):
+        return {}
+    return {
+        "FLASHMOA_DEVICE": arguments.device,
+        "FLASHMOA_DEVICE_MODEL": arguments.device_model,
+        "FLASHMOA_DEVICE_TP": str(arguments.device_tp),
+        "FLASHMOA_DEVICE_SLOWDOWN": str(arguments.device_slowdown),
+    }
+
+
+def served_model(arguments: argparse.Namespace, model: Path) -> str:
+    """Return what an engine serves in place of a tiny model."""
+    hashes = device_environment(arguments) and arguments.device_computes == "hash"
+    return f"hash:{model}" if hashes else str(model)
+
+
+async def read_device(url: str) -> dict[str, Any] | None:
+    """Return what an engine says of its modelled GPU: name, forwards, overruns and times.
+
+    Return ``None`` if it has none.
+    """
+    async with httpx.AsyncClient(timeout=60) as http:
+        try:
+            answer = await http.get(f"{url}/server_info")
+            states: list[dict[str, Any]] = answer.json().get("internal_states") or [{}]
+        except (httpx.TransportError, ValueError):
+            return None
+    return states[0].get("modelled_gpu")
+
+
+def overrun_share(device: Mapping[str, Any]) -> float:
+    """Return the share of a GPU's time by which forwards were computed too late."""
+    return device["overrun_seconds"] / max(device["device_seconds"], 1e-9)
+
+
+def check_keeps_up(devices: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that forwards were computed within the time of the modelled GPUs.
+
+    Args:
+        devices: what :func:`read_device` returned after the run, by the engines' names.
+
+    Raises: EngineError if more than 1 % of a GPU's time was overrun; the message proposes a
+        slowdown.
+    """
+    for name, device in devices.items():
+        share = overrun_share(device)
+        if share > TOLERATED_SHARE:
+            # Real computing takes as long in a slower run, so its share falls with the slowdown.
+            proposed = math.ceil(device["slowdown"] * (1 + share / TOLERATED_SHARE) ** 0.5)
+            raise EngineError(
+                f"this machine is too slow for {device['name']}: the engine {name} computed "
+                f"{device['overruns']} of {device['forwards']} forwards too late, {share:.1%} of "
+                f"the GPU's time; at most {TOLERATED_SHARE:.0%} is a measurement. "
+                f"Give --device-slowdown {max(2, proposed)}, or run nothing else here."
+            )

@@ -1,0 +1,80 @@
+"""Test what benchmarks do with modelled GPUs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flashmoa_bench.devices.check import Compared, choose_rows, measured_rows, show
+from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import (
+    check_keeps_up,
+    device_environment,
+    served_model,
+)
+from rich.console import Console
+
+from flashmoa.engine import EngineError
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return make_parser("any", None, [Role("flashmoa", plugin=True)]).parse_args(argv)
+
+
+def test_engines_are_on_the_device_of_the_command_line() -> None:
+    arguments = parse("--device", "h200_sxm", "--device-tp", "2", "--device-slowdown", "4")
+    assert device_environment(arguments) == {
+        "FLASHMOA_DEVICE": "h200_sxm",
+        "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
+        "FLASHMOA_DEVICE_TP": "2",
+        "FLASHMOA_DEVICE_SLOWDOWN": "4.0",
+    }
+    assert served_model(arguments, Path("tiny")) == "hash:tiny"
+    computing = parse("--device", "h200_sxm", "--device-computes", "shape")
+    assert served_model(computing, Path("tiny")) == "tiny"
+
+
+def test_without_a_device_engines_are_on_this_cpu() -> None:
+    assert device_environment(parse()) == {} and served_model(parse(), Path("tiny")) == "tiny"
+
+
+def device(overrun: float) -> dict[str, Any]:
+    return {
+        "name": "modelled h200_sxm",
+        "slowdown": 2.0,
+        "forwards": 100,
+        "overruns": 9,
+        "device_seconds": 10.0,
+        "overrun_seconds": overrun,
+    }
+
+
+def test_a_run_that_overran_is_refused_and_a_slowdown_proposed() -> None:
+    check_keeps_up({"one": device(0.1), "two": device(0.0)})
+    with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
+        check_keeps_up({"one": device(0.1), "two": device(0.3)})
+
+
+def test_rows_are_spread_over_what_was_measured() -> None:
+    rows = measured_rows()
+    chosen = choose_rows(rows, "Qwen/Qwen3-32B", 8)
+    assert {row.tensor_parallel for row in chosen} == {1, 2, 4, 8}
+    assert len(choose_rows(rows, "Qwen/Qwen3-32B", 1000)) == 84
+    assert all(row.gpu == "h100_sxm" and 0 < row.tpot < row.ttft for row in chosen)
+    with pytest.raises(
+        ValueError, match=r"no measured rows of 'GPT'; there are rows of .*Qwen3-32B"
+    ):
+        choose_rows(rows, "GPT", 1)
+
+
+def test_the_table_says_the_errors() -> None:
+    row = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 1)[0]
+    console = Console(width=140, record=True)
+    compared = Compared(row, ttft=1.1 * row.ttft, tpot=0.8 * row.tpot, slowdown=2.0, overrun=0.0)
+    show([compared], console)
+    text = console.export_text()
+    assert "+10%" in text and "-20%" in text
+    assert "TPOT: error -20% in the median, 20% without its sign, 20% at most" in text

@@ -130,6 +130,8 @@ def test_arguments_that_do_not_go_with_asyncep_are_refused(
 ) -> None:
     defaults: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
     defaults |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    # SGLang 0.5.23 has this besides.
+    defaults["attn_dp_size"] = 1
     defaults |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
     message = problem(SimpleNamespace(**defaults | arguments), options)
     assert (expected in message) if expected and message else message == expected

@@ -78,6 +78,12 @@ async def read_device(url: str) -> dict[str, Any] | None:
     return states[0].get("modelled_gpu")
 
 
+def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an engine says of its modelled GPU, with counts since it was asked ``before``."""
+    counts = ("forwards", "overruns", "device_seconds", "overrun_seconds")
+    return {**device, **{name: device[name] - before[name] for name in counts}}
+
+
 def overrun_share(device: Mapping[str, Any]) -> float:
     """Return the share of a GPU's time by which forwards were computed too late."""
     return device["overrun_seconds"] / max(device["device_seconds"], 1e-9)
@@ -87,7 +93,7 @@ def check_keeps_up(devices: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that forwards were computed within the time of the modelled GPUs.
 
     Args:
-        devices: what :func:`read_device` returned after the run, by the engines' names.
+        devices: what the engines said of them, by the engines' names.
 
     Raises: EngineError if more than 1 % of a GPU's time was overrun; the message proposes a
         slowdown.

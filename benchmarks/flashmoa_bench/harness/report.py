@@ -30,7 +30,7 @@ from rich.table import Table
 
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
-from flashmoa_bench.harness.modelled_gpus import check_keeps_up, read_device
+from flashmoa_bench.harness.modelled_gpus import check_keeps_up, counted_since, read_device
 
 # The settings of SGLang that explain a result.
 _SETTINGS = (
@@ -103,10 +103,11 @@ class Report:
 
     async def _check_devices(self, engines: Engines) -> None:
         """Record how the modelled GPUs did. Raises: EngineError if this machine was too slow."""
-        read = {name: await read_device(client.url) for name, client in engines.clients.items()}
-        devices = {name: device for name, device in read.items() if device is not None}
-        for name, device in devices.items():
-            self._document["engines"][name]["modelled_gpu"] = device
+        devices: dict[str, dict[str, Any]] = {}
+        for name, client in engines.clients.items():
+            described = self._document["engines"][name]
+            if (before := described["modelled_gpu"]) and (after := await read_device(client.url)):
+                devices[name] = described["modelled_gpu"] = counted_since(before, after)
         check_keeps_up(devices)
 
     @property

@@ -12,6 +12,7 @@ from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import (
     check_keeps_up,
+    counted_since,
     device_environment,
     served_model,
 )
@@ -56,6 +57,12 @@ def test_a_run_that_overran_is_refused_and_a_slowdown_proposed() -> None:
     check_keeps_up({"one": device(0.1), "two": device(0.0)})
     with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
         check_keeps_up({"one": device(0.1), "two": device(0.3)})
+
+
+def test_what_an_engine_computed_before_the_run_does_not_count() -> None:
+    during = counted_since(device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150})
+    assert (during["forwards"], during["overruns"], during["device_seconds"]) == (50, 0, 20.0)
+    check_keeps_up({"one": during})
 
 
 def test_rows_are_spread_over_what_was_measured() -> None:

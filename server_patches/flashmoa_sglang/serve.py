@@ -8,14 +8,10 @@ SGLang would only write a line into its log.
 from __future__ import annotations
 
 import argparse
-import atexit
 import ctypes
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.cpu import torchvision_ops
@@ -84,21 +80,19 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
 def _serve_hash_model(argv: list[str]) -> list[str]:
     """Write the hash model that ``--model-path hash:FOLDER`` asks for, and name its folder instead.
 
-    Raises: SystemExit if the folder has no tokenizer.
+    Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", default="")
     known, rest = parser.parse_known_args(argv)
     if not hash_model.is_hash(known.model_path):
         return argv
-    folder = tempfile.mkdtemp(prefix="flashmoa-hash-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        hash_model.write_hash_model(known.model_path, Path(folder), _HASH_CONTEXT)
-    except ValueError as error:
+        folder = hash_model.write_hash_model(known.model_path, _HASH_CONTEXT)
+    except (OSError, ValueError) as error:
         raise SystemExit(f"--model-path {known.model_path}: {error}") from error
     _add_models(*hash_model.MODEL_PACKAGE)
-    return ["--served-model-name", "hash", *rest, "--model-path", folder]
+    return ["--served-model-name", "hash", *rest, "--model-path", str(folder)]
 
 
 def _add_models(variable: str, package: str) -> None:

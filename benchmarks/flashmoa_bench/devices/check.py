@@ -26,10 +26,11 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.command_line import make_parser, positive
-from flashmoa_bench.harness.engines import model_cache, tokenizer_texts
+from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
 from flashmoa_bench.harness.modelled_gpus import (
     TOLERATED_SHARE,
     check_keeps_up,
+    environment_of,
     overrun_share,
     read_device,
 )
@@ -171,11 +172,8 @@ async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) ->
         model,
         arguments=["--random-seed", "0"],
         environment={
-            "SGLANG_PLUGINS": "none",
-            "FLASHMOA_DEVICE": row.gpu,
-            "FLASHMOA_DEVICE_MODEL": row.model,
-            "FLASHMOA_DEVICE_TP": str(row.tensor_parallel),
-            "FLASHMOA_DEVICE_SLOWDOWN": str(slowdown),
+            **STOCK,
+            **environment_of(row.gpu, row.model, row.tensor_parallel, slowdown),
         },
     )
     try:

@@ -21,7 +21,7 @@ from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.modelled_gpus import device_environment, served_model
 
 # Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
-_STOCK = {"SGLANG_PLUGINS": "none"}
+STOCK = {"SGLANG_PLUGINS": "none"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = 20_000
 _PROC = Path("/proc")
@@ -158,7 +158,7 @@ async def _start_engines(
                     role.model or served_model(arguments, models[role.shape or arguments.shape]),
                     core=cores[role.name],
                     arguments=_engine_arguments(role, arguments, tokens),
-                    environment={**device, **({} if role.plugin else _STOCK)},
+                    environment={**device, **({} if role.plugin else STOCK)},
                 )
         stack.enter_context(_keep_off_cores({core for core in cores.values() if core is not None}))
         yield running

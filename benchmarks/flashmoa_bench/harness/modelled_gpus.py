@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,11 +49,20 @@ def device_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the environment of engines on the modelled GPU; empty without ``--device``."""
     if not getattr(arguments, "device", None):
         return {}
+    return environment_of(
+        arguments.device, arguments.device_model, arguments.device_tp, arguments.device_slowdown
+    )
+
+
+def environment_of(
+    gpu: str, model: str, tensor_parallel: int = 1, slowdown: float = 1.0
+) -> dict[str, str]:
+    """Return the environment of an engine that takes the time of this GPU."""
     return {
-        "FLASHMOA_DEVICE": arguments.device,
-        "FLASHMOA_DEVICE_MODEL": arguments.device_model,
-        "FLASHMOA_DEVICE_TP": str(arguments.device_tp),
-        "FLASHMOA_DEVICE_SLOWDOWN": str(arguments.device_slowdown),
+        "FLASHMOA_DEVICE": gpu,
+        "FLASHMOA_DEVICE_MODEL": model,
+        "FLASHMOA_DEVICE_TP": str(tensor_parallel),
+        "FLASHMOA_DEVICE_SLOWDOWN": str(slowdown),
     }
 
 
@@ -101,11 +109,9 @@ def check_keeps_up(devices: Mapping[str, Mapping[str, Any]]) -> None:
     for name, device in devices.items():
         share = overrun_share(device)
         if share > TOLERATED_SHARE:
-            # Real computing takes as long in a slower run, so its share falls with the slowdown.
-            proposed = math.ceil(device["slowdown"] * (1 + share / TOLERATED_SHARE) ** 0.5)
             raise EngineError(
                 f"this machine is too slow for {device['name']}: the engine {name} computed "
                 f"{device['overruns']} of {device['forwards']} forwards too late, {share:.1%} of "
                 f"the GPU's time; at most {TOLERATED_SHARE:.0%} is a measurement. "
-                f"Give --device-slowdown {max(2, proposed)}, or run nothing else here."
+                f"Give --device-slowdown {2 * device['slowdown']:g}, or run nothing else here."
             )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from flashmoa_sglang import cpu
 from flashmoa_sglang.modelled_gpu.forward import StepTimes
 from flashmoa_sglang.modelled_gpu.roofline import Roofline
 from flashmoa_sglang.modelled_gpu.specs import Gpu, Model, kv_tokens, memory_fraction
@@ -65,8 +64,6 @@ def modelled_gpu() -> ModelledGpu | None:
     options = Options.from_environment()
     if not options.device:
         return None
-    if not cpu.lacks_accelerator():
-        raise ValueError("--flashmoa-device is for engines on a CPU, and here is an accelerator.")
     if not options.device_model:
         raise ValueError("--flashmoa-device needs --flashmoa-device-model, such as Qwen/Qwen3-32B.")
     model = Model.load(options.device_model)

@@ -11,8 +11,9 @@ It answers at temperature 0 and has no log-probabilities.
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +33,29 @@ def is_hash(model_path: str) -> bool:
     return model_path.startswith(_PREFIX)
 
 
-def write_hash_model(model_path: str, folder: Path, context: int) -> None:
-    """Write a folder that SGLang serves.
+def write_hash_model(model_path: str, context: int) -> Path:
+    """Write a folder that SGLang serves, and return it.
+
+    There is one for each tokenizer, below ``~/.cache/flashmoa``: an engine may be killed, so it
+    cannot be relied on to delete its own.
 
     Args:
         model_path: ``hash:`` and a folder with the files of a Hugging Face tokenizer.
         context: the most tokens of a request.
 
-    Raises: ValueError if the folder has no tokenizer, or its vocabulary has no plain words.
+    Raises:
+        ValueError: if the folder has no tokenizer, or its vocabulary has no plain words.
+        OSError: if the cache cannot be written.
     """
-    source = Path(model_path.removeprefix(_PREFIX))
+    source = Path(model_path.removeprefix(_PREFIX)).resolve()
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            shutil.copy(file, folder / file.name)
-    from safetensors.numpy import save_file
+    import numpy
+    from safetensors.numpy import save
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(source))
     except Exception as error:  # transformers raises errors of many classes.
         reason = str(error).partition("\n")[0]
         message = f"{source} has no tokenizer that transformers can read: {reason}"
@@ -77,7 +80,20 @@ def write_hash_model(model_path: str, folder: Path, context: int) -> None:
         "tie_word_embeddings": True,
         "hash_words": words,
     }
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    import numpy
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = sha256(f"{source} {context}".encode()).hexdigest()[:16]
+    folder = cache / "flashmoa" / "hash-models" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            _replace(folder / file.name, file.read_bytes())
+    _replace(folder / "config.json", json.dumps(config).encode())
+    _replace(folder / "model.safetensors", save({"none": numpy.zeros(1, "float32")}))
+    return folder
 
-    save_file({"none": numpy.zeros(1, "float32")}, folder / "model.safetensors")
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file at once, since another engine may be reading it."""
+    scratch = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    scratch.write_bytes(content)
+    scratch.replace(file)

@@ -8,8 +8,6 @@ from functools import lru_cache
 
 from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
 
-INSTALL = "pip install 'flashmoa-sglang[device]'"
-
 
 class MeasuredTables:
     """Times the forwards of a model on a GPU that NVIDIA has measured, as SGLang computes them.
@@ -33,8 +31,10 @@ class MeasuredTables:
             with warnings.catch_warnings(action="ignore"):
                 from aiconfigurator_core import sdk
         except ImportError as error:
-            message = f"The times of {gpu} need aiconfigurator-core ({error}): {INSTALL}."
-            raise ValueError(message) from error
+            raise ValueError(
+                f"The times of {gpu} need aiconfigurator-core ({error}): "
+                "pip install 'flashmoa-sglang[device]'."
+            ) from error
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         try:
             self.engine = sdk.EngineHandle.compile(model, gpu, "sglang", tp_size=tensor_parallel)

@@ -107,6 +107,22 @@ class Options:
         "from the GPU's data sheet (roofline).",
         ("measured", "roofline"),
     )
+    device_weights: str = _option(
+        "bfloat16",
+        "With --flashmoa-device: precision of the weights there: bfloat16, fp8 (scales per tensor) "
+        "or fp8_block (scales per block).",
+        ("bfloat16", "fp8", "fp8_block"),
+    )
+    device_eager: str = _option(
+        "none",
+        "With --flashmoa-device: forwards that no CUDA graph replays: none, prefill (as with "
+        "--cuda-graph-backend-prefill disabled) or all (as with --disable-cuda-graph).",
+        ("none", "prefill", "all"),
+    )
+    device_launch: float = _option(
+        0.0,
+        "With --flashmoa-device-eager: milliseconds that launching the kernels of one layer takes.",
+    )
     device_slowdown: float = _option(
         1.0, "With --flashmoa-device: factor of all its times, for a machine that does not keep up."
     )
@@ -128,6 +144,7 @@ class Options:
             self.replica()
         self._require("device_tp", self.device_tp >= 1, "at least 1")
         self._require("device_slowdown", self.device_slowdown > 0, "above 0")
+        self._require("device_launch", self.device_launch >= 0, "at least 0 ms")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:

@@ -3,7 +3,8 @@
 aiconfigurator-core has rows of SGLang that NVIDIA measured on GPUs: a number of clients that each
 send the next request when the last one is answered, with prompts and answers of fixed lengths. Each
 row is played again with stock SGLang on the modelled GPU. An error is modelled over measured, less
-one. TTFT: mean time to the first token. TPOT: mean time between the tokens that follow.
+one. TTFT: mean time to the first token. TPOT: mean time between the tokens that follow. With
+several slowdowns, each row is played with each; their times, without the slowdown, should agree.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
 
 _PACKAGE = "aiconfigurator_core"
+# Names of models in the rows whose configuration the package has by another name.
+_CONFIGURATIONS = {"meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}
 # Each client sends this many requests. The clients begin together, and as all requests are equal
 # they stay together, as they did on the GPUs.
 _WAVES = 3
@@ -57,6 +60,7 @@ class Row:
     answer: int
     ttft: float
     tpot: float
+    weights: str = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -96,7 +100,12 @@ def main(arguments: Sequence[str]) -> int:
         "--device-model", default="Qwen/Qwen3-32B", metavar="NAME", help="only rows of this model"
     )
     parser.add_argument(
-        "--device-slowdown", type=float, default=1.0, metavar="K", help="factor of all times"
+        "--device-slowdown",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="K",
+        help="factors of all times",
     )
     parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
     anyio.run(_main, parser.parse_args(arguments))
@@ -117,7 +126,10 @@ async def _main(arguments: argparse.Namespace) -> None:
         task = bar.add_task("rows", total=len(rows))
         for row in rows:
             bar.update(task, description=row.name)
-            compared.append(await _play(engines, f"hash:{model}", row, arguments.device_slowdown))
+            compared += [
+                await _play(engines, f"hash:{model}", row, slowdown)
+                for slowdown in arguments.device_slowdown
+            ]
             bar.advance(task)
     show(compared, report.console)
     report.save(
@@ -131,7 +143,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 def measured_rows() -> list[Row]:
-    """Return the rows of dense models in bfloat16 that SGLang served as one engine."""
+    """Return the rows of dense models that SGLang served as one engine, in bfloat16 or FP8."""
     table = Path(str(files(_PACKAGE))) / "systems" / "silicon_sample.csv"
     with table.open(encoding="utf-8") as file:
         return [
@@ -144,9 +156,11 @@ def measured_rows() -> list[Row]:
                 int(each["osl"]),
                 float(each["silicon_ttft_ms"]) / 1000,
                 float(each["silicon_tpot_ms"]) / 1000,
+                each["gemm_quant_mode"] or "bfloat16",
             )
             for each in csv.DictReader(file)
-            if (each["backend"], each["mode"], each["precision"]) == ("sglang", "agg", "")
+            if (each["backend"], each["mode"]) == ("sglang", "agg")
+            and each["model_path"] in ("Qwen/Qwen3-32B", *_CONFIGURATIONS)
         ]
 
 
@@ -173,7 +187,13 @@ async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) ->
         arguments=["--random-seed", "0"],
         environment={
             **STOCK,
-            **environment_of(row.gpu, row.model, row.tensor_parallel, slowdown),
+            **environment_of(
+                row.gpu,
+                _CONFIGURATIONS.get(row.model, row.model),
+                row.tensor_parallel,
+                slowdown,
+                row.weights,
+            ),
         },
     )
     try:
@@ -245,3 +265,22 @@ def show(compared: Sequence[Compared], console: Console) -> None:
             f"{name}: error {median(errors):+.0%} in the median, {median(off):.0%} without its "
             f"sign, {max(off):.0%} at most"
         )
+    for name, difference in slowdown_differences(compared).items():
+        console.print(f"{name}: {difference:.1%} between the slowdowns of a row at most")
+
+
+def slowdown_differences(compared: Sequence[Compared]) -> dict[str, float]:
+    """Return by how much TTFT and TPOT of a row differ between slowdowns, relative to the least.
+
+    It is empty if each row was played with one slowdown.
+    """
+    runs: dict[Row, list[Compared]] = {}
+    for each in compared:
+        runs.setdefault(each.row, []).append(each)
+    if len(runs) == len(compared):
+        return {}
+    times = {
+        "TTFT": [[each.ttft for each in run] for run in runs.values()],
+        "TPOT": [[each.tpot for each in run] for run in runs.values()],
+    }
+    return {name: max(max(row) / min(row) - 1 for row in rows) for name, rows in times.items()}

@@ -31,6 +31,12 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         "--device-tp", type=int, default=1, metavar="N", help="GPUs that one engine runs on"
     )
     group.add_argument(
+        "--device-weights",
+        choices=("bfloat16", "fp8", "fp8_block"),
+        default="bfloat16",
+        help="precision of the weights",
+    )
+    group.add_argument(
         "--device-slowdown",
         type=float,
         default=1.0,
@@ -50,12 +56,20 @@ def device_environment(arguments: argparse.Namespace) -> dict[str, str]:
     if not getattr(arguments, "device", None):
         return {}
     return environment_of(
-        arguments.device, arguments.device_model, arguments.device_tp, arguments.device_slowdown
+        arguments.device,
+        arguments.device_model,
+        arguments.device_tp,
+        arguments.device_slowdown,
+        arguments.device_weights,
     )
 
 
 def environment_of(
-    gpu: str, model: str, tensor_parallel: int = 1, slowdown: float = 1.0
+    gpu: str,
+    model: str,
+    tensor_parallel: int = 1,
+    slowdown: float = 1.0,
+    weights: str = "bfloat16",
 ) -> dict[str, str]:
     """Return the environment of an engine that takes the time of this GPU."""
     return {
@@ -63,6 +77,7 @@ def environment_of(
         "FLASHMOA_DEVICE_MODEL": model,
         "FLASHMOA_DEVICE_TP": str(tensor_parallel),
         "FLASHMOA_DEVICE_SLOWDOWN": str(slowdown),
+        "FLASHMOA_DEVICE_WEIGHTS": weights,
     }
 
 

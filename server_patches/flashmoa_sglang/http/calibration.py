@@ -34,8 +34,10 @@ _IDLE_POLL = 0.05
 async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
     """Measure the costs of forwards, as the least time of several rounds, since noise only adds.
 
-    Return also the times of their layers, if experts are copied to the device.
+    Return also the times of their layers, if experts are copied to the device. The costs of a
+    modelled GPU that is slowed down are those without the slowdown, so that it changes no decision.
     """
+    slowdown = Options.from_environment().device_slowdown
     dice = random.Random(0)
     sizes = [size for size in _SIZES if size <= engine.max_unchunked_prompt]
     forwards: dict[int, list[float]] = {}
@@ -57,13 +59,14 @@ async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
                 hides_transfers = forward.layers.hides_transfers
             # Two sizes are always measured. The least time counts, because this forward may have
             # been slow only because the machine was busy.
-            if hides_transfers and size != sizes[0] and min(forwards[size]) > _LONG_SECONDS:
+            longest = _LONG_SECONDS * slowdown
+            if hides_transfers and size != sizes[0] and min(forwards[size]) > longest:
                 break
         measured = [*forwards.values(), *answers.values()]
         if rounds >= _LEAST_ROUNDS and all(map(_is_steady, measured)):
             break
-    shorter, longer = (min(seconds) for seconds in answers.values())
-    points = tuple((size, min(seconds)) for size, seconds in forwards.items())
+    shorter, longer = (min(seconds) / slowdown for seconds in answers.values())
+    points = tuple((size, min(seconds) / slowdown) for size, seconds in forwards.items())
     return Costs(points, max(0.0, longer - shorter) / _DECODE_STEPS), layers
 
 

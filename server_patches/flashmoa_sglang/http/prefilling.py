@@ -12,7 +12,8 @@ from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import EngineBusy
 from flashmoa_sglang.http.stream import NoRoom, Span, Superseded
-from flashmoa_sglang.http.trigger import Policy, due
+from flashmoa_sglang.http.trigger import END_GRACE, Policy, due
+from flashmoa_sglang.options import Options
 from flashmoa_sglang.scheduler.policy import chunk_tokens
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Prefiller:
         self._engine = engine
         self._streams = streams
         self._changed = asyncio.Event()
+        self._slowdown = Options.from_environment().device_slowdown
 
     def look(self) -> None:
         """Look again for due increments, because a stream has grown, ended or closed."""
@@ -67,7 +69,8 @@ class Prefiller:
         # Each increment costs a few milliseconds in addition to the time of its tokens. So with
         # many streams increments are larger.
         least = min(max(_LEAST, 2 * len(self._streams)), _MOST_WORTH)
-        return Policy(least, chunk_tokens(self._engine.costs, page), page)
+        chunk = chunk_tokens(self._engine.costs, page)
+        return Policy(least, chunk, page, END_GRACE * self._slowdown)
 
     async def _increment(self, stream: PromptStream, target: int) -> None:
         offers = stream.offers
@@ -87,7 +90,7 @@ class Prefiller:
             # The message that there is room may have come before this refusal.
             stream.waits_for_room = stream.offers == offers
         except EngineBusy:
-            stream.stalled_until = time.monotonic() + _STALL_SECONDS
+            stream.stalled_until = time.monotonic() + _STALL_SECONDS * self._slowdown
         except Exception as error:
             # The stream stays valid: its final request computes the missing tokens.
             text = "Prompt stream %s stops prefilling: %s. Its request computes the rest."

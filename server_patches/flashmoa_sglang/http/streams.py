@@ -28,6 +28,7 @@ from flashmoa_sglang.http.prefilling import Prefiller
 from flashmoa_sglang.http.stream import Ending, PromptStream
 from flashmoa_sglang.http.supervised_tasks import SupervisedTasks
 from flashmoa_sglang.http.trigger import Pace
+from flashmoa_sglang.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,7 +64,7 @@ class StreamTable:
         self._engine = engine
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
-        self._pace = Pace()
+        self._pace = Pace(Options.from_environment().device_slowdown)
         self._prefiller = Prefiller(engine, self._open.values())
         self._tasks = SupervisedTasks(lambda: bool(self._open), self._fail)
         engine.when_room(self._offer_room)

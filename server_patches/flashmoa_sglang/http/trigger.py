@@ -28,6 +28,8 @@ class Buffered(Protocol):
 
 
 S = TypeVar("S", bound=Buffered)
+# Seconds after a stream's end in which its last tokens are not prefilled.
+END_GRACE = 0.01
 # Seconds between two appends of different streams.
 _APART = 0.02
 # The least and the most seconds between two appends of the same stream.
@@ -50,7 +52,7 @@ class Policy:
     least: int = 16
     chunk: int = 512
     page: int = 1
-    end_grace: float = 0.01
+    end_grace: float = END_GRACE
 
     @property
     def lone_chunk(self) -> int:
@@ -109,9 +111,13 @@ def _target(stream: Buffered, policy: Policy, chunk: int) -> int | None:
 
 
 class Pace:
-    """Spreads the appends of all streams evenly. Times are in seconds, of any one clock."""
+    """Spreads the appends of all streams evenly. Times are in seconds, of any one clock.
 
-    def __init__(self) -> None:
+    Args: slowdown: factor of all intervals, for a modelled GPU that is slowed down.
+    """
+
+    def __init__(self, slowdown: float = 1.0) -> None:
+        self._slowdown = slowdown
         self._last = 0.0
 
     def next(self, now: float, streams: int, busy: bool) -> float:
@@ -122,7 +128,9 @@ class Pace:
             busy: whether other requests are running. Increments are then computed so rarely that
                 text which is appended more often would only wait.
         """
-        interval = _LATEST if busy else min(max(_APART * streams, _SOONEST), _LATEST)
-        next_turn = max(self._last + interval / max(streams, 1), now + _SOONEST)
-        self._last = min(next_turn, now + _LATEST)
+        soonest, latest = _SOONEST * self._slowdown, _LATEST * self._slowdown
+        apart = _APART * self._slowdown * streams
+        interval = latest if busy else min(max(apart, soonest), latest)
+        next_turn = max(self._last + interval / max(streams, 1), now + soonest)
+        self._last = min(next_turn, now + latest)
         return self._last - now

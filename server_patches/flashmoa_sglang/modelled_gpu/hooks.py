@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.modelled_gpu.clock import Clock
 from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
 from flashmoa_sglang.modelled_gpu.gpu import ModelledGpu, modelled_gpu
+from flashmoa_sglang.modelled_gpu.transfers import TimedTransfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,8 @@ def install() -> None:
     modelled = modelled_gpu()
     if modelled is None:
         return
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.disaggregation.decode import DecodeTransferQueue
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -33,6 +36,8 @@ def install() -> None:
     ModelRunner.forward = timed.notice(ModelRunner.forward)
     Scheduler.run_batch = timed.delay(Scheduler.run_batch)
     Scheduler.get_internal_state = timed.report(Scheduler.get_internal_state)
+    transfers = TimedTransfers(modelled, KVPoll)
+    DecodeTransferQueue.extend = transfers.delay(DecodeTransferQueue.extend)
 
 
 class TimedForwards:
@@ -67,8 +72,8 @@ class TimedForwards:
             result = original(scheduler, batch, *args, **kwargs)
             if not self._noticed:
                 return result
-            seconds = sum(map(self._modelled.times.seconds, self._noticed))
-            ends = clock.launch(seconds * self._modelled.slowdown, launched, clock.now())
+            seconds = sum(map(self._modelled.seconds, self._noticed))
+            ends = clock.launch(seconds, launched, clock.now())
             if scheduler.enable_overlap:
                 result.copy_done = ResultEvent(clock, ends)
             else:

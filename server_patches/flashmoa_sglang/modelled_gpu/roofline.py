@@ -5,17 +5,23 @@ from __future__ import annotations
 from flashmoa_sglang.modelled_gpu.forward import Forward
 from flashmoa_sglang.modelled_gpu.specs import Gpu, Model
 
-_BYTES = 2
+_BYTES_OF_BFLOAT16 = 2
 
 
 class Roofline:
     """Times forwards by the roofline model: no kernel is faster than its arithmetic or its reads.
 
     It knows no launches, no synchronization and no inefficiency, so it is a lower bound of what is
-    measured. It needs no package, and serves for GPUs and models that nobody has measured.
+    measured. It needs no package, and serves for GPUs and models that have not been measured.
+
+    Raises: ValueError if the weights are in FP8, and the GPU does not compute in it.
     """
 
     def __init__(self, gpu: Gpu, model: Model, tensor_parallel: int = 1) -> None:
+        layer_flops = gpu.flops if model.bytes_per_weight == _BYTES_OF_BFLOAT16 else gpu.fp8_flops
+        if not layer_flops:
+            raise ValueError(f"{gpu.name} has no FP8, so its weights cannot be {model.weights}.")
+        self._layer_flops = layer_flops * tensor_parallel
         self._flops = gpu.flops * tensor_parallel
         self._bandwidth = gpu.bandwidth * tensor_parallel
         self._model = model
@@ -26,21 +32,22 @@ class Roofline:
         tokens = prefills.tokens + forward.decodes
         if not tokens:
             return 0.0
-        linear = self._linear(model.attention_weights, tokens)
+        weight = model.bytes_per_weight
+        linear = max(
+            model.attention_weights * weight / self._bandwidth,
+            2 * tokens * model.attention_weights / self._layer_flops,
+        )
         # How many of the experts some token needs, if each token takes them at random.
         idle = (1 - model.experts_per_token / model.experts) ** tokens
         needed = model.experts * (1 - idle) if model.experts > 1 else 1
-        reads = needed * model.expert_weights * _BYTES / self._bandwidth
-        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._flops
+        reads = needed * model.expert_weights * weight / self._bandwidth
+        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
         layer = linear + max(reads, computed)
-        return (
-            model.layers * layer
-            + self._attention(forward)
-            + self._linear(model.head_weights, requests)
+        logits = max(
+            model.head_weights * _BYTES_OF_BFLOAT16 / self._bandwidth,
+            2 * requests * model.head_weights / self._flops,
         )
-
-    def _linear(self, weights: int, tokens: int) -> float:
-        return max(weights * _BYTES / self._bandwidth, 2 * tokens * weights / self._flops)
+        return model.layers * layer + self._attention(forward) + logits
 
     def _attention(self, forward: Forward) -> float:
         prefills, model = forward.prefills, self._model

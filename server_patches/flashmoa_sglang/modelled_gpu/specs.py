@@ -30,12 +30,16 @@ class Gpu:
         memory: bytes.
         bandwidth: bytes of memory that it reads per second.
         flops: operations in bfloat16 per second, of dense matrices.
+        link: bytes per second that it sends to a GPU of another engine.
+        fp8_flops: operations in FP8 per second; 0 if it has none.
     """
 
     name: str
     memory: int
     bandwidth: float
     flops: float
+    link: float
+    fp8_flops: float = 0.0
 
     @classmethod
     def load(cls, name: str) -> Gpu:
@@ -45,10 +49,12 @@ class Gpu:
         """
         if name.endswith(".json"):
             fields = _read_json(Path(name))
-            wanted = {"name", "memory", "bandwidth", "flops"}
-            if fields.keys() != wanted:
-                message = f"{name} has {sorted(fields)}; a GPU's data sheet has {sorted(wanted)}."
-                raise ValueError(message)
+            wanted = {"name", "memory", "bandwidth", "flops", "link"}
+            if fields.keys() - {"fp8_flops"} != wanted:
+                raise ValueError(
+                    f"{name} has {sorted(fields)}; a GPU's data sheet has {sorted(wanted)} and, if "
+                    "it has FP8, fp8_flops."
+                )
             return cls(**fields)
         import yaml
 
@@ -59,26 +65,34 @@ class Gpu:
             names = ", ".join(sorted(known)) or "none, aiconfigurator-core is not installed"
             raise ValueError(
                 f"No data sheet of a GPU {name!r}. Known are: {names}. Others: a JSON file with "
-                "name, memory (bytes), bandwidth (bytes/s) and flops (1/s)."
+                "name, memory (bytes), bandwidth and link (bytes/s) and flops (1/s)."
             )
-        gpu = yaml.safe_load(sheets[name].read_text())["gpu"]
+        sheet = yaml.safe_load(sheets[name].read_text())
+        gpu = sheet["gpu"]
         return cls(
             name,
             int(gpu["mem_capacity"]),
             float(gpu["mem_bw"]),
             float(gpu["bfloat16_tc_flops"]),
+            float(sheet["node"]["inter_node_bw"]),
+            float(gpu.get("fp8_tc_flops") or 0),
         )
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a decoder with grouped-query attention, dense or with experts, in bfloat16."""
+    """The sizes of a decoder with grouped-query attention, dense or with experts.
+
+    Args:
+        weights: precision of the layers' weights; embeddings, logits and KV are in bfloat16.
+    """
 
     name: str
     config: dict[str, Any]
+    weights: str = "bfloat16"
 
     @classmethod
-    def load(cls, name: str) -> Model:
+    def load(cls, name: str, weights: str = "bfloat16") -> Model:
         """Read the configuration of a folder, or of a model that aiconfigurator-core knows.
 
         Raises: ValueError if there is none, or it is of another architecture.
@@ -92,7 +106,7 @@ class Model:
                 f"No config.json of the model {name!r}: give a folder that has one, or the name of "
                 "a model that aiconfigurator-core knows, as Qwen/Qwen3-32B."
             )
-        model = cls(name, config := _read_json(file))
+        model = cls(name, config := _read_json(file), weights)
         if missing := _SIZES - config.keys():
             names = ", ".join(sorted(missing))
             raise ValueError(f"{file} has no {names}, so the model's size is unknown.")
@@ -143,11 +157,15 @@ class Model:
         """The number of weights that turn hidden states into logits."""
         return self.config["vocab_size"] * self.config["hidden_size"]
 
+    @property
+    def bytes_per_weight(self) -> int:
+        return 2 if self.weights == "bfloat16" else 1
+
     @cached_property
     def weight_bytes(self) -> int:
         embeddings = self.head_weights * (1 if self.config.get("tie_word_embeddings") else 2)
         layer = self.attention_weights + self.experts * self.expert_weights
-        return 2 * (self.layers * layer + embeddings)
+        return self.bytes_per_weight * self.layers * layer + 2 * embeddings
 
 
 def memory_fraction(gpu: Gpu, tensor_parallel: int) -> float:

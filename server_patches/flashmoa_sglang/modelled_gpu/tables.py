@@ -21,11 +21,14 @@ class MeasuredTables:
         model: name on Hugging Face, of those that the package knows, or a folder with a
             ``config.json``.
         tensor_parallel: number of GPUs among which the model is divided.
+        weights: precision of the weights, ``bfloat16``, ``fp8`` or ``fp8_block``.
 
     Raises: ValueError if the package is not installed, or has no tables for this GPU and model.
     """
 
-    def __init__(self, gpu: str, model: str, tensor_parallel: int = 1) -> None:
+    def __init__(
+        self, gpu: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
+    ) -> None:
         try:
             # Pandas, which the package imports, may warn.
             with warnings.catch_warnings(action="ignore"):
@@ -36,10 +39,15 @@ class MeasuredTables:
                 "pip install 'flashmoa-sglang[device]'."
             ) from error
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+        modes = ("gemm_quant_mode", "moe_quant_mode")
+        precision = {} if weights == "bfloat16" else dict.fromkeys(modes, weights)
         try:
-            self.engine = sdk.EngineHandle.compile(model, gpu, "sglang", tp_size=tensor_parallel)
+            self.engine = sdk.EngineHandle.compile(
+                model, gpu, "sglang", tp_size=tensor_parallel, **precision
+            )
+            self.engine.predict_decode_latency(1, 1)
         except Exception as error:  # The package raises errors of many classes.
-            message = f"aiconfigurator-core has no times for {model} on {gpu}: {error}."
+            message = f"aiconfigurator-core has no times for {model} ({weights}) on {gpu}: {error}."
             raise ValueError(message) from error
 
     def seconds(self, forward: Forward) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import generate, start_special_engine, wait_until_idle
+from flashmoa.engine.local import LocalEngine, LocalEngines, free_port
+from tests.integration.support import (
+    GREEDY,
+    STRICT,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_measured,
+)
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -141,3 +151,57 @@ async def test_the_kv_pool_has_the_size_that_the_gpu_leaves(
         assert not settings["disable_overlap_schedule"]
     finally:
         await engine.stop()
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+async def test_a_pair_of_engines_waits_for_the_link_between_their_gpus(
+    engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words, tmp_path: Path
+) -> None:
+    link = 20e6
+    sheet = {"name": "linked", "memory": 10**11, "bandwidth": 4e12, "flops": 1e15, "link": link}
+    (tmp_path / "linked.json").write_text(json.dumps(sheet))
+    environment = {**GPU, **STRICT, "FLASHMOA_DEVICE": str(tmp_path / "linked.json")}
+    common = ["--disaggregation-transfer-backend", "nixl", "--max-total-tokens", "12000"]
+    bootstrap = free_port()
+    roles = {
+        "prefill": ["--disaggregation-bootstrap-port", str(bootstrap)],
+        "decode": ["--disaggregation-decode-retraction-backup", "cpu_tensor"],
+    }
+    # The engines connect to each other for the first request.
+    prompts = [words(20, 5300), words(300, 5301)]
+    async with AsyncExitStack() as stack:
+        pair: dict[str, LocalEngine] = {}
+        for role, arguments in roles.items():
+            pair[role] = await engines.start(
+                f"hash:{model}",
+                arguments=[*common, "--disaggregation-mode", role, *arguments],
+                environment=environment,
+            )
+            stack.push_async_callback(pair[role].stop)
+        await wait_until_measured(pair["prefill"])
+        client = await stack.enter_async_context(EngineClient(hashing.url))
+        for room, prompt in enumerate(prompts, 1):
+            meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap}
+            started = time.monotonic()
+            answer = await ask_pair(pair, prompt, {**meeting, "bootstrap_room": room})
+            elapsed = time.monotonic() - started
+            assert answer["text"] == (await generate(client, prompt, 6))[0]
+    tokens = answer["meta_info"]["prompt_tokens"]
+    assert elapsed > tokens * 36 * 2 * 2 * 8 * 128 / link
+
+
+async def ask_pair(
+    pair: dict[str, LocalEngine], prompt: str, meeting: dict[str, Any]
+) -> dict[str, Any]:
+    """Send a request to both engines of a pair, and return the answer of the decode engine."""
+    body = {"text": prompt, "sampling_params": {**GREEDY, "max_new_tokens": 6}, **meeting}
+    answers: dict[str, dict[str, Any]] = {}
+
+    async def ask(role: str, url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            answers[role] = (await http.post("/generate", json=body)).json()
+
+    async with anyio.create_task_group() as group:
+        for role, engine in pair.items():
+            group.start_soon(ask, role, engine.url)
+    return answers["decode"]

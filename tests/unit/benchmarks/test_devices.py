@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoa_bench.devices.check import Compared, choose_rows, measured_rows, show
+from flashmoa_bench.devices.check import (
+    Compared,
+    choose_rows,
+    measured_rows,
+    show,
+    slowdown_differences,
+)
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import (
@@ -32,6 +38,7 @@ def test_engines_are_on_the_device_of_the_command_line() -> None:
         "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
         "FLASHMOA_DEVICE_TP": "2",
         "FLASHMOA_DEVICE_SLOWDOWN": "4.0",
+        "FLASHMOA_DEVICE_WEIGHTS": "bfloat16",
     }
     assert served_model(arguments, Path("tiny")) == "hash:tiny"
     computing = parse("--device", "h200_sxm", "--device-computes", "shape")
@@ -71,6 +78,8 @@ def test_rows_are_spread_over_what_was_measured() -> None:
     assert {row.tensor_parallel for row in chosen} == {1, 2, 4, 8}
     assert len(choose_rows(rows, "Qwen/Qwen3-32B", 1000)) == 84
     assert all(row.gpu == "h100_sxm" and 0 < row.tpot < row.ttft for row in chosen)
+    llama = choose_rows(rows, "meta-llama/Llama-3.1-8B-Instruct", 1000)
+    assert {(row.gpu, row.weights) for row in llama} == {("h200_sxm", "fp8_block")}
     with pytest.raises(
         ValueError, match=r"no measured rows of 'GPT'; there are rows of .*Qwen3-32B"
     ):
@@ -84,4 +93,15 @@ def test_the_table_says_the_errors() -> None:
     show([compared], console)
     text = console.export_text()
     assert "+10%" in text and "-20%" in text
+    assert "between the slowdowns" not in text
     assert "TPOT: error -20% in the median, 20% without its sign, 20% at most" in text
+
+
+def test_slowdowns_of_a_row_are_compared_with_each_other() -> None:
+    rows = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 2)
+    runs = [
+        Compared(row, ttft, 0.1, slowdown, overrun=0.0)
+        for row, times in zip(rows, ((1.0, 1.02), (3.0, 2.0)), strict=True)
+        for slowdown, ttft in enumerate(times, 1)
+    ]
+    assert slowdown_differences(runs) == {"TTFT": 0.5, "TPOT": 0.0}

@@ -54,6 +54,14 @@ async def costs(seconds: Callable[[int, int], float]) -> tuple[Any, FakeEngine]:
     return measured, engine
 
 
+async def test_costs_are_those_without_a_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOA_DEVICE_SLOWDOWN", "4")
+    found, _ = await costs(lambda tokens, _: 1e-4 * tokens)
+    # All sizes are measured: the largest takes 0.1 s, and less than 0.03 without the slowdown.
+    assert found.points == tuple((n, 1e-4 * n / 4) for n in (1, 4, 16, 64, 256, 1024))
+    assert found.decode_step == pytest.approx(0.002 / 4)
+
+
 async def test_costs_are_the_least_of_several_rounds() -> None:
     found, engine = await costs(lambda tokens, before: 1e-3 + 1e-5 * tokens + 0.001 * (before == 1))
     assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))

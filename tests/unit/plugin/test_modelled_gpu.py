@@ -17,6 +17,7 @@ from flashmoa_sglang.modelled_gpu.hooks import TimedForwards, describe
 from flashmoa_sglang.modelled_gpu.roofline import Roofline
 from flashmoa_sglang.modelled_gpu.specs import Gpu, Model, kv_tokens, memory_fraction
 from flashmoa_sglang.modelled_gpu.tables import MeasuredTables
+from flashmoa_sglang.modelled_gpu.transfers import TimedTransfers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def measured_h100() -> MeasuredTables:
 
 
 def test_a_decode_step_reads_all_weights_and_a_prefill_is_bound_by_arithmetic() -> None:
-    gpu, model = Gpu("gpu", 10**11, 1e12, 1e15), Model.load(QWEN)
+    gpu, model = Gpu("gpu", 10**11, 1e12, 1e15, 1e10), Model.load(QWEN)
     roofline = Roofline(gpu, model)
     # Of the embeddings, a step reads the rows of its tokens only.
     read = model.weight_bytes - 2 * model.head_weights
@@ -105,7 +106,7 @@ def test_a_decode_step_reads_all_weights_and_a_prefill_is_bound_by_arithmetic() 
 
 def test_a_step_of_a_model_with_experts_reads_those_that_its_tokens_need() -> None:
     model = Model.load("Qwen/Qwen3-30B-A3B")
-    roofline = Roofline(Gpu("gpu", 10**11, 1e12, 1e18), model)
+    roofline = Roofline(Gpu("gpu", 10**11, 1e12, 1e18, 1e10), model)
     one, many = (roofline.seconds(Forward(decodes=n, context=1)) for n in (1, 4096))
     experts = 2 * model.layers * model.expert_weights / 1e12
     assert many - one == pytest.approx(
@@ -147,7 +148,7 @@ def test_what_is_not_known_is_said(
 def test_a_data_sheet_of_ones_own_gives_a_roofline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sheet = {"name": "mine", "memory": 10**11, "bandwidth": 1e12, "flops": 1e15}
+    sheet = {"name": "mine", "memory": 10**11, "bandwidth": 1e12, "flops": 1e15, "link": 1e10}
     (tmp_path / "mine.json").write_text(json.dumps(sheet))
     monkeypatch.setenv("FLASHMOA_DEVICE", str(tmp_path / "mine.json"))
     monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", QWEN)
@@ -194,7 +195,7 @@ class Machine:
 
 def timed(machine: Machine, seconds: float) -> TimedForwards:
     gpu = ModelledGpu(
-        Gpu("gpu", 1, 1, 1), Model("model", {}), 1, SimpleNamespace(seconds=lambda _: seconds)
+        Gpu("gpu", 1, 1, 1, 1), Model("model", {}), 1, SimpleNamespace(seconds=lambda _: seconds)
     )
     return TimedForwards(gpu, Clock(machine.now, machine.sleep))
 
@@ -243,6 +244,79 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
     told = forwards.report(lambda _scheduler, _request: state)(scheduler, None)
     assert told.internal_state["modelled_gpu"]["forwards"] == 2
     assert told.internal_state["modelled_gpu"]["overruns"] == 0
+
+
+def test_eager_forwards_need_a_measured_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOA_DEVICE", "h200_sxm")
+    monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", QWEN)
+    monkeypatch.setenv("FLASHMOA_DEVICE_EAGER", "all")
+    with pytest.raises(ValueError, match="eager all needs --flashmoa-device-launch"):
+        modelled_gpu.__wrapped__()
+    monkeypatch.setenv("FLASHMOA_DEVICE_LAUNCH", "0.5")
+    monkeypatch.setenv("FLASHMOA_DEVICE_WEIGHTS", "fp8")
+    gpu = modelled_gpu.__wrapped__()
+    assert gpu is not None and gpu.name == "modelled h200_sxm (Qwen/Qwen3-32B in fp8, TP1)"
+    assert gpu.seconds(Forward(decodes=1, context=1)) == 64 * 0.0005
+
+
+def test_weights_in_fp8_are_half_as_large_and_faster() -> None:
+    gpu = Gpu.load("h200_sxm")
+    plain, fp8 = Model.load(QWEN), Model.load(QWEN, "fp8_block")
+    assert fp8.weight_bytes == pytest.approx(plain.weight_bytes / 2, rel=0.05)
+    step = Forward(decodes=1, context=1)
+    assert Roofline(gpu, fp8).seconds(step) < 0.6 * Roofline(gpu, plain).seconds(step)
+    tables = (MeasuredTables("h200_sxm", QWEN, 1, weights) for weights in ("bfloat16", "fp8_block"))
+    in_bfloat16, in_fp8 = (table.seconds(step) for table in tables)
+    assert Roofline(gpu, fp8).seconds(step) < in_fp8 < 0.8 * in_bfloat16
+    with pytest.raises(ValueError, match="a100_sxm has no FP8"):
+        Roofline(Gpu.load("a100_sxm"), fp8)
+    with pytest.raises(ValueError, match=r"no times for .* \(fp8\) on a100_sxm"):
+        MeasuredTables("a100_sxm", QWEN, 1, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("eager", "prefill", "decode"), [("none", 1, 1), ("prefill", 20, 1), ("all", 20, 20)]
+)
+def test_a_forward_that_no_graph_replays_takes_at_least_its_launches(
+    eager: str, prefill: float, decode: float
+) -> None:
+    model = Model("model", {"num_hidden_layers": 10})
+    times = SimpleNamespace(seconds=lambda forward: 1.0 if forward != Forward() else 0.0)
+    gpu = ModelledGpu(Gpu("gpu", 1, 1, 1, 1), model, 1, times, 3, eager, launch=2)
+    assert gpu.seconds(Forward(Prefills(1, 5, 0))) == 3 * prefill
+    assert gpu.seconds(Forward(decodes=2, context=5)) == 3 * decode
+    assert gpu.seconds(Forward()) == 0
+
+
+def test_kv_arrives_when_the_link_has_sent_it() -> None:
+    machine = Machine()
+    model = Model("model", {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 250})
+    # A token's KV has 1,000 bytes, and each of two ranks sends 50,000 bytes per second.
+    gpu = ModelledGpu(Gpu("gpu", 1, 1, 1, 50_000), model, 2, SimpleNamespace())
+    numbers: Any = SimpleNamespace(Success=4, Transferring=3)
+    transfers = TimedTransfers(gpu, numbers, Clock(machine.now, machine.sleep))
+    queue = SimpleNamespace(
+        scheduler=SimpleNamespace(server_args=SimpleNamespace(chunked_prefill_size=200))
+    )
+    states = [3, 4, 4]
+    awaited = [
+        SimpleNamespace(
+            req=SimpleNamespace(origin_input_ids=range(tokens)),
+            kv_receiver=SimpleNamespace(poll=lambda i=i: states[i], room=i),
+        )
+        for i, tokens in enumerate((100, 100, 450))
+    ]
+    transfers.delay(lambda _queue, requests: requests)(queue, awaited)
+    poll = [each.kv_receiver.poll for each in awaited]
+    assert awaited[2].kv_receiver.room == 2
+    assert [one() for one in poll] == [3, 3, 3]
+    machine.time = 1.0
+    assert [one() for one in poll] == [3, 4, 3]
+    # Of the third, the last chunk of 50 tokens was sent after that.
+    machine.time = 1.5
+    assert [one() for one in poll] == [3, 4, 4]
+    states[0] = 0
+    assert poll[0]() == 0
 
 
 def test_a_hash_model_needs_a_tokenizer(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 def test_appends_are_neither_immediate_nor_too_far_apart(
     moments: list[float], streams: int, busy: bool
 ) -> None:
-    pace = Pace()
+    pace, slower = Pace(), Pace(slowdown=4)
     for now in sorted(moments):
-        assert 0.04 - 1e-9 <= pace.next(now, streams, busy) <= 0.25 + 1e-9
+        seconds = pace.next(now, streams, busy)
+        assert 0.04 - 1e-9 <= seconds <= 0.25 + 1e-9
+        assert slower.next(4 * now, streams, busy) == pytest.approx(4 * seconds)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from flashmoa_bench.harness.modelled_gpus import device_environment, served_mode
 STOCK = {"SGLANG_PLUGINS": "none"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = 20_000
+_COSTS_SECONDS, _COSTS_POLL_SECONDS = 60.0, 0.1
 _PROC = Path("/proc")
 _SCHEDULER = b"sglang::scheduler"
 
@@ -113,8 +114,20 @@ async def connect_engines(
         notes = {role.name: origin + role.description() for role in roles if role.name in urls}
         for role in roles:
             if role.plugin and role.name in clients:
-                await clients[role.name].info()  # Raises PluginMissing.
+                await _wait_for_costs(clients[role.name])
         yield Engines(clients, notes, started)
+
+
+async def _wait_for_costs(engine: EngineClient) -> None:
+    """Wait until the engine has measured what forwards cost, which would disturb a measurement.
+
+    After a minute it is taken not to measure them. Raises: PluginMissing if it has no plugin.
+    """
+    info = await engine.info()
+    with anyio.move_on_after(_COSTS_SECONDS):
+        while info.costs is None:
+            await anyio.sleep(_COSTS_POLL_SECONDS)
+            info = await engine.info()
 
 
 def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str]:
@@ -143,9 +156,8 @@ async def _start_engines(
             models[shape] = await anyio.to_thread.run_sync(
                 tiny_model, shape, documents or tokenizer_texts(arguments), model_cache(arguments)
             )
-    device = device_environment(arguments)
     cores = {role.name: arguments.core if role.core is None else role.core for role in roles}
-    if device:
+    if arguments.device:
         # These engines mostly sleep, and must not wait for one another.
         cores = dict.fromkeys(cores)
     async with AsyncExitStack() as stack:
@@ -158,7 +170,10 @@ async def _start_engines(
                     role.model or served_model(arguments, models[role.shape or arguments.shape]),
                     core=cores[role.name],
                     arguments=_engine_arguments(role, arguments, tokens),
-                    environment={**device, **({} if role.plugin else STOCK)},
+                    environment={
+                        **device_environment(arguments, role.name),
+                        **({} if role.plugin else STOCK),
+                    },
                 )
         stack.enter_context(_keep_off_cores({core for core in cores.values() if core is not None}))
         yield running
@@ -169,7 +184,7 @@ def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) ->
     # A modelled GPU has the KV pool and the schedule of the GPU.
     on_this_cpu = ["--max-total-tokens", str(tokens), *WITHOUT_OVERLAP]
     return [
-        *([] if device_environment(arguments) else on_this_cpu),
+        *([] if arguments.device else on_this_cpu),
         *arguments.engine_arguments,
         *plugin_arguments,
         *role.arguments,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="GPU", help="such as h200_sxm, h100_sxm or a100_sxm")
     group.add_argument(
         "--device-model",
-        default="Qwen/Qwen3-32B",
+        nargs="+",
+        default=["Qwen/Qwen3-32B"],
         metavar="NAME",
-        help="model whose times are taken (default: Qwen/Qwen3-32B)",
+        help="model whose times are taken (default: Qwen/Qwen3-32B); with several models, "
+        "ENGINE=NAME for each, and the stock engine of this name has the same one",
     )
     group.add_argument(
         "--device-tp", type=int, default=1, metavar="N", help="GPUs that one engine runs on"
@@ -51,16 +53,31 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def device_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of engines on the modelled GPU; empty without ``--device``."""
+def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, str]:
+    """Return the environment of an engine on the modelled GPU; empty without ``--device``.
+
+    Raises: EngineError if ``--device-model`` names no model for this engine.
+    """
     if not getattr(arguments, "device", None):
         return {}
+    model = _model_of(engine.removeprefix("stock_"), arguments.device_model)
     return environment_of(
         arguments.device,
-        arguments.device_model,
+        model,
         arguments.device_tp,
         arguments.device_slowdown,
         arguments.device_weights,
+    )
+
+
+def _model_of(engine: str, names: Sequence[str]) -> str:
+    for_all = [name for name in names if "=" not in name]
+    own = [name.partition("=")[2] for name in names if name.startswith(f"{engine}=")]
+    if chosen := own or for_all:
+        return chosen[-1]
+    raise EngineError(
+        f"--device-model {' '.join(names)} names no model for the engine {engine}: add "
+        f"{engine}=NAME, or a NAME for all others"
     )
 
 
@@ -83,8 +100,15 @@ def environment_of(
 
 def served_model(arguments: argparse.Namespace, model: Path) -> str:
     """Return what an engine serves in place of a tiny model."""
-    hashes = device_environment(arguments) and arguments.device_computes == "hash"
-    return f"hash:{model}" if hashes else str(model)
+    return f"hash:{model}" if computes_hashes(arguments) else str(model)
+
+
+def computes_hashes(arguments: argparse.Namespace) -> bool:
+    """Return whether engines that are started here answer by hashes of their context.
+
+    Such engines have no log-probabilities.
+    """
+    return bool(getattr(arguments, "device", None)) and arguments.device_computes == "hash"
 
 
 async def read_device(url: str) -> dict[str, Any] | None:
@@ -105,6 +129,20 @@ def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[
     """Return what an engine says of its modelled GPU, with counts since it was asked ``before``."""
     counts = ("forwards", "overruns", "device_seconds", "overrun_seconds")
     return {**device, **{name: device[name] - before[name] for name in counts}}
+
+
+def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return by which factor all of these GPUs are slowed down; 1 without any.
+
+    Raises: EngineError if they are not slowed down by the same factor.
+    """
+    factors = {name: float(device["slowdown"]) for name, device in devices.items()}
+    if len(set(factors.values())) > 1:
+        raise EngineError(
+            f"the engines' modelled GPUs are slowed down by different factors, {factors}: start "
+            "all of them with the same --flashmoa-device-slowdown"
+        )
+    return next(iter(factors.values()), 1.0)
 
 
 def overrun_share(device: Mapping[str, Any]) -> float:

@@ -29,8 +29,14 @@ from rich.progress import (
 from rich.table import Table
 
 from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
-from flashmoa_bench.harness.modelled_gpus import check_keeps_up, counted_since, read_device
+from flashmoa_bench.harness.modelled_gpus import (
+    check_keeps_up,
+    common_slowdown,
+    counted_since,
+    read_device,
+)
 
 # The settings of SGLang that explain a result.
 _SETTINGS = (
@@ -98,17 +104,18 @@ class Report:
                 for name, client in engines.clients.items()
             }
             self.print_head()
-            yield engines
-            await self._check_devices(engines)
+            with clock.slowed_down(common_slowdown(self._devices)):
+                yield engines
+            for name, before in self._devices.items():
+                if after := await read_device(engines[name].url):
+                    described = self._document["engines"][name]
+                    described["modelled_gpu"] = counted_since(before, after)
 
-    async def _check_devices(self, engines: Engines) -> None:
-        """Record how the modelled GPUs did. Raises: EngineError if this machine was too slow."""
-        devices: dict[str, dict[str, Any]] = {}
-        for name, client in engines.clients.items():
-            described = self._document["engines"][name]
-            if (before := described["modelled_gpu"]) and (after := await read_device(client.url)):
-                devices[name] = described["modelled_gpu"] = counted_since(before, after)
-        check_keeps_up(devices)
+    @property
+    def _devices(self) -> dict[str, dict[str, Any]]:
+        """Return what the engines say of their modelled GPUs, by the engines' names."""
+        gpus = {name: each.get("modelled_gpu") for name, each in self.engines.items()}
+        return {name: gpu for name, gpu in gpus.items() if gpu}
 
     @property
     def engines(self) -> Mapping[str, Mapping[str, Any]]:
@@ -125,14 +132,23 @@ class Report:
         for name, each in self.engines.items():
             device = f" on a {each['modelled_gpu']['name']}" if each["modelled_gpu"] else ""
             lines.append(f"{name}: {each['is']}{device} ({each['url']})")
+        if (slowdown := common_slowdown(self._devices)) != 1:
+            lines.append(f"All times are the GPU's; this run takes {slowdown:g} times as long.")
         for line in (*lines, ""):
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def save(self, results: dict[str, Any]) -> None:
-        """Write everything to the file of ``--json``, if it is given."""
+        """Write everything to the file of ``--json``, if it is given.
+
+        Raises: EngineError if this machine was too slow for the modelled GPUs. The file is written
+            all the same, and has the counts of the forwards that were too late.
+        """
         file: Path | None = self._arguments.json
-        if file is None:
-            return
+        if file is not None:
+            self._write(file, results)
+        check_keeps_up(self._devices)
+
+    def _write(self, file: Path, results: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._document["load"]["after"] = os.getloadavg()
         document = {**self._document, "results": results}

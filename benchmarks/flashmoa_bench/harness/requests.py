@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,6 +13,7 @@ import httpx
 
 from flashmoa.engine import BadAnswer, EngineClient, PromptUsage
 from flashmoa.linking.prompt_feed import PromptFeed
+from flashmoa_bench.harness import clock
 
 # Every vocabulary has these ids, and none of them is a special token.
 FIRST_ID, ID_COUNT = 1000, 3000
@@ -29,7 +29,7 @@ def random_ids(dice: random.Random, count: int) -> list[int]:
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """An answer with the time when each token arrived, in seconds of ``time.perf_counter``.
+    """An answer with the time when each token arrived, in seconds of the benchmark's clock.
 
     ``has_begun`` is set with the first token.
     """
@@ -84,7 +84,7 @@ async def ask(
         expected_output_tokens=tokens,
     ) as deltas:
         async for delta in deltas:
-            now = time.perf_counter()
+            now = clock.now()
             answer.ids += delta.token_ids
             answer.times += [now] * len(delta.token_ids)
             answer.usage = delta.usage or answer.usage
@@ -106,7 +106,9 @@ async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> l
         "stream": True,
     }
     async with (
-        httpx.AsyncClient(base_url=engine.url, timeout=_BATCH_SECONDS) as http,
+        httpx.AsyncClient(
+            base_url=engine.url, timeout=clock.machine_seconds(_BATCH_SECONDS)
+        ) as http,
         http.stream("POST", "/generate", json=body) as response,
     ):
         async for line in response.aiter_lines():
@@ -123,7 +125,7 @@ def _record_event(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None
     index: int = event["index"]
     answer = answers[index]
     if not answer.times:
-        answer.times.append(time.perf_counter())
+        answer.times.append(clock.now())
     answer.usage = PromptUsage.model_validate(event["meta_info"])
 
 
@@ -201,6 +203,6 @@ class Feeder:
     async def _poll_source(self) -> None:
         """Look at the source at intervals, since sources give no notice when they have more."""
         while not self._has_ended.is_set():
-            with anyio.move_on_after(_LOOK_SECONDS):
+            with anyio.move_on_after(clock.machine_seconds(_LOOK_SECONDS)):
                 await self._has_ended.wait()
             self._feed.changed()

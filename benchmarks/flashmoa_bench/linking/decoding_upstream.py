@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -25,6 +24,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import (
     Role,
     model_cache,
@@ -126,10 +126,10 @@ class PairBench:
         first, pieces = 0.0, list[str]()
         async with self._a.generate(text=self._make_text(32), sampling=sampling) as deltas:
             async for delta in deltas:
-                first = first or time.perf_counter()
+                first = first or clock.now()
                 pieces.append(delta.text)
                 on_text(delta.text, delta.token_ids)
-        return first, time.perf_counter(), "".join(pieces)
+        return first, clock.now(), "".join(pieces)
 
     async def _ask_b(
         self, prompt: str, stream_id: str | None = None, tokens: int = 1
@@ -140,7 +140,7 @@ class PairBench:
         first, late = 0.0, None
         async with generation as deltas:
             async for delta in deltas:
-                first = first or time.perf_counter()
+                first = first or clock.now()
                 late = delta.usage.late_tokens if delta.usage else None
         return first, late
 

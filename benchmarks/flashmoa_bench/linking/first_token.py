@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -19,6 +18,7 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report, make_table
@@ -93,9 +93,9 @@ async def _play_round(engine: EngineClient, tokens: int, dice: random.Random) ->
     await engine.flush_cache()
     prompt = random_ids(dice, tokens)
     stream = await engine.open_stream(input_ids=prompt)
-    with anyio.fail_after(_PREFILL_SECONDS):
-        while (await engine.stream_state(stream.id)).prefilled_tokens < tokens:  # noqa: ASYNC110
-            await anyio.sleep(_POLL_SECONDS)
+    with anyio.fail_after(clock.machine_seconds(_PREFILL_SECONDS)):
+        while (await engine.stream_state(stream.id)).prefilled_tokens < tokens:
+            await clock.sleep(_POLL_SECONDS)
     linked, seconds = await _ask(engine, [*prompt, *random_ids(dice, _LATE_TOKENS)], stream.id)
     _, cached = await _ask(engine, [*prompt, *random_ids(dice, _LATE_TOKENS)], None)
     step = (linked.last - linked.first) / (_DECODED - 1)
@@ -106,7 +106,7 @@ async def _ask(
     engine: EngineClient, prompt: Sequence[int], stream_id: str | None
 ) -> tuple[TimedAnswer, float]:
     """Return an answer and the seconds to its first token."""
-    started = time.perf_counter()
+    started = clock.now()
     answer = await ask(engine, prompt, _DECODED, stream_id)
     return answer, answer.first - started
 

@@ -1,19 +1,18 @@
 """Measure what FlashMoA's plugin and its prompt streams cost other requests.
 
 *Throughput*: the same mix of requests on stock SGLang and on an engine with the plugin and no
-stream open. *Latency*: the time between the tokens of a request that decodes alone, and of one that
-decodes while prompt streams fill on the same engine. *Pressure*: pipelines that together need more
-than the KV pool holds, linked and unlinked. It is measured by itself, because it needs an engine
-with a small pool.
+stream open. *Latency*: a request that belongs to no workflow, beside workflows on stock SGLang, and
+beside the same workflows with the plugin, unlinked and linked. *Pressure*: the same with workflows
+that need more than the KV pool holds; Stream2LLM found that naive streaming then makes tail
+latencies several times worse. It is measured by itself, because it needs engines with a small pool.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -21,12 +20,13 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
-from flashmoa_bench.linking import latency, pressure
+from flashmoa_bench.linking import latency
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
 GOAL_THROUGHPUT = 0.99
@@ -53,27 +53,16 @@ def main(arguments: Sequence[str]) -> int:
         nargs="+",
         choices=("throughput", "latency", "pressure"),
         default=["throughput", "latency"],
-        help="pressure by itself: it needs an engine with a small KV pool",
+        help="pressure by itself: it needs engines with a small KV pool",
     )
     mix = parser.add_argument_group("throughput")
     mix.add_argument("--requests", type=positive, default=32, help="requests of a round")
     mix.add_argument("--concurrency", type=positive, default=8, help="requests at once")
     mix.add_argument("--pairs", type=positive, default=11, help="rounds on each engine")
     latency.add_options(parser)
-    pressure.add_options(parser)
-    both = parser.add_argument_group("latency and pressure")
-    both.add_argument(
-        "--prefix", type=positive, help="tokens known of each stream (2000; pressure: 400)"
-    )
-    both.add_argument(
-        "--tps", type=float, help="tokens per second that each stream gets (50; pressure: 25)"
-    )
     chosen = parser.parse_args(arguments)
-    is_pressure = "pressure" in chosen.measure
-    if is_pressure and len(chosen.measure) > 1:
+    if "pressure" in chosen.measure and len(chosen.measure) > 1:
         parser.error("--measure pressure needs an engine of its own: measure it by itself")
-    chosen.prefix = chosen.prefix or (400 if is_pressure else 2000)
-    chosen.tps = (25.0 if is_pressure else 50.0) if chosen.tps is None else chosen.tps
     if chosen.tps <= 0 or chosen.over <= 0:
         parser.error("--tps and --over must be above 0")
     anyio.run(_main, chosen)
@@ -83,33 +72,22 @@ def main(arguments: Sequence[str]) -> int:
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("interference", arguments)
     is_pressure = "pressure" in arguments.measure
-    pool = (
-        pressure.PressureLoad.from_options(arguments).pool_tokens
-        if is_pressure
-        else _pool_tokens(arguments)
-    )
-    roles = ROLES if "throughput" in arguments.measure else ROLES[1:]
+    load = latency.load_from(arguments, pressure=is_pressure)
+    mix = arguments.concurrency * (_MIX_PROMPT[1] + _MIX_OUTPUT[1])
+    pool = load.pool_tokens(arguments.over) if is_pressure else load.pool_tokens(1) + mix + 4096
+    # A modelled GPU has the pool of the GPU unless it is given.
+    small = ("--max-total-tokens", str(pool)) if is_pressure and arguments.device else ()
+    roles = [replace(role, arguments=(*role.arguments, *small)) for role in ROLES]
     results: dict[str, Any] = {}
     async with report.connect(roles, pool) as engines:
-        if "throughput" in arguments.measure:
-            throughput = await _measure_throughput(engines, arguments, report.console)
-            results["throughput"] = asdict(throughput)
-            show_throughput(throughput, report.console)
-        if "latency" in arguments.measure:
-            results["latency"] = await latency.measure(
-                engines["flashmoa"], arguments, report.console
-            )
-        if is_pressure:
-            results["pressure"] = await pressure.measure(
-                engines["flashmoa"], arguments, report.console
-            )
+        for name in arguments.measure:
+            if name == "throughput":
+                throughput = await _measure_throughput(engines, arguments, report.console)
+                results[name] = asdict(throughput)
+                show_throughput(throughput, report.console)
+            else:
+                results[name] = await latency.measure(engines, load, arguments, report.console)
     report.save(results)
-
-
-def _pool_tokens(arguments: argparse.Namespace) -> int:
-    """Return the tokens of KV that the streams or the mix can need, whichever is more."""
-    mix = arguments.concurrency * (_MIX_PROMPT[1] + _MIX_OUTPUT[1])
-    return 4096 + max(latency.pool_tokens(arguments), mix)
 
 
 async def _measure_throughput(
@@ -151,9 +129,9 @@ async def _play_mix(
         prompt, output = request
         await ask(engine, prompt, output)
 
-    started = time.perf_counter()
+    started = clock.now()
     await run_concurrently(send, requests, concurrency)
-    return sum(map(sum, lengths)) / (time.perf_counter() - started)
+    return sum(map(sum, lengths)) / (clock.now() - started)
 
 
 def compare(stock: Sequence[float], plugin: Sequence[float]) -> Throughput:

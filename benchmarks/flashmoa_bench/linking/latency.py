@@ -1,13 +1,18 @@
-"""Measure the time between a request's tokens while prompt streams fill on the same engine."""
+"""Measure what workflows on an engine do to a stranger, a request that belongs to none of them.
+
+Pipelines of two agents arrive at set times, and the stranger decodes one answer after another until
+the last pipeline has its answer. It is compared with stock SGLang under the same pipelines: what
+linked pipelines prefill early, unlinked ones prefill, too, only later.
+"""
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -15,169 +20,242 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
-from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile
+from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
+from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
 
-GOAL_P99 = 1.25
+# Of the stranger's 99th percentile between tokens, and of the pipelines' latency, both over stock
+# SGLang's.
+GOAL_GAP, GOAL_PIPELINE = 1.25, 1.1
+STOCK = "stock"
+# The engine's role, whether there are pipelines, and whether they are linked, by way.
+_WAYS = {
+    STOCK: ("stock", True, False),
+    "unlinked": ("flashmoa", True, False),
+    "linked": ("flashmoa", True, True),
+    "alone": ("flashmoa", False, False),
+}
 _PROMPT_TOKENS = 32
-# Streams are fed for at most this long. The KV pool has room for the tokens of that time.
-_FEEDING_SECONDS = 30
+# Answers of a stranger that has the engine to itself.
+_ANSWERS_ALONE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """Streams that fill: their number, and each one's known tokens and tokens per second."""
+class Load:
+    """Describes pipelines that arrive one after another, evenly.
 
-    count: int
+    Attributes:
+        pipelines: number of pipelines in all.
+        at_once: number of pipelines whose upstream agents write at the same time.
+        prefix, upstream, output: tokens of each pipeline's prefix, upstream agent and answer; no
+            two pipelines share any.
+        tps: tokens per second of each upstream agent.
+        tokens: tokens of each of the stranger's answers.
+    """
+
+    pipelines: int
+    at_once: int
     prefix: int
+    upstream: int
+    output: int
     tps: float
+    tokens: int
+
+    def pool_tokens(self, over: float) -> int:
+        """Return the size of a KV pool for which the pipelines need ``over`` times the tokens."""
+        each = self.prefix + self.upstream + SUFFIX_TOKENS + self.output
+        return int(self.at_once * each / over) + _PROMPT_TOKENS + self.tokens
+
+    def make_pipelines(self, dice: random.Random, started: float) -> list[Pipeline]:
+        """Make the pipelines, of which the first starts at ``started``."""
+        spread = self.upstream / self.tps / self.at_once
+        return [
+            Pipeline(
+                prefix=random_ids(dice, self.prefix),
+                upstream=random_ids(dice, self.upstream),
+                suffix=random_ids(dice, SUFFIX_TOKENS),
+                tps=self.tps,
+                started=started + number * spread,
+            )
+            for number in range(self.pipelines)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyRound:
-    """One round: seconds between the request's tokens, and stream tokens prefilled per second."""
+class LoadRound:
+    """One round: the stranger's answers with their seconds, and the seconds of the pipelines."""
 
-    gaps: tuple[float, ...]
-    stream_tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLatency:
-    """Seconds between tokens; medians over rounds of each round's figure."""
-
-    median: float
-    p99: float
-    longest: float
-    stream_tokens_per_second: float
+    answers: Sequence[TimedAnswer]
+    completions: Sequence[float]
+    pipelines: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyBesideStreams:
-    """Compares a request alone with one beside streams; ratios are beside over alone."""
+class Neighbours:
+    """The figures of one way, in seconds; over all rounds together.
 
-    alone: TokenLatency
-    beside: TokenLatency
-    median_ratio: float
-    p99_ratio: float
+    Attributes:
+        gap, gap_p99, longest_gap: time between two tokens of the stranger.
+        completion, completion_p99: time from a request of the stranger to its last token.
+        answers: number of the stranger's answers.
+        pipeline, pipeline_p99: time from A's first token to B's last; ``None`` without pipelines.
+    """
+
+    gap: float
+    gap_p99: float
+    longest_gap: float
+    completion: float
+    completion_p99: float
+    answers: int
+    pipeline: float | None
+    pipeline_p99: float | None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this part; ``--prefix`` and ``--tps`` come with the benchmark."""
-    group = parser.add_argument_group("latency")
+    """Add the options of this part, whose defaults depend on what is measured."""
+    group = parser.add_argument_group("latency and pressure")
+    group.add_argument("--pipelines", type=positive, default=32, help="pipelines of a round")
     group.add_argument(
-        "--tokens", type=positive, default=512, help="tokens that the request decodes"
+        "--at-once", type=positive, help="upstream agents that write at once (8; pressure: 32)"
     )
     group.add_argument(
-        "--streams", type=positive, default=8, help="streams that fill while it decodes"
+        "--prefix", type=positive, help="tokens known of each pipeline (2000; pressure: 400)"
+    )
+    group.add_argument("--upstream", type=positive, default=100, help="tokens of each upstream")
+    group.add_argument("--output", type=positive, default=32, help="tokens of each answer")
+    group.add_argument("--tps", type=float, default=50.0, help="tokens per second of an upstream")
+    group.add_argument("--tokens", type=positive, default=128, help="tokens of a stranger's answer")
+    group.add_argument(
+        "--over", type=float, default=2.0, help="pressure: oversubscription of the KV pool"
     )
 
 
-def pool_tokens(arguments: argparse.Namespace) -> int:
-    """Return the tokens of KV that the request and the streams can need."""
-    streams: int = arguments.streams * (arguments.prefix + _max_fed_tokens(arguments.tps))
-    return streams + int(arguments.tokens)
+def load_from(arguments: argparse.Namespace, *, pressure: bool) -> Load:
+    """Return the load that the command line asks for."""
+    return Load(
+        arguments.pipelines,
+        arguments.at_once or (32 if pressure else 8),
+        arguments.prefix or (400 if pressure else 2000),
+        arguments.upstream,
+        arguments.output,
+        arguments.tps,
+        arguments.tokens,
+    )
 
 
 async def measure(
-    engine: EngineClient, arguments: argparse.Namespace, console: Console
+    engines: Engines, load: Load, arguments: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Measure, print the table, and return the result for the report."""
-    dice = random.Random(arguments.seed + 1)
-    streams = {
-        "alone": Streams(0, arguments.prefix, arguments.tps),
-        "beside": Streams(arguments.streams, arguments.prefix, arguments.tps),
-    }
+    dice = random.Random(arguments.seed)
 
-    async def run(name: str) -> LatencyRound:
-        return await _decode_beside(engine, arguments.tokens, streams[name], dice)
+    async def run(way: str) -> LoadRound:
+        role, busy, linked = _WAYS[way]
+        return await _play(engines[role], load, dice, busy=busy, linked=linked)
 
-    with RoundPlayer(console, arguments.repeats, len(streams)) as player:
-        await run("alone")
-        rounds = await player.play(list(streams), run, "latency")
-    latency = compare(rounds["alone"], rounds["beside"])
-    show(latency, console)
-    return asdict(latency)
+    with RoundPlayer(console, arguments.repeats, len(_WAYS)) as player:
+        for way in ("alone", "linked", STOCK):  # This round is not counted.
+            await run(way)
+        rounds = await player.play(list(_WAYS), run, "pipelines")
+    figures = {way: summarise(each) for way, each in rounds.items()}
+    gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
+    show(figures, console)
+    console.print(f"Streams gave way to requests {gave_way} times.\n")
+    return {**{way: asdict(each) for way, each in figures.items()}, "gave_way": gave_way}
 
 
-async def _decode_beside(
-    engine: EngineClient, tokens: int, streams: Streams, dice: random.Random
-) -> LatencyRound:
-    """Decode ``tokens`` tokens while ``streams`` fill, on an empty cache.
-
-    The streams are opened after the request's first token, and deleted after its last.
-    """
+async def _play(
+    engine: EngineClient, load: Load, dice: random.Random, *, busy: bool, linked: bool
+) -> LoadRound:
+    """Play one round on an empty cache; ``busy`` with the pipelines, else the stranger alone."""
     await engine.flush_cache()
-    answer, is_done, stream_tps = TimedAnswer(), anyio.Event(), 0.0
+    answers: list[TimedAnswer] = []
+    completions: list[float] = []
+    is_over = False
 
     async def decode() -> None:
-        await ask(engine, random_ids(dice, _PROMPT_TOKENS), tokens, into=answer)
-        is_done.set()
+        while not is_over and (busy or len(answers) < _ANSWERS_ALONE):
+            asked = clock.now()
+            answers.append(await ask(engine, random_ids(dice, _PROMPT_TOKENS), load.tokens))
+            completions.append(answers[-1].last - asked)
 
+    pipelines = load.make_pipelines(dice, clock.now()) if busy else []
+    run = partial(_run_pipeline, engine, load.output, linked=linked)
+    seconds: list[float] = []
     async with anyio.create_task_group() as group:
         group.start_soon(decode)
-        await answer.has_begun.wait()
-        stream_tps = await _fill(engine, streams, dice, is_done)
-    return LatencyRound(tuple(gaps(answer.times)), stream_tps)
+        if busy:
+            seconds = await run_concurrently(run, pipelines)
+        is_over = busy
+    return LoadRound(answers, completions, seconds)
 
 
-async def _fill(
-    engine: EngineClient, streams: Streams, dice: random.Random, is_done: anyio.Event
+async def _run_pipeline(
+    engine: EngineClient, output: int, pipeline: Pipeline, *, linked: bool
 ) -> float:
-    """Fill the streams until ``is_done`` is set.
-
-    Returns: the tokens prefilled per second, in all streams together.
-    """
-    started = time.perf_counter()
-    async with AsyncExitStack() as stack:
-        feeders: list[Feeder] = []
-        for _ in range(streams.count):
-            known = random_ids(dice, streams.prefix)
-            text = random_ids(dice, _max_fed_tokens(streams.tps))
-            feeder = Feeder(engine, known, _make_source(text, streams.tps, started))
-            feeders.append(await stack.enter_async_context(feeder))
-        await is_done.wait()
-        seconds, prefilled = time.perf_counter() - started, 0
-        for feeder in feeders:
-            if feeder.stream_id is not None:
-                prefilled += (await engine.stream_state(feeder.stream_id)).prefilled_tokens
-    return prefilled / seconds
+    """Return the seconds from the pipeline's start to B's last token."""
+    await clock.sleep_until(pipeline.started)
+    if not linked:
+        await clock.sleep_until(pipeline.end)
+        return (await ask(engine, pipeline.prompt, output)).last - pipeline.started
+    async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
+        await clock.sleep_until(pipeline.end)
+        answer = await ask(engine, pipeline.prompt, output, feeder.claim())
+        return answer.last - pipeline.started
 
 
-def _max_fed_tokens(tps: float) -> int:
-    """Return the most tokens that a stream gets beyond its prefix."""
-    return int(tps * _FEEDING_SECONDS)
-
-
-def _make_source(text: list[int], tps: float, started: float) -> Callable[[], Sequence[int]]:
-    """Make a function that returns the tokens of ``text`` that are written by now."""
-    return lambda: text[: int((time.perf_counter() - started) * tps)]
-
-
-def compare(alone: Sequence[LatencyRound], beside: Sequence[LatencyRound]) -> LatencyBesideStreams:
-    """Compare the rounds alone with those beside streams."""
-    before, after = _summarise(alone), _summarise(beside)
-    return LatencyBesideStreams(before, after, after.median / before.median, after.p99 / before.p99)
-
-
-def _summarise(rounds: Sequence[LatencyRound]) -> TokenLatency:
-    return TokenLatency(
-        median=median(median(each.gaps) for each in rounds),
-        p99=median(percentile(each.gaps, 0.99) for each in rounds),
-        longest=median(max(each.gaps) for each in rounds),
-        stream_tokens_per_second=median(each.stream_tokens_per_second for each in rounds),
+def summarise(rounds: Sequence[LoadRound]) -> Neighbours:
+    """Summarise the rounds of one way."""
+    between = [gap for each in rounds for answer in each.answers for gap in gaps(answer.times)]
+    completions = list(chain.from_iterable(each.completions for each in rounds))
+    pipelines = list(chain.from_iterable(each.pipelines for each in rounds))
+    return Neighbours(
+        gap=median(between),
+        gap_p99=percentile(between, 0.99),
+        longest_gap=max(between),
+        completion=median(completions),
+        completion_p99=percentile(completions, 0.99),
+        answers=len(completions),
+        pipeline=median(pipelines) if pipelines else None,
+        pipeline_p99=percentile(pipelines, 0.99) if pipelines else None,
     )
 
 
-def show(latency: LatencyBesideStreams, console: Console) -> None:
-    """Print the table."""
-    title = "A request's time between tokens, ms"
-    table = make_table(title, "", "median", "p99", "longest", "stream tokens/s")
-    for name, figures in (("alone", latency.alone), ("beside streams", latency.beside)):
-        times = (figures.median, figures.p99, figures.longest)
-        cells = [f"{value * 1000:.1f}" for value in times]
-        table.add_row(name, *cells, f"{figures.stream_tokens_per_second:.0f}")
-    ratios = [f"{latency.median_ratio:.2f}x", f"{latency.p99_ratio:.2f}x (goal <= {GOAL_P99}x)"]
-    table.add_row("ratio", *ratios, "", "")
+def show(figures: Mapping[str, Neighbours], console: Console) -> None:
+    """Print the table; figures in brackets are over stock SGLang's."""
+    stock = figures[STOCK]
+    table = make_table(
+        "A stranger beside pipelines (over stock), and the pipelines",
+        *("", "gap p50, ms", "gap p99, ms", "longest", "answer p50, s", "answer p99, s"),
+        *("pipeline p50, s", "pipeline p99, s"),
+    )
+    for way, each in figures.items():
+        table.add_row(
+            way,
+            _format_cell(each.gap, stock.gap, 1000),
+            _format_cell(each.gap_p99, stock.gap_p99, 1000),
+            f"{each.longest_gap * 1000:.1f}",
+            _format_cell(each.completion, stock.completion),
+            _format_cell(each.completion_p99, stock.completion_p99),
+            _format_cell(each.pipeline, stock.pipeline),
+            _format_cell(each.pipeline_p99, stock.pipeline_p99),
+        )
     console.print(table)
+    console.print(
+        "stock, unlinked, linked: under the same pipelines; alone: with none. gap: between two "
+        f"tokens of the stranger (goal for linked: p99 <= {GOAL_GAP}x); answer: from its request "
+        f"to its last token; pipeline: from A's first token to B's last (goal: p99 <= "
+        f"{GOAL_PIPELINE}x).",
+        highlight=False,
+    )
+
+
+def _format_cell(value: float | None, base: float | None, unit: float = 1) -> str:
+    if value is None or base is None:
+        return ""
+    number = f"{value * unit:.1f}" if unit > 1 else f"{value:.2f}"
+    return number if value is base else f"{number} ({value / base:.2f}x)"

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 from typing import Literal
 
-import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, ask_batch, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
@@ -66,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Holds the token ids of one pipeline; ``started`` is in seconds of ``time.perf_counter``."""
+    """Holds the token ids of one pipeline; ``started`` is in seconds of the benchmark's clock."""
 
     prefix: list[int]
     upstream: list[int]
@@ -84,7 +83,7 @@ class Pipeline:
 
     def written(self) -> Sequence[int]:
         """Return what A has written by now; it has its first token from the start."""
-        count = int((time.perf_counter() - self.started) * self.tps) + 1
+        count = int((clock.now() - self.started) * self.tps) + 1
         return self.upstream[:count]
 
 
@@ -121,7 +120,7 @@ async def play(
         (random_ids(dice, workload.upstream), random_ids(dice, SUFFIX_TOKENS))
         for _ in range(workload.concurrency)
     ]
-    started = time.perf_counter()
+    started = clock.now()
     pipelines = [Pipeline(prefix, text, end, workload.tps, started) for text, end in parts]
     answers = await _RUNNERS[way](engine, pipelines)
     return PipelineRound(
@@ -136,14 +135,14 @@ async def _run_sequentially(
     engine: EngineClient, pipelines: Sequence[Pipeline]
 ) -> list[TimedAnswer]:
     async def run(pipeline: Pipeline) -> TimedAnswer:
-        await sleep_until(pipeline.end)
+        await clock.sleep_until(pipeline.end)
         return await ask(engine, pipeline.prompt, 1)
 
     return await run_concurrently(run, pipelines)
 
 
 async def _run_as_batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
-    await sleep_until(max(pipeline.end for pipeline in pipelines))
+    await clock.sleep_until(max(pipeline.end for pipeline in pipelines))
     return await ask_batch(engine, [pipeline.prompt for pipeline in pipelines])
 
 
@@ -152,7 +151,7 @@ async def _run_linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> li
 
     async def run(pipeline: Pipeline) -> TimedAnswer:
         async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-            await sleep_until(pipeline.end)
+            await clock.sleep_until(pipeline.end)
             return await ask(engine, pipeline.prompt, 1, feeder.claim())
 
     return await run_concurrently(run, pipelines)
@@ -173,15 +172,10 @@ async def _measure_floor(
     async def run(pipeline: Pipeline) -> float:
         known = len(pipeline.prompt) - 1 - SUFFIX_TOKENS
         prompt = [*pipeline.prompt[:known], *random_ids(dice, 1 + SUFFIX_TOKENS)]
-        started = time.perf_counter()
+        started = clock.now()
         return (await ask(engine, prompt, 1)).first - started
 
     return mean(await run_concurrently(run, pipelines))
-
-
-async def sleep_until(moment: float) -> None:
-    """Sleep until ``time.perf_counter`` reaches ``moment``."""
-    await anyio.sleep(max(0.0, moment - time.perf_counter()))
 
 
 # The engine's role and how its pipelines are played, by the name of the table's column.

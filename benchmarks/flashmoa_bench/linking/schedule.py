@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
@@ -237,11 +237,11 @@ async def play(
     Returns: the seconds from the start to each workflow's last token.
     """
     await engine.flush_cache()
-    started = time.perf_counter()
+    started = clock.now()
 
     async def run(workflow: WorkflowCalls) -> float:
         await (_run_linked if linked else _run_sequentially)(engine, workflow)
-        return time.perf_counter() - started
+        return clock.now() - started
 
     return await run_concurrently(run, batch)
 

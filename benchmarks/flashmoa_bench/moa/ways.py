@@ -27,6 +27,7 @@ from flashmoa.moa.prompts import Layout, Order
 from flashmoa.observe import Event, FirstToken, both
 from flashmoa.workflow import Workflow
 from flashmoa_bench.family import AGGREGATOR, SIZES
+from flashmoa_bench.harness import clock
 from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens
 
 MixtureWay = Literal[
@@ -184,7 +185,8 @@ class MixtureSetup:
         ended = time.time()
         tokens = answer.usage.completion_tokens if answer.usage is not None else 0
         first = (first_tokens or [ended])[0] - began
-        return MixtureOutcome(text, ended - began, first, tokens, prompts.by_agent)
+        seconds = clock.seconds_of(ended - began)
+        return MixtureOutcome(text, seconds, clock.seconds_of(first), tokens, prompts.by_agent)
 
     async def _ask_mixture(self, way: MixtureWay, question: str) -> MixtureOutcome:
         shape = _SHAPES[way]
@@ -209,14 +211,14 @@ class MixtureSetup:
         usage = result.final.usage
         return MixtureOutcome(
             result.text,
-            ended - began,
-            (result.final.first_token or ended) - began,
+            clock.seconds_of(ended - began),
+            clock.seconds_of((result.final.first_token or ended) - began),
             usage.completion_tokens if usage is not None else 0,
             prompts.by_agent,
             asked=Counter(SIZES[agent.place % 3] for agent in proposers),
             used=Counter(SIZES[agent.place % 3] for agent in proposers if agent.status == "used"),
-            decisions=[decision.seconds for decision in result.decisions],
-            deciding=result.deciding if early_exit is not None else None,
+            decisions=[clock.seconds_of(decision.seconds) for decision in result.decisions],
+            deciding=clock.seconds_of(result.deciding) if early_exit is not None else None,
         )
 
     async def _ask_staircase(self, way: MixtureWay, question: str) -> MixtureOutcome:
@@ -233,8 +235,8 @@ class MixtureSetup:
         result = await staircase.answer(question)
         return MixtureOutcome(
             result.text,
-            result.seconds,
-            result.time_to_first_token,
+            clock.seconds_of(result.seconds),
+            clock.seconds_of(result.time_to_first_token),
             result.tokens,
             prompts.by_agent,
             result.dropped_words,

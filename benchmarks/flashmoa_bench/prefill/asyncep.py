@@ -102,7 +102,13 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="its config.json, if the engine's is not on this machine",
     )
-    anyio.run(_main, parser.parse_args(arguments))
+    chosen = parser.parse_args(arguments)
+    if chosen.device:
+        parser.error(
+            "--device knows no time of copying experts to the device, which is what asyncep "
+            "measures: leave it out"
+        )
+    anyio.run(_main, chosen)
     return 0
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import free_port
-from flashmoa_bench.harness import routers
+from flashmoa_bench.harness import clock, routers
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report
@@ -92,7 +92,7 @@ async def _main(options: argparse.Namespace) -> None:
     requests = make_requests(options)
     async with (
         report.connect(_make_roles(options), options.kv_tokens) as engines,
-        httpx.AsyncClient(timeout=_TIMEOUT_SECONDS) as http,
+        httpx.AsyncClient(timeout=clock.machine_seconds(_TIMEOUT_SECONDS)) as http,
     ):
         bench = _PrefillBench(engines, requests, options, http, report.console)
         expected = await bench.ask_stock_engine()

@@ -5,7 +5,6 @@ A pass sends all requests once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from flashmoa.engine import BadAnswer, EngineClient
 from flashmoa.scoring import Scorer
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.rounds import percentile, run_concurrently
 
@@ -129,13 +129,13 @@ async def play(
 
     async def send(numbered: tuple[int, PrefillRequest]) -> PrefillAnswer:
         number, request = numbered
-        sent = time.perf_counter()
+        sent = clock.now()
         answer = await senders[number % len(senders)](request)
-        return replace(answer, seconds=time.perf_counter() - sent)
+        return replace(answer, seconds=clock.now() - sent)
 
-    started = time.perf_counter()
+    started = clock.now()
     answers = await run_concurrently(send, list(enumerate(requests)), limit)
-    seconds = time.perf_counter() - started
+    seconds = clock.now() - started
     return PrefillPass(seconds, {r.name: a for r, a in zip(requests, answers, strict=True)})
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import random
 import string
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from flashmoa.router.blocks import BLOCK_TOKENS, token_blocks
 from flashmoa.router.flops import TokenCount, saturation
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.rounds import run_concurrently
@@ -137,9 +137,9 @@ async def _measure_round(
         answer = await http.post(f"{url}/generate", json=body)
         return answer.raise_for_status().json()["meta_info"]
 
-    start = time.perf_counter()
+    start = clock.now()
     answers = await run_concurrently(send, prompts, options.concurrency)
-    seconds = time.perf_counter() - start
+    seconds = clock.now() - start
     prompt_tokens = sum(int(answer["prompt_tokens"]) for answer in answers)
     cached_tokens = sum(int(answer["cached_tokens"]) for answer in answers)
     return RouterRow(number, name, seconds, prompt_tokens, cached_tokens)

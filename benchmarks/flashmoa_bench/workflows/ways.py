@@ -18,6 +18,7 @@ from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import CallFinished, Event, Listener
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.workflows import agents
 
@@ -215,4 +216,6 @@ def _summarise_run(
     ended = max(event.at for event in finished)
     handed_over = max(event.at for event in finished if event.agent in upstream)
     texts = {event.agent: event.text for event in finished}
-    return WorkflowRun(ended - started, ended - handed_over, texts)
+    return WorkflowRun(
+        clock.seconds_of(ended - started), clock.seconds_of(ended - handed_over), texts
+    )

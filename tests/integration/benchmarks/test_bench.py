@@ -98,22 +98,24 @@ async def test_schedule_measures_every_way(benches: Bench) -> None:
 
 async def test_interference_measures_throughput_and_latency(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
-    # Streams that may not ride along get one forward in 256 decode steps.
-    small += ["--tokens", "300"]
-    streams = ["--streams", "2", "--prefix", "200"]
-    found = await benches.run("interference", ["stock", "flashmoa"], *small, *streams)
+    small += ["--tokens", "10", "--pipelines", "3", "--upstream", "20", "--prefix", "200"]
+    found = await benches.run("interference", ["stock", "flashmoa"], *small)
     assert found["throughput"]["ratio"] > 0
-    assert found["latency"]["alone"]["stream_tokens_per_second"] == 0
-    assert found["latency"]["beside"]["stream_tokens_per_second"] > 0
+    assert {*found["latency"]} == {"stock", "unlinked", "linked", "alone", "gave_way"}
+    for way in ("stock", "unlinked", "linked"):
+        figures = found["latency"][way]
+        assert 0 < figures["gap"] <= figures["gap_p99"] <= figures["longest_gap"]
+        # An upstream alone takes 19 / 50 s.
+        assert 0.38 < figures["pipeline"] <= figures["pipeline_p99"]
+    assert found["latency"]["alone"]["pipeline"] is None
 
 
 async def test_interference_measures_pressure(benches: Bench) -> None:
     small = ["--pipelines", "3", "--prefix", "60", "--upstream", "20", "--output", "4"]
-    found = await benches.run("interference", ["flashmoa"], "--measure", "pressure", *small)
+    engines = ["stock", "flashmoa"]
+    found = await benches.run("interference", engines, "--measure", "pressure", *small)
     assert set(found) == {"pressure"}
-    for tail in found["pressure"].values():
-        # An upstream alone takes 19 / 25 s.
-        assert 0.7 < tail["median"] <= tail["p99"]
+    assert found["pressure"]["linked"]["completion"] > 0
 
 
 async def test_workflows_without_stock_engines_measure_the_other_ways(benches: Bench) -> None:

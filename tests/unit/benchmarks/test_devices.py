@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from flashmoa_bench.devices.check import (
     show,
     slowdown_differences,
 )
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import (
     check_keeps_up,
+    common_slowdown,
     counted_since,
     device_environment,
     served_model,
 )
+from flashmoa_bench.prefill import asyncep
 from rich.console import Console
 
 from flashmoa.engine import EngineError
@@ -33,7 +37,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 def test_engines_are_on_the_device_of_the_command_line() -> None:
     arguments = parse("--device", "h200_sxm", "--device-tp", "2", "--device-slowdown", "4")
-    assert device_environment(arguments) == {
+    assert device_environment(arguments, "flashmoa") == {
         "FLASHMOA_DEVICE": "h200_sxm",
         "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
         "FLASHMOA_DEVICE_TP": "2",
@@ -46,7 +50,46 @@ def test_engines_are_on_the_device_of_the_command_line() -> None:
 
 
 def test_without_a_device_engines_are_on_this_cpu() -> None:
-    assert device_environment(parse()) == {} and served_model(parse(), Path("tiny")) == "tiny"
+    assert device_environment(parse(), "flashmoa") == {}
+    assert served_model(parse(), Path("tiny")) == "tiny"
+
+
+def test_every_engine_can_have_a_model_of_its_own() -> None:
+    two = parse("--device", "h200_sxm", "--device-model", "small=Qwen/Qwen3-8B", "large=big")
+    models = {
+        engine: device_environment(two, engine)["FLASHMOA_DEVICE_MODEL"]
+        for engine in ("small", "stock_small", "large", "stock_large")
+    }
+    assert set(models.values()) == {"Qwen/Qwen3-8B", "big"}
+    assert models["stock_small"] == models["small"] and models["stock_large"] == "big"
+    with pytest.raises(EngineError, match="no model for the engine medium: add medium=NAME"):
+        device_environment(two, "medium")
+    other = parse("--device", "h200_sxm", "--device-model", "small=Qwen/Qwen3-8B", "big")
+    assert device_environment(other, "medium")["FLASHMOA_DEVICE_MODEL"] == "big"
+
+
+@pytest.mark.anyio
+async def test_the_clock_of_a_slowed_down_gpu_runs_in_its_time() -> None:
+    with clock.slowed_down(4):
+        before, started = clock.now(), time.perf_counter()
+        await clock.sleep_until(before + 0.01)
+        assert clock.now() >= before + 0.01
+        assert time.perf_counter() - started >= 0.04
+        assert (clock.seconds_of(8.0), clock.machine_seconds(8.0)) == (2.0, 32.0)
+    assert clock.seconds_of(8.0) == 8.0
+
+
+def test_engines_that_are_compared_are_slowed_down_alike() -> None:
+    assert common_slowdown({}) == 1
+    assert common_slowdown({"one": device(0), "two": device(0)}) == 2
+    with pytest.raises(EngineError, match="by different factors"):
+        common_slowdown({"one": device(0), "two": device(0) | {"slowdown": 1.0}})
+
+
+def test_asyncep_refuses_a_modelled_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        asyncep.main(["--device", "h200_sxm"])
+    assert "--device knows no time of copying experts" in capsys.readouterr().err
 
 
 def device(overrun: float) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role, _given_urls
+from flashmoa_bench.harness.requests import TimedAnswer
 from flashmoa_bench.harness.rounds import alternate, gaps, percentile
 from flashmoa_bench.linking import (
     ablation,
@@ -24,6 +26,7 @@ from flashmoa_bench.linking import (
 from flashmoa_bench.linking.overlap import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
 from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
+from rich.console import Console
 
 from flashmoa.engine import EngineError
 
@@ -205,12 +208,34 @@ def test_throughput_is_compared_pair_by_pair() -> None:
     assert len(throughput.ratios) == 3
 
 
-def test_latencies_alone_and_beside_streams_are_compared() -> None:
-    alone = [latency.LatencyRound((1.0, 1.0, 2.0), 0.0)]
-    beside = [latency.LatencyRound((2.0, 2.0, 6.0), 30.0)]
-    found = latency.compare(alone, beside)
-    assert (found.median_ratio, found.p99_ratio) == (2, 3)
-    assert found.beside.stream_tokens_per_second == 30
+def test_a_strangers_figures_are_over_all_rounds() -> None:
+    one = TimedAnswer(ids=[1, 2, 3], times=[5.0, 6.0, 8.0])
+    other = TimedAnswer(ids=[1, 2], times=[1.0, 2.0])
+    rounds = [
+        latency.LoadRound([one], [4.0], [7.0]),
+        latency.LoadRound([one, other], [4.0, 2.0], [9.0]),
+    ]
+    found = latency.summarise(rounds)
+    # The time from one answer to the next is no gap.
+    assert (found.gap, found.longest_gap) == (1.0, 2.0)
+    assert (found.completion, found.answers) == (4.0, 3)
+    assert (found.pipeline, found.pipeline_p99) == (8.0, 9.0)
+    alone = latency.summarise([latency.LoadRound([one], [4.0], [])])
+    assert alone.pipeline is None
+    console = Console(width=160, record=True)
+    linked = replace(found, pipeline_p99=9.9)
+    latency.show({"stock": found, "linked": linked, "alone": alone}, console)
+    assert "9.90 (1.10x)" in console.export_text()
+
+
+def test_pipelines_arrive_evenly_and_need_more_than_the_pool() -> None:
+    load = latency.Load(
+        pipelines=8, at_once=4, prefix=100, upstream=40, output=10, tps=20, tokens=16
+    )
+    pipelines = load.make_pipelines(random.Random(0), 3.0)
+    assert [pipeline.started for pipeline in pipelines[:3]] == [3.0, 3.5, 4.0]
+    assert pipelines[0].prefix != pipelines[1].prefix
+    assert load.pool_tokens(1) - load.pool_tokens(2) == 4 * (100 + 40 + 10 + 10) / 2
 
 
 def test_urls_must_be_given_for_all_engines_that_are_not_optional() -> None:

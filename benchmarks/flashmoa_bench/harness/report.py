@@ -118,6 +118,11 @@ class Report:
         return {name: gpu for name, gpu in gpus.items() if gpu}
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """Return the options of the command line, as the file of ``--json`` has them."""
+        return self._document["settings"]
+
+    @property
     def engines(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the recorded settings of the engines, by the engines' names."""
         return self._document.get("engines", {})
@@ -143,17 +148,22 @@ class Report:
         Raises: EngineError if this machine was too slow for the modelled GPUs. The file is written
             all the same, and has the counts of the forwards that were too late.
         """
-        file: Path | None = self._arguments.json
-        if file is not None:
-            self._write(file, results)
+        self.write(results)
+        if self._arguments.json is not None:
+            self.console.print(f"The same as JSON: {self._arguments.json}")
         check_keeps_up(self._devices)
 
-    def _write(self, file: Path, results: dict[str, Any]) -> None:
+    def write(self, results: dict[str, Any]) -> None:
+        """Write what there is so far to the file of ``--json``, if it is given."""
+        file: Path | None = self._arguments.json
+        if file is None:
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         self._document["load"]["after"] = os.getloadavg()
         document = {**self._document, "results": results}
-        file.write_text(json.dumps(document, indent=2) + "\n")
-        self.console.print(f"The same as JSON: {file}")
+        scratch = file.with_name(f"{file.name}.partial")
+        scratch.write_text(json.dumps(document, indent=2) + "\n")
+        scratch.replace(file)
 
 
 def terminal() -> Console:

@@ -19,7 +19,8 @@ from rich.console import Console
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report, make_table
-from flashmoa_bench.linking.pipelines import PipelineRound, Ways, Workload, play_grid
+from flashmoa_bench.linking.grid import Ways, play_grid
+from flashmoa_bench.linking.pipelines import PipelineRound, Workload
 
 # SGLang's default on the paper's GPU; its default on a CPU is smaller. The size decides how many
 # prompts stock SGLang starts at once, and so how often it computes their shared prefix.
@@ -93,8 +94,13 @@ async def _main(arguments: argparse.Namespace) -> None:
     report = Report("ablation", arguments)
     pool = max(workload.pool_tokens for workload in grid)
     async with report.connect(ROLES, pool) as engines:
-        rounds = await play_grid(engines, grid, _VARIANTS, arguments, report.console)
-    rows = [summarise_row(workload, by_way) for workload, by_way in zip(grid, rounds, strict=True)]
+        rows: list[AblationRow] = []
+        played = play_grid(
+            engines, grid, _VARIANTS, arguments.repeats, arguments.seed, report.console
+        )
+        async for workload, rounds, _overrun in played:
+            rows.append(summarise_row(workload, rounds))
+            report.write({"rows": [asdict(row) for row in rows]})
     show(rows, report.console)
     report.save({"rows": [asdict(row) for row in rows]})
 

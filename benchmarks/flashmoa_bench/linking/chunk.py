@@ -16,8 +16,10 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import BadAnswer, EngineClient
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import counted_since, read_device
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
@@ -34,7 +36,8 @@ class ChunkSize:
 
     Attributes:
         chunk: number of tokens of a chunk.
-        seconds: time of each chunk in turn, as measured by the engine.
+        seconds: time of each chunk in turn: of its forwards on a modelled GPU, otherwise as
+            measured by the engine.
         total: median over rounds of the sum over chunks, in seconds.
         over_single_pass: ``total`` over that of the whole context at once.
         last_over_first: time of the last full chunk over that of the first; ``None`` unless there
@@ -87,7 +90,7 @@ async def _measure(
 
 
 async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[float]:
-    """Prefill ``ids`` in chunks, and return the seconds that each took.
+    """Prefill ``ids`` in chunks, and return the seconds that each took on the device.
 
     Raises: BadAnswer if the engine computed a different number of tokens.
     """
@@ -95,6 +98,7 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
     seconds: list[float] = []
     for start in range(0, len(ids), chunk):
         end = min(len(ids), start + chunk)
+        before = await read_device(engine.url)
         done = await engine.prefill_only(input_ids=ids[:end])
         # With a page size above 1, the end of a chunk is computed with the next chunk.
         if abs(done.prefilled_tokens - (end - start)) > max(1, chunk // 4):
@@ -102,7 +106,12 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
                 f"{engine.url} computed {done.prefilled_tokens} tokens for a chunk of "
                 f"{end - start}; does its radix cache work?"
             )
-        seconds.append(done.seconds)
+        if before and (after := await read_device(engine.url)):
+            # The time of the forwards alone, without the request around them.
+            forwards = counted_since(before, after)
+            seconds.append(clock.seconds_of(forwards["device_seconds"]))
+        else:
+            seconds.append(done.seconds)
     return seconds
 
 

@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import anyio
 from rich.box import SIMPLE_HEAD
@@ -24,8 +25,10 @@ from rich.table import Table
 
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.linking import decoding_upstream, heatmap
+from flashmoa_bench.linking.grid import Ways, measured_cells, play_grid
 from flashmoa_bench.linking.overlap import (
     LINKED,
     GridSummary,
@@ -33,7 +36,7 @@ from flashmoa_bench.linking.overlap import (
     summarise_cell,
     summarise_grid,
 )
-from flashmoa_bench.linking.pipelines import Ways, Workload, play_grid
+from flashmoa_bench.linking.pipelines import Workload
 
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
@@ -49,7 +52,7 @@ _WAYS: Ways = {
 _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
 _CONCURRENCY = [1, 2, 4, 8]
-_FULL: _Grid = ([40.0, 80.0, 160.0], [256, 512, 1024, 2048], [32, 64, 96, 128, 192])
+_FULL: _Grid = ([25.0, 50.0, 100.0], [1000, 4000, 8000, 16_000], [32, 64, 128, 256, 400])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,6 +64,18 @@ def main(arguments: Sequence[str]) -> int:
     grid.add_argument("--prefix", type=positive, nargs="+", help="tokens known beforehand")
     grid.add_argument("--upstream", type=positive, nargs="+", help="tokens the upstream writes")
     grid.add_argument("--concurrency", type=positive, nargs="+", help="pipelines at once")
+    grid.add_argument(
+        "--policies",
+        nargs="+",
+        choices=("fcfs", "lpm"),
+        default=["fcfs", "lpm"],
+        help="scheduling policies of stock SGLang to compare with",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only cells that are not in the --json file, which is written after each",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw a heat map")
     decoding_upstream.add_options(parser)
     chosen = parser.parse_args(arguments)
@@ -68,6 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         decoding_upstream.check_options(parser, chosen)
         anyio.run(decoding_upstream.measure, chosen)
         return 0
+    if chosen.resume and not chosen.json:
+        parser.error("--resume needs the --json FILE of the run to resume")
     if chosen.picture and chosen.picture.suffix != ".svg":
         parser.error("--picture writes SVG; give a name that ends in .svg")
     if chosen.tps and min(chosen.tps) <= 0:
@@ -94,22 +111,54 @@ def workloads(arguments: argparse.Namespace) -> list[Workload]:
 async def _main(arguments: argparse.Namespace) -> None:
     grid = workloads(arguments)
     report = Report("handoff", arguments)
-    pool = max(workload.pool_tokens for workload in grid)
-    async with report.connect(ROLES, pool) as engines:
-        # A way whose engine is optional, and is not there, is left out.
-        ways: Ways = {name: (role, way) for name, (role, way) in _WAYS.items() if role in engines}
-        rounds = await play_grid(engines, grid, ways, arguments, report.console)
-    cells = [
-        summarise_cell(workload, by_way) for workload, by_way in zip(grid, rounds, strict=True)
-    ]
+    found = _read_cells(arguments, report)
+    if todo := [workload for workload in grid if workload not in found]:
+        await _measure(todo, found, arguments, report)
+    cells = [found[workload] for workload in grid]
     show(cells, report.console)
     if arguments.picture:
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
         arguments.picture.write_text(heatmap.draw(cells, "Speed-up: T sequential / T linked"))
         report.console.print(f"Heat map: {arguments.picture}")
-    report.save(
-        {"cells": [asdict(cell) for cell in cells], "summary": asdict(summarise_grid(cells))},
-    )
+    if todo:
+        report.save(_to_results(list(found.values())))
+
+
+async def _measure(
+    grid: Sequence[Workload],
+    found: dict[Workload, HandoffCell],
+    arguments: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Measure the workloads, and write all that is found after each."""
+    pool = max(workload.pool_tokens for workload in grid)
+    names = [*arguments.policies, LINKED]
+    roles = [role for role in ROLES if role.name in {_WAYS[name][0] for name in names}]
+    async with report.connect(roles, pool) as engines:
+        # A way whose engine is optional, and is not there, is left out.
+        ways: Ways = {name: _WAYS[name] for name in names if _WAYS[name][0] in engines}
+        played = play_grid(engines, grid, ways, arguments.repeats, arguments.seed, report.console)
+        async for workload, rounds, overrun in played:
+            found[workload] = summarise_cell(workload, rounds, overrun)
+            report.write(_to_results(list(found.values())))
+
+
+def _to_results(cells: Sequence[HandoffCell]) -> dict[str, Any]:
+    return {"cells": [asdict(cell) for cell in cells], "summary": asdict(summarise_grid(cells))}
+
+
+def _read_cells(arguments: argparse.Namespace, report: Report) -> dict[Workload, HandoffCell]:
+    """Return the cells that are measured already; one that overran is measured again."""
+    if not arguments.resume:
+        return {}
+    rows = measured_cells(arguments.json, report.settings)
+    cells: dict[Workload, HandoffCell] = {}
+    for row in rows:
+        fields: dict[str, Any] = {**row, "workload": Workload(**row["workload"])}
+        cell = HandoffCell(**fields)
+        if cell.overrun <= TOLERATED_SHARE:
+            cells[cell.workload] = cell
+    return cells
 
 
 def show(cells: Sequence[HandoffCell], console: Console) -> None:

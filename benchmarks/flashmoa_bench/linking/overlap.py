@@ -29,6 +29,7 @@ class HandoffCell:
         hidden: time that linking hides, T_seq - T_linked.
         hidden_fraction: ``hidden`` over ``bound``; ``None`` unless the bound is above 0.
         late_tokens: prompt tokens left to compute when B's request came, linked.
+        overrun: share of a modelled GPU's time by which forwards were computed too late.
     """
 
     workload: Workload
@@ -41,6 +42,7 @@ class HandoffCell:
     hidden: float
     hidden_fraction: float | None
     late_tokens: float
+    overrun: float = 0.0
 
     @property
     def sequential(self) -> float:
@@ -53,7 +55,7 @@ class HandoffCell:
 
 
 def summarise_cell(
-    workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]
+    workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]], overrun: float = 0.0
 ) -> HandoffCell:
     """Summarise the rounds of one workload; ``rounds`` are by way, ``linked`` among them."""
     seconds = {way: median(each.seconds for each in group) for way, group in rounds.items()}
@@ -75,6 +77,7 @@ def summarise_cell(
         hidden=hidden,
         hidden_fraction=hidden / bound if bound > 0 else None,
         late_tokens=median(each.late_tokens for each in rounds[LINKED]),
+        overrun=overrun,
     )
 
 

@@ -6,21 +6,16 @@ does. So one engine suffices, and only B, the downstream agent, is measured.
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import mean
 from typing import Literal
 
-from rich.console import Console
-
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, ask_batch, random_ids
-from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
+from flashmoa_bench.harness.rounds import run_concurrently
 
 PipelineWay = Literal["sequential", "batch", "linked"]
 SUFFIX_TOKENS = 10
@@ -176,39 +171,3 @@ async def _measure_floor(
         return (await ask(engine, prompt, 1)).first - started
 
     return mean(await run_concurrently(run, pipelines))
-
-
-# The engine's role and how its pipelines are played, by the name of the table's column.
-Ways = Mapping[str, tuple[str, PipelineWay]]
-Rounds = dict[str, list[PipelineRound]]
-
-
-async def play_grid(
-    engines: Engines,
-    grid: Sequence[Workload],
-    ways: Ways,
-    arguments: argparse.Namespace,
-    console: Console,
-) -> list[Rounds]:
-    """Play each workload in every way, in turns, after a warm-up that is not counted.
-
-    Returns: for each workload, its rounds by way.
-    """
-    dice = random.Random(arguments.seed)
-
-    async def run(name: str, workload: Workload) -> PipelineRound:
-        role, way = ways[name]
-        return await play(engines[role], workload, dice, way)
-
-    with RoundPlayer(console, arguments.repeats, len(grid) * len(ways)) as player:
-        largest = max(grid, key=lambda workload: workload.pool_tokens)
-        for name in ways:
-            await run(name, largest)
-        return [
-            await player.play(
-                list(ways),
-                partial(run, workload=workload),
-                f"{workload.label} C={workload.concurrency}",
-            )
-            for workload in grid
-        ]

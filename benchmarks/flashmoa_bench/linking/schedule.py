@@ -60,6 +60,7 @@ class AgentProfile:
 
 
 WorkflowKind = tuple[AgentProfile, ...]
+Kinds = Sequence[WorkflowKind]
 # The kinds differ in length, so that there is a shortest job to put first.
 KINDS: tuple[WorkflowKind, ...] = (
     (AgentProfile(96, 16), AgentProfile(192, 8), AgentProfile(128, 16)),
@@ -112,6 +113,14 @@ def main(arguments: Sequence[str]) -> int:
         default="shared",
         help="whether workflows of a kind share their agents' fixed prefixes",
     )
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        default=1,
+        metavar="F",
+        help="factor of the lengths of prompts and answers; with 5 the longest prompts are as long "
+        "as the paper's guide",
+    )
     anyio.run(_main, parser.parse_args(arguments))
     return 0
 
@@ -120,17 +129,26 @@ async def _main(arguments: argparse.Namespace) -> None:
     report = Report("schedule", arguments)
     limit = ("--max-running-requests", str(arguments.max_running_requests))
     roles = [replace(role, arguments=(*role.arguments, *limit)) for role in ROLES]
-    pool = pool_tokens(max(arguments.concurrency))
+    kinds = scale_kinds(arguments.lengths)
+    pool = pool_tokens(max(arguments.concurrency), kinds)
     async with report.connect(roles, pool) as engines:
-        rounds = await _measure(engines, arguments, report.console)
+        rounds = await _measure(engines, kinds, arguments, report.console)
     rows = [row for count, by_way in rounds.items() for row in summarise(count, by_way)]
     show(rows, report.console)
-    kinds = [[asdict(agent) for agent in kind] for kind in KINDS]
-    report.save({"rows": [asdict(row) for row in rows], "kinds": kinds})
+    agents = [[asdict(agent) for agent in kind] for kind in kinds]
+    report.save({"rows": [asdict(row) for row in rows], "kinds": agents})
+
+
+def scale_kinds(factor: int) -> Kinds:
+    """Return the kinds of workflows with all lengths times ``factor``."""
+    return [
+        tuple(AgentProfile(factor * agent.prefix, factor * agent.output) for agent in kind)
+        for kind in KINDS
+    ]
 
 
 async def _measure(
-    engines: Engines, arguments: argparse.Namespace, console: Console
+    engines: Engines, kinds: Kinds, arguments: argparse.Namespace, console: Console
 ) -> dict[int, dict[str, list[list[float]]]]:
     """Return workflow latencies in seconds, by concurrency, way and round."""
     dice = random.Random(arguments.seed)
@@ -139,7 +157,7 @@ async def _measure(
     async def run(way: str, count: int) -> list[float]:
         role, linked = _WAYS[way]
         seconds: list[float] = []
-        for batch in make_batches(count, dice, shared=shared):
+        for batch in make_batches(count, dice, kinds, shared=shared):
             seconds += await play(engines[role], batch, linked=linked)
         return seconds
 
@@ -153,10 +171,12 @@ async def _measure(
         }
 
 
-def make_batches(count: int, dice: random.Random, *, shared: bool) -> list[list[WorkflowCalls]]:
+def make_batches(
+    count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
+) -> list[list[WorkflowCalls]]:
     """Make batches of ``count`` workflows; as many batches as it takes for every kind to occur."""
-    batch_count = max(1, -(-len(KINDS) // count))
-    workflows = make_workflows(count * batch_count, dice, shared=shared)
+    batch_count = max(1, -(-len(kinds) // count))
+    workflows = make_workflows(count * batch_count, dice, kinds, shared=shared)
     return [workflows[i : i + count] for i in range(0, len(workflows), count)]
 
 
@@ -198,17 +218,19 @@ def show(rows: Sequence[ScheduleRow], console: Console) -> None:
     console.print("paper: Figure 9, other workflows on A100s; it gives means only.\n")
 
 
-def make_workflows(count: int, dice: random.Random, *, shared: bool) -> list[WorkflowCalls]:
+def make_workflows(
+    count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
+) -> list[WorkflowCalls]:
     """Make ``count`` workflows with fresh tokens, the kinds in turn.
 
     Args:
         shared: whether workflows of a kind have the same prefixes, as agents of one role do.
     """
-    prefixes_of_kinds = [_make_prefixes(kind, dice) for kind in KINDS]
+    prefixes_of_kinds = [_make_prefixes(kind, dice) for kind in kinds]
     workflows: list[WorkflowCalls] = []
     for number in range(count):
-        kind = KINDS[number % len(KINDS)]
-        prefixes = prefixes_of_kinds[number % len(KINDS)] if shared else _make_prefixes(kind, dice)
+        kind = kinds[number % len(kinds)]
+        prefixes = prefixes_of_kinds[number % len(kinds)] if shared else _make_prefixes(kind, dice)
         task = random_ids(dice, _TASK_TOKENS)
         calls = [
             AgentCall(prefix, random_ids(dice, _SUFFIX_TOKENS), agent.output)
@@ -223,9 +245,9 @@ def _make_prefixes(kind: WorkflowKind, dice: random.Random) -> list[list[int]]:
     return [random_ids(dice, agent.prefix) for agent in kind]
 
 
-def pool_tokens(count: int) -> int:
+def pool_tokens(count: int, kinds: Kinds) -> int:
     """Return the most tokens of KV that ``count`` workflows at once can need."""
-    most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in KINDS)
+    most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in kinds)
     return 4096 + count * most
 
 

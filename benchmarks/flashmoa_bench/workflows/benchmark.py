@@ -57,6 +57,8 @@ class WorkflowRow:
             mean over copies.
         response: the same for the time from the last token that the last agents had to wait for to
             their own last one.
+        least: seconds in which the agents on the critical path decode, in the way in which they
+            decode fastest: no linking can be faster.
         same_texts: number of texts that are the same as in the first round of the first way.
         texts: number of all texts.
         paper: FlashAgents' latency over its baseline's; ``None`` if the paper does not have it.
@@ -66,6 +68,7 @@ class WorkflowRow:
     copies: int
     seconds: dict[WorkflowWay, float]
     response: dict[WorkflowWay, float]
+    least: float
     same_texts: int
     texts: int
     paper: float | None
@@ -166,6 +169,7 @@ def _make_row(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> W
         copies,
         seconds=middle(lambda run: run.seconds),
         response=middle(lambda run: run.response),
+        least=min(middle(lambda run: run.decoding).values()),
         same_texts=sum(comparisons),
         texts=len(comparisons),
         paper=workflow.paper.get(copies),
@@ -180,6 +184,7 @@ def show(rows: Sequence[WorkflowRow], console: Console) -> None:
     for way in ways:
         console.print(f"  {way}: {WAYS[way]}", highlight=False)
     console.print(
+        f"  least: what the agents on the critical path decode; no linking can be faster.\n"
         f"  in brackets: over {base}. paper: FlashAgents, Figure 7, over a baseline that runs "
         "one agent at a time.\n",
         highlight=False,
@@ -196,13 +201,14 @@ def show(rows: Sequence[WorkflowRow], console: Console) -> None:
 def _latency_table(
     rows: Sequence[WorkflowRow], ways: Sequence[WorkflowWay], base: WorkflowWay
 ) -> Table:
-    columns = ("workflow", "N", *ways, "linked/sequential", "paper")
+    columns = ("workflow", "N", *ways, "least", "linked/sequential", "paper")
     table = make_table("End to end, seconds", *columns, left=("workflow",), box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(
             row.workflow,
             str(row.copies),
             *(_format_cell(row.seconds.get(way), row.relative(way, base)) for way in ways),
+            _format_cell(row.least, row.least / row.seconds[base] if base in row.seconds else None),
             _format_change(row.relative("linked", "sequential")),
             _format_change(row.paper),
         )

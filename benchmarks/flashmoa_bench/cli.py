@@ -32,6 +32,9 @@ BENCHMARKS = {
         "linking.handoff",
         "time from one agent's first token to the next agent's (FlashAgents §6.1)",
     ),
+    "handoff_profile": Benchmark(
+        "linking.profile", "where the time from an agent's last token to the next's first goes"
+    ),
     "ablation": Benchmark(
         "linking.ablation", "what streaming and the intra-turn cache each contribute (Table 1)"
     ),
@@ -116,7 +119,7 @@ def _engine_problems(error: BaseException) -> list[str] | None:
 
 
 def _usage() -> str:
-    lines = "".join(f"  {name:12}  {bench.about}\n" for name, bench in BENCHMARKS.items())
+    lines = "".join(f"  {name:15}  {bench.about}\n" for name, bench in BENCHMARKS.items())
     return (
         "usage: flashmoa bench NAME [options]\n\n"
         f"{lines}\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the "

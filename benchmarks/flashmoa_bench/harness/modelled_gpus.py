@@ -40,10 +40,10 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--device-slowdown",
-        type=float,
+        type=_slowdown,
         default=1.0,
         metavar="K",
-        help="factor of all times of the GPU, for a machine that does not keep up",
+        help="factor of all times of the GPU, for a machine that does not keep up; at least 1",
     )
     group.add_argument(
         "--device-computes",
@@ -51,6 +51,18 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         default="hash",
         help="where tokens come from: a hash of the context, which is cheap, or the tiny model",
     )
+
+
+def _slowdown(text: str) -> float:
+    """Parse a factor. Raises: argparse.ArgumentTypeError if it is below 1.
+
+    A faster GPU would shorten a run, but not what HTTP takes and how far apart requests arrive. So
+    it would change which requests meet in a batch.
+    """
+    factor = float(text)
+    if factor < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return factor
 
 
 def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, str]:

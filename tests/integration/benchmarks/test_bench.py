@@ -58,6 +58,17 @@ async def test_handoff_measures_the_grid_and_draws_a_picture(
     assert picture.read_text().startswith("<svg")
 
 
+async def test_handoff_resumes_what_is_measured(
+    benches: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ["--tps", "200", "--prefix", "64", "--upstream", "20", "--policies", "fcfs"]
+    roles = ["stock", "flashmoa"]
+    first = await benches.run("handoff", roles, *grid, "--concurrency", "1")
+    both = await benches.run("handoff", roles, *grid, "--concurrency", "1", "2", "--resume")
+    assert both["cells"][0] == first["cells"][0]
+    assert [cell["workload"]["concurrency"] for cell in both["cells"]] == [1, 2]
+
+
 async def test_ablation_measures_every_variant(benches: Bench) -> None:
     small = ["--prefix", "100", "--pipelines", "2", "--tps", "100", "--upstream", "40"]
     found = await benches.run("ablation", ["stock", "streaming", "flashmoa"], *small)

@@ -1,0 +1,95 @@
+"""Test how grids of workloads are played and resumed, and where the time of a handoff goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.linking import handoff, profile
+from flashmoa_bench.linking.grid import measured_cells, play_cell
+from flashmoa_bench.linking.pipelines import PipelineRound
+from flashmoa_bench.linking.schedule import KINDS, scale_kinds
+from flashmoa_bench.workflows.ways import decoding_seconds
+
+from flashmoa.engine import EngineError
+
+pytestmark = pytest.mark.anyio
+
+
+class Clockwork:
+    """Plays rounds whose times are given, and notes the ways in the order of their rounds."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = {"a": list(seconds), "b": list(seconds)}
+        self.order: list[str] = []
+
+    async def run(self, way: str) -> PipelineRound:
+        self.order.append(way)
+        return PipelineRound(self._seconds[way].pop(0), 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "played"),
+    [((1.0, 1.0, 1.004, 9.0), 3), ((1.0, 1.2, 1.0, 1.0), 4)],
+)
+async def test_rounds_that_agree_end_a_cell(seconds: tuple[float, ...], played: int) -> None:
+    clockwork = Clockwork(*seconds)
+    rounds = await play_cell(["a", "b"], clockwork.run, 4, side_by_side=False)
+    assert [len(each) for each in rounds.values()] == [played, played]
+    assert clockwork.order[:4] == ["a", "b", "b", "a"]
+
+
+async def test_ways_side_by_side_play_as_many_rounds() -> None:
+    clockwork = Clockwork(1.0)
+    rounds = await play_cell(["a", "b"], clockwork.run, 1, side_by_side=True)
+    assert [len(each) for each in rounds.values()] == [1, 1]
+
+
+def test_a_run_resumes_only_one_with_the_same_options(tmp_path: Path) -> None:
+    file = tmp_path / "cells.json"
+    assert measured_cells(file, {}) == []
+    settings = {"device": "h200_sxm", "repeats": 3}
+    file.write_text(json.dumps({"settings": settings, "results": {"cells": [{"late": 1}]}}))
+    assert measured_cells(file, {**settings, "repeats": 5}) == [{"late": 1}]
+    with pytest.raises(EngineError, match="run with other --device: give another --json"):
+        measured_cells(file, {**settings, "device": "a100_sxm"})
+    file.write_text(json.dumps({"settings": settings, "results": {"rows": []}}))
+    with pytest.raises(EngineError, match="holds no cells"):
+        measured_cells(file, settings)
+
+
+def test_handoff_resumes_from_a_file_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        handoff.main(["--resume"])
+    assert "--resume needs the --json FILE" in capsys.readouterr().err
+
+
+def test_a_gpu_cannot_be_faster_than_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    parser: argparse.ArgumentParser = make_parser("any", None, [Role("flashmoa", plugin=True)])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--device-slowdown", "0.5"])
+    assert "must be at least 1, not 0.5" in capsys.readouterr().err
+
+
+def test_the_stages_of_a_handoff_add_up() -> None:
+    moments = {name: 10.0 + place for place, name in enumerate(profile.STAGES.values())}
+    times = profile.stages(9.5, moments)
+    assert list(times.values()) == [0.5, 1, 1, 1, 1, 1, 1, 6.5]
+
+
+def test_no_linking_is_faster_than_what_the_critical_path_decodes() -> None:
+    chain = {"one": (2.0, 5.0), "two": (6.0, 9.0), "three": (9.5, 10.0)}
+    # The first agent's prompt is prefilled from 1.0 to 2.0.
+    assert decoding_seconds(chain, 1.0) == 1.0 + 3.0 + 3.0 + 0.5
+    fan = {"slow": (2.0, 8.0), "fast": (2.0, 4.0), "reader": (9.0, 10.0)}
+    assert decoding_seconds(fan, 1.0) == 1.0 + 6.0 + 1.0
+
+
+def test_workflows_are_longer_by_a_factor() -> None:
+    longer = scale_kinds(5)
+    assert longer[2][1].prefix == 5 * KINDS[2][1].prefix == 3840
+    assert [len(kind) for kind in longer] == [len(kind) for kind in KINDS]

@@ -19,13 +19,10 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient
 from flashmoa.moa import (
     AggregationPrompt,
     EarlyExit,
     Embedder,
-    EngineEmbedder,
-    LocalEmbedder,
     MixtureFailed,
     Schedule,
 )
@@ -37,6 +34,7 @@ from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, progress_bar
 from flashmoa_bench.harness.rounds import alternate, run_concurrently
+from flashmoa_bench.moa.embedding import make_embedder
 from flashmoa_bench.moa.scores import ScoredAnswer, summarise
 from flashmoa_bench.moa.tables import show
 from flashmoa_bench.moa.ways import WAYS, MixtureOutcome, MixtureSetup, MixtureWay
@@ -163,7 +161,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         reporting: set[str] = {
             each["url"] for each in report.engines.values() if each.get("enable_cache_report")
         }
-        embedder = await _make_embedder(arguments, stack)
+        embedder = await make_embedder(arguments, stack)
         setup = _make_setup(engines, arguments, embedder, reporting)
         ways: list[MixtureWay] = [way for way in setup.ways if way in arguments.ways]
         items = _load_items(arguments)
@@ -175,13 +173,6 @@ async def _main(arguments: argparse.Namespace) -> None:
     rows = summarise(timed, scored, _BASE, _BASE_FIRST)
     show(rows, report.console)
     report.save({"questions": len(items), "rows": [asdict(row) for row in rows]})
-
-
-async def _make_embedder(arguments: argparse.Namespace, stack: AsyncExitStack) -> Embedder:
-    if arguments.embedding_url is None:
-        return LocalEmbedder()
-    engine = EngineClient(arguments.embedding_url)
-    return EngineEmbedder(await stack.enter_async_context(engine))
 
 
 def _make_setup(

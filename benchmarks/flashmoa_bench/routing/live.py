@@ -21,6 +21,7 @@ from flashmoa.router.blocks import BLOCK_TOKENS, token_blocks
 from flashmoa.router.flops import TokenCount, saturation
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.modelled_gpus import common_slowdown, read_device
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.prefill.mix import MixRequest
@@ -79,8 +80,16 @@ async def measure(options: argparse.Namespace) -> None:
     """Measure every router in turn, print the table and write the report."""
     report = Report("router", options)
     report.print_head()
+    devices = {url: device for url in options.engine if (device := await read_device(url))}
+    with clock.slowed_down(common_slowdown(devices)):
+        rows = await _measure_rounds(options, report)
+    show(rows, report.console)
+    report.save({"rows": [asdict(row) for row in rows]})
+
+
+async def _measure_rounds(options: argparse.Namespace, report: Report) -> list[RouterRow]:
     rows: list[RouterRow] = []
-    async with httpx.AsyncClient(timeout=300) as http:
+    async with httpx.AsyncClient(timeout=clock.machine_seconds(300)) as http:
         for number in range(options.rounds):
             prompts = make_prompts(options, options.seed + number)
             # Each round begins with another router, so that none is always measured first.
@@ -94,8 +103,7 @@ async def measure(options: argparse.Namespace) -> None:
                     f"round {number}, {name}: {row.seconds:.1f} s", highlight=False
                 )
             rows += await _simulate(http, prompts, options, number)
-    show(rows, report.console)
-    report.save({"rows": [asdict(row) for row in rows]})
+    return rows
 
 
 def make_prompts(options: argparse.Namespace, seed: int) -> list[str]:

@@ -25,16 +25,17 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
-from flashmoa.engine.tiny_models import tiny_model
-from flashmoa_bench.harness.command_line import make_parser, positive
-from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
-from flashmoa_bench.harness.modelled_gpus import (
+from flashmoa.engine.modelled_gpus import (
     TOLERATED_SHARE,
     check_keeps_up,
     environment_of,
     overrun_share,
     read_device,
 )
+from flashmoa.engine.tiny_models import tiny_model
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
+from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
 
@@ -205,7 +206,7 @@ async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) ->
     overrun = overrun_share(device)
     if overrun > TOLERATED_SHARE and slowdown < _SLOWEST:
         return await _play(engines, model, row, 2 * slowdown)
-    check_keeps_up({row.name: device})
+    check_keeps_up({row.name: device}, SLOWDOWN_OPTION)
     return Compared(row, ttft / slowdown, tpot / slowdown, slowdown, overrun)
 
 

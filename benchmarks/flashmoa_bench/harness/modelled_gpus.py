@@ -1,4 +1,4 @@
-"""Let a benchmark's engines take the time of a GPU that is modelled, and check that they could."""
+"""Read which modelled GPU a benchmark's engines take the time of from its command line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from flashmoa.engine.modelled_gpus import environment_of
 from flashmoa.errors import EngineError
 
-# A run in which a larger share of the GPU's time was overrun is no measurement.
-TOLERATED_SHARE = 0.01
+SLOWDOWN_OPTION = "--device-slowdown"
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +37,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         help="precision of the weights",
     )
     group.add_argument(
-        "--device-slowdown",
+        SLOWDOWN_OPTION,
         type=_slowdown,
         default=1.0,
         metavar="K",
@@ -93,23 +91,6 @@ def _model_of(engine: str, names: Sequence[str]) -> str:
     )
 
 
-def environment_of(
-    gpu: str,
-    model: str,
-    tensor_parallel: int = 1,
-    slowdown: float = 1.0,
-    weights: str = "bfloat16",
-) -> dict[str, str]:
-    """Return the environment of an engine that takes the time of this GPU."""
-    return {
-        "FLASHMOA_DEVICE": gpu,
-        "FLASHMOA_DEVICE_MODEL": model,
-        "FLASHMOA_DEVICE_TP": str(tensor_parallel),
-        "FLASHMOA_DEVICE_SLOWDOWN": str(slowdown),
-        "FLASHMOA_DEVICE_WEIGHTS": weights,
-    }
-
-
 def served_model(arguments: argparse.Namespace, model: Path) -> str:
     """Return what an engine serves in place of a tiny model."""
     return f"hash:{model}" if computes_hashes(arguments) else str(model)
@@ -121,26 +102,6 @@ def computes_hashes(arguments: argparse.Namespace) -> bool:
     Such engines have no log-probabilities.
     """
     return bool(getattr(arguments, "device", None)) and arguments.device_computes == "hash"
-
-
-async def read_device(url: str) -> dict[str, Any] | None:
-    """Return what an engine says of its modelled GPU: name, forwards, overruns and times.
-
-    Return ``None`` if it has none.
-    """
-    async with httpx.AsyncClient(timeout=60) as http:
-        try:
-            answer = await http.get(f"{url}/server_info")
-            states: list[dict[str, Any]] = answer.json().get("internal_states") or [{}]
-        except (httpx.TransportError, ValueError):
-            return None
-    return states[0].get("modelled_gpu")
-
-
-def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an engine says of its modelled GPU, with counts since it was asked ``before``."""
-    counts = ("forwards", "overruns", "device_seconds", "overrun_seconds")
-    return {**device, **{name: device[name] - before[name] for name in counts}}
 
 
 def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:
@@ -155,28 +116,3 @@ def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:
             "all of them with the same --flashmoa-device-slowdown"
         )
     return next(iter(factors.values()), 1.0)
-
-
-def overrun_share(device: Mapping[str, Any]) -> float:
-    """Return the share of a GPU's time by which forwards were computed too late."""
-    return device["overrun_seconds"] / max(device["device_seconds"], 1e-9)
-
-
-def check_keeps_up(devices: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that forwards were computed within the time of the modelled GPUs.
-
-    Args:
-        devices: what the engines said of them, by the engines' names.
-
-    Raises: EngineError if more than 1 % of a GPU's time was overrun; the message proposes a
-        slowdown.
-    """
-    for name, device in devices.items():
-        share = overrun_share(device)
-        if share > TOLERATED_SHARE:
-            raise EngineError(
-                f"this machine is too slow for {device['name']}: the engine {name} computed "
-                f"{device['overruns']} of {device['forwards']} forwards too late, {share:.1%} of "
-                f"the GPU's time; at most {TOLERATED_SHARE:.0%} is a measurement. "
-                f"Give --device-slowdown {2 * device['slowdown']:g}, or run nothing else here."
-            )

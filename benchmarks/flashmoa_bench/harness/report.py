@@ -29,14 +29,10 @@ from rich.progress import (
 from rich.table import Table
 
 from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since, read_device
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
-from flashmoa_bench.harness.modelled_gpus import (
-    check_keeps_up,
-    common_slowdown,
-    counted_since,
-    read_device,
-)
+from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION, common_slowdown
 
 # The settings of SGLang that explain a result.
 _SETTINGS = (
@@ -151,7 +147,7 @@ class Report:
         self.write(results)
         if self._arguments.json is not None:
             self.console.print(f"The same as JSON: {self._arguments.json}")
-        check_keeps_up(self._devices)
+        check_keeps_up(self._devices, SLOWDOWN_OPTION)
 
     def write(self, results: dict[str, Any]) -> None:
         """Write what there is so far to the file of ``--json``, if it is given."""

@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from flashmoa.engine.modelled_gpus import read_device
 from flashmoa.router.blocks import BLOCK_TOKENS, token_blocks
 from flashmoa.router.flops import TokenCount, saturation
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
-from flashmoa_bench.harness.modelled_gpus import common_slowdown, read_device
+from flashmoa_bench.harness.modelled_gpus import common_slowdown
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.prefill.mix import MixRequest

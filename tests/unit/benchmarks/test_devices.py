@@ -19,9 +19,7 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import (
-    check_keeps_up,
     common_slowdown,
-    counted_since,
     device_environment,
     served_model,
 )
@@ -29,6 +27,7 @@ from flashmoa_bench.prefill import asyncep
 from rich.console import Console
 
 from flashmoa.engine import EngineError
+from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -104,15 +103,15 @@ def device(overrun: float) -> dict[str, Any]:
 
 
 def test_a_run_that_overran_is_refused_and_a_slowdown_proposed() -> None:
-    check_keeps_up({"one": device(0.1), "two": device(0.0)})
+    check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
     with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
-        check_keeps_up({"one": device(0.1), "two": device(0.3)})
+        check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
 
 
 def test_what_an_engine_computed_before_the_run_does_not_count() -> None:
     during = counted_since(device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150})
     assert (during["forwards"], during["overruns"], during["device_seconds"]) == (50, 0, 20.0)
-    check_keeps_up({"one": during})
+    check_keeps_up({"one": during}, "--device-slowdown")
 
 
 def test_rows_are_spread_over_what_was_measured() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from flashmoa.cli import bench, doctor, moa, router, score, serve, trace
+from flashmoa.cli import bench, doctor, moa, plan, router, score, serve, trace
 
 _COMMANDS = {
     "serve": serve.main,
     "bench": bench.main,
+    "plan": plan.main,
     "trace": trace.main,
     "doctor": doctor.main,
     "moa": moa.main,
@@ -18,6 +19,7 @@ _COMMANDS = {
 _USAGE = """\
 usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa bench NAME [options]
+       flashmoa plan FILE [--engines N] [--gpu GPU] [--model NAME] [options]
        flashmoa trace FILE [--html FILE] [--perfetto FILE]
        flashmoa doctor [--engine URL]
        flashmoa moa serve CONFIG.toml
@@ -27,6 +29,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
 
   serve   start an SGLang server with FlashMoA's plugin, on a GPU or on the CPU
   bench   measure FlashMoA against stock SGLang; flashmoa bench --help lists the benchmarks
+  plan    run a team on modelled GPUs, to see what linking it would save; needs no GPU
   trace   show a run that link(team, trace=FILE) has recorded
   moa     serve a Mixture-of-Agents as one model of the OpenAI API
   score   compute how likely given answers are, for each line of a file, without decoding

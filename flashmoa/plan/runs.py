@@ -1,0 +1,218 @@
+"""Run a team on modelled engines, unlinked and linked in turn (``TeamRunner``)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from autogen_agentchat.teams import BaseGroupChat
+from autogen_core.models import ChatCompletionClient
+
+from flashmoa._concurrency import all_of
+from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine.modelled_gpus import counted_since, read_device
+from flashmoa.observe import Event
+from flashmoa.observe.calls import Call, calls
+from flashmoa.plan.errors import PlanError
+from flashmoa.plan.team_file import TeamFile
+from flashmoa.plan.team_members import Caller, check_plannable, find_callers
+
+Way = Literal["unlinked", "linked"]
+WAYS: tuple[Way, Way] = ("unlinked", "linked")
+
+
+@dataclass(frozen=True, slots=True)
+class TeamRun:
+    """One run of one copy of the team; ``seconds`` is the time from its start to its end."""
+
+    copy: int
+    seconds: float
+    events: tuple[Event, ...]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The agents' calls, in the order in which they began."""
+        return calls(self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All copies of the team, run at once on empty caches.
+
+    Attributes:
+        seconds: time from the start to the end of the last copy.
+        devices: what each engine says of its modelled GPU, counted during this round.
+    """
+
+    way: Way
+    seconds: float
+    runs: Sequence[TeamRun]
+    devices: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TeamRunner:
+    """Runs copies of a user's team on modelled engines.
+
+    Args:
+        engines: clients of the engines.
+        names: the engines' names in events.
+        placement: the number of each agent's engine.
+        lengths: how many tokens each agent writes.
+        max_turns: replaces the team's own limit; ``None`` leaves it.
+    """
+
+    file: TeamFile
+    task: str
+    engines: Sequence[EngineClient]
+    names: Sequence[str]
+    placement: Mapping[str, int]
+    lengths: Mapping[str, int]
+    max_turns: int | None = None
+
+    async def play(self, way: Way, copies: int) -> Round:
+        """Run the copies at once; with several, each one's task has the copy's number.
+
+        Raises: PlanError if a copy fails; EngineError if an engine does.
+        """
+        teams = [await self._build() for _ in range(copies)]
+        before = await self.read_devices()
+        for engine in self.engines:
+            await engine.flush_cache()
+        started = time.perf_counter()
+        runs = await all_of(
+            [
+                partial(self._run, way, team, clients, copy if copies > 1 else None)
+                for copy, (team, clients) in enumerate(teams, 1)
+            ]
+        )
+        seconds = time.perf_counter() - started
+        after = await self.read_devices()
+        counted = {name: counted_since(before[name], after[name]) for name in before}
+        return Round(way, seconds, runs, counted)
+
+    async def read_devices(self) -> dict[str, dict[str, Any]]:
+        """Return what each engine says of its modelled GPU, by the engine's name.
+
+        Raises: EngineError if one does not answer, or has none.
+        """
+        devices: dict[str, dict[str, Any]] = {}
+        for name, engine in zip(self.names, self.engines, strict=True):
+            device = await read_device(engine.url)
+            if device is None:
+                raise EngineError(f"{name} ({engine.url}) does not say how its GPU was modelled")
+            devices[name] = device
+        return devices
+
+    async def _build(self) -> tuple[BaseGroupChat, list[ChatCompletionClient]]:
+        """Load the team, and give its agents clients of the modelled engines."""
+        team = (await self.file.load()).team
+        limit_turns(team, self.max_turns)
+        callers = find_callers(team)
+        configured = {id(caller.client): caller.client for caller in callers}
+        for client in configured.values():
+            await client.close()
+        clients: list[ChatCompletionClient] = []
+        for caller in callers:
+            url = self.engines[self.placement[caller.name]].url
+            client = modelled_client(caller, url, self.lengths[caller.name])
+            caller.replace_client(client)
+            clients.append(client)
+        return team, clients
+
+    async def _run(
+        self,
+        way: Way,
+        team: BaseGroupChat,
+        clients: Sequence[ChatCompletionClient],
+        copy: int | None,
+    ) -> TeamRun:
+        events: list[Event] = []
+        names = {engine.url: name for engine, name in zip(self.engines, self.names, strict=True)}
+
+        def listen(event: Event) -> None:
+            events.append(replace(event, engine=names.get(event.engine, event.engine)))
+
+        attached = (link if way == "linked" else watch)(team, listener=listen)
+        task = self.task if copy is None else f"{self.task} This is request {copy}."
+        try:
+            started = time.perf_counter()
+            await team.run(task=task)
+            seconds = time.perf_counter() - started
+            reported = tuple(events)
+        # AutoGen reports whatever an agent raised as a RuntimeError with its traceback.
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise PlanError(f"the team failed in a run that was {way}: {reason}") from error
+        finally:
+            await attached.close()
+            for client in clients:
+                await client.close()
+        return TeamRun(copy or 1, seconds, reported)
+
+
+def limit_turns(team: BaseGroupChat, turns: int | None) -> None:
+    """Let a team end after this many turns; ``None`` leaves it as it is.
+
+    Raises: PlanError if its course depends on what its agents say.
+    """
+    if turns is not None:
+        team._max_turns = turns
+    check_plannable(team)
+
+
+def modelled_client(caller: Caller, url: str, tokens: int) -> FlashMoAChatCompletionClient:
+    """Return a client of a modelled engine for an agent; its answers have ``tokens`` tokens.
+
+    What the agent's own client makes of messages is kept, and arguments for the chat template.
+    """
+    config: dict[str, Any] = getattr(caller.client, "_raw_config", {})
+    kept = {
+        name: config[name]
+        for name in ("add_name_prefixes", "include_name_in_message")
+        if name in config
+    }
+    return FlashMoAChatCompletionClient(
+        model="hash",
+        base_url=url,
+        model_info=caller.client.model_info,
+        merge_user_messages=getattr(caller.client, "_merge_user_messages", False),
+        temperature=0,
+        max_tokens=tokens,
+        extra_body={**(config.get("extra_body") or {}), "ignore_eos": True},
+        **kept,
+    )
+
+
+def different_text(rounds: Sequence[Round]) -> str | None:
+    """Return the name of an agent that answered the same prompt differently, ``None`` if none did.
+
+    Agents that write side by side end in any order, and their readers' prompts have that order. So
+    answers are compared between runs in which the same calls had ended before.
+    """
+    known: dict[tuple[Any, ...], str] = {}
+    for played in rounds:
+        for run in played.runs:
+            for key, text in _texts(run).items():
+                if known.setdefault((run.copy, *key), text) != text:
+                    return key[0]
+    return None
+
+
+def _texts(run: TeamRun) -> dict[tuple[Any, ...], str]:
+    ended = sorted(
+        ((call, call.finished) for call in run.calls if call.finished is not None),
+        key=lambda pair: pair[1].at,
+    )
+    turns = Counter[str]()
+    texts: dict[tuple[Any, ...], str] = {}
+    for call, answer in ended:
+        turns[call.agent] += 1
+        before = tuple(other.agent for other, end in ended if end.at <= call.started.at)
+        texts[call.agent, turns[call.agent], before] = answer.text
+    return texts

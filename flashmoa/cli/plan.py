@@ -19,7 +19,7 @@ from flashmoa.observe.page import page
 
 if TYPE_CHECKING:
     from flashmoa.plan.planning import PlanOptions
-    from flashmoa.plan.report import Summary
+    from flashmoa.plan.report import PlanResult
 
 Number = TypeVar("Number", int, float)
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
@@ -193,7 +193,7 @@ def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     return parse
 
 
-def _write(summary: Summary, parsed: argparse.Namespace, command: Sequence[str]) -> None:
+def _write(summary: PlanResult, parsed: argparse.Namespace, command: Sequence[str]) -> None:
     if parsed.json is not None:
         document = {"command": " ".join(command), **summary.as_json()}
         parsed.json.write_text(json.dumps(document, indent=2) + "\n")

@@ -10,7 +10,7 @@ left, for the last token. There has to be time for it, too: as long as the run h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoa.observe.calls import Call
@@ -25,6 +25,8 @@ class Wait:
         prefill: from the request to its first token: the queue, the prefill and one step.
         avoidable: the part of ``prefill`` that links could hide at most.
         decode: from the first token to the last.
+        is_estimated: whether the answer came in one piece, as of an agent with tools, so that its
+            first token was not seen: then ``decode`` is as many of the engine's steps as tokens.
     """
 
     agent: str
@@ -34,6 +36,7 @@ class Wait:
     prefill: float
     avoidable: float
     decode: float
+    is_estimated: bool = False
 
 
 def critical_path(calls: Sequence[Call]) -> list[Call]:
@@ -50,14 +53,21 @@ def critical_path(calls: Sequence[Call]) -> list[Call]:
     return path[::-1]
 
 
-def waits(calls: Sequence[Call]) -> list[Wait]:
-    """Return what a run waited for in each call of its critical path; see :class:`Wait`."""
+def waits(calls: Sequence[Call], steps: Mapping[str, float]) -> list[Wait]:
+    """Return what a run waited for in each call of its critical path; see :class:`Wait`.
+
+    Args:
+        steps: seconds of a decode step of one request on each engine.
+    """
     turns, turn_of = Counter[str](), dict[str, int]()
     for call in calls:
         turns[call.agent] += 1
         turn_of[call.started.call_id] = turns[call.agent]
     begin = min((call.started.at for call in calls), default=0.0)
-    return [_wait(call, turn_of[call.started.call_id], begin) for call in critical_path(calls)]
+    return [
+        _wait(call, turn_of[call.started.call_id], begin, steps[call.started.engine])
+        for call in critical_path(calls)
+    ]
 
 
 def bound(run: Sequence[Wait]) -> float:
@@ -65,20 +75,24 @@ def bound(run: Sequence[Wait]) -> float:
     return sum(wait.avoidable for wait in run)
 
 
-def _wait(call: Call, turn: int, begin: float) -> Wait:
-    token = _end(call) if call.first_token is None else call.first_token
-    prefill, decode = token - call.started.at, _end(call) - token
-    written = call.usage.completion_tokens if call.usage is not None else 0
-    step = decode / (written - 1) if written > 1 else 0.0
-    avoidable = max(0.0, min(prefill - step, call.started.at - begin))
+def _wait(call: Call, turn: int, begin: float, step: float) -> Wait:
+    usage, sent = call.usage, call.started.at
+    steps = max(0, usage.completion_tokens - 1) if usage is not None else 0
+    decode = _end(call) - (call.first_token or _end(call))
+    # A step is never much faster than one of a single request.
+    is_estimated = decode < steps * step / 2
+    if is_estimated:
+        decode = min(steps * step, _end(call) - sent)
+    prefill = _end(call) - sent - decode
     return Wait(
         agent=call.agent,
         turn=turn,
         engine=call.started.engine,
-        prompt_tokens=call.usage.prompt_tokens if call.usage is not None else 0,
+        prompt_tokens=usage.prompt_tokens if usage is not None else 0,
         prefill=prefill,
-        avoidable=avoidable,
+        avoidable=max(0.0, min(prefill - step, sent - begin)),
         decode=decode,
+        is_estimated=is_estimated,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import local_engines
 from flashmoa.engine.modelled_gpus import environment_of
 from flashmoa.engine.tiny_models import tiny_model
@@ -69,6 +69,14 @@ def _explain(reason: str) -> str:
     return reason
 
 
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """An engine that was started; ``step`` is the seconds of a decode step of one request."""
+
+    client: EngineClient
+    step: float
+
+
 def make_tokenizer(texts: Sequence[str], cache: Path) -> Path:
     """Return a folder with a tokenizer that is trained on these texts; it is kept in ``cache``.
 
@@ -83,8 +91,8 @@ def make_tokenizer(texts: Sequence[str], cache: Path) -> Path:
 @asynccontextmanager
 async def modelled_engines(
     specs: Sequence[EngineSpec], tokenizer: Path, progress: Callable[[str], None]
-) -> AsyncGenerator[list[EngineClient]]:
-    """Start an engine of each kind in ``specs``, and yield clients; leaving the context ends all.
+) -> AsyncGenerator[list[RunningEngine]]:
+    """Start an engine of each kind in ``specs``, and yield them; leaving the context ends all.
 
     Args:
         tokenizer: a folder with a tokenizer for all of them.
@@ -105,17 +113,23 @@ async def modelled_engines(
             )
             for spec in specs
         ]
-        clients: list[EngineClient] = []
+        running: list[RunningEngine] = []
         for engine in engines:
             await engine.wait_until_ready()
             client = await stack.enter_async_context(EngineClient(engine.url))
-            await _wait_until_measured(client)
-            clients.append(client)
-        yield clients
+            running.append(RunningEngine(client, await _measure_step(client)))
+        yield running
 
 
-async def _wait_until_measured(client: EngineClient) -> None:
-    """Wait until an engine has measured its costs, which takes time of its GPU."""
+async def _measure_step(client: EngineClient) -> float:
+    """Return the seconds of an engine's decode step, once it has measured its costs.
+
+    It does so after its start, which takes time of its GPU.
+
+    Raises: EngineError if it takes too long.
+    """
     with anyio.move_on_after(_MEASURED_SECONDS):
-        while (await client.info()).costs is None:  # noqa: ASYNC110 - there is no event for it
+        while (costs := (await client.info()).costs) is None:  # noqa: ASYNC110
             await anyio.sleep(0.05)
+        return costs.decode_step
+    raise EngineError(f"{client.url} has not measured its costs within {_MEASURED_SECONDS:.0f} s")

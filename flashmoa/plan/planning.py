@@ -13,7 +13,7 @@ from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since
 from flashmoa.plan.engines import EngineSpec, make_tokenizer, modelled_engines
 from flashmoa.plan.errors import PlanError
 from flashmoa.plan.placement import answer_lengths, place
-from flashmoa.plan.report import Summary, summarise
+from flashmoa.plan.report import PlanResult, summarise
 from flashmoa.plan.runs import WAYS, Round, TeamRunner, different_text, limit_turns
 from flashmoa.plan.team_file import TeamFile
 from flashmoa.plan.team_members import Caller, find_callers
@@ -52,7 +52,7 @@ class PlanOptions:
     tokenizer: Path | None = None
 
 
-async def plan(options: PlanOptions, progress: Callable[[str], None]) -> Summary:
+async def plan(options: PlanOptions, progress: Callable[[str], None]) -> PlanResult:
     """Run the team unlinked and linked, round after round, and summarise.
 
     Args:
@@ -87,8 +87,15 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> Summary
         tokenizer = await anyio.to_thread.run_sync(make_tokenizer, texts, options.cache)
     async with modelled_engines(specs, tokenizer, progress) as engines:
         runner = TeamRunner(
-            options.file, task, engines, names, placement, lengths, options.max_turns
+            options.file,
+            task,
+            [engine.client for engine in engines],
+            names,
+            placement,
+            lengths,
+            options.max_turns,
         )
+        steps = {name: engine.step for name, engine in zip(names, engines, strict=True)}
         rounds = await _play(runner, options, progress)
     if agent := different_text(rounds):
         raise PlanError(
@@ -99,7 +106,7 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> Summary
         name: [agent for agent, engine in placement.items() if engine == number]
         for number, name in enumerate(names)
     }
-    return summarise(rounds, gpus, agents)
+    return summarise(rounds, gpus, steps, agents)
 
 
 async def _play(

@@ -27,7 +27,7 @@ class EngineShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class PlanResult:
     """The answers of a plan; times in seconds, for one copy of the team.
 
     Attributes:
@@ -84,20 +84,26 @@ class Summary:
 
 
 def summarise(
-    rounds: Sequence[Round], gpus: Mapping[str, str], agents: Mapping[str, Sequence[str]]
-) -> Summary:
+    rounds: Sequence[Round],
+    gpus: Mapping[str, str],
+    steps: Mapping[str, float],
+    agents: Mapping[str, Sequence[str]],
+) -> PlanResult:
     """Compute the answers from rounds of both ways.
 
     Args:
         gpus: the engines' names, and what they call their modelled GPUs, in order.
+        steps: seconds of a decode step of one request on each engine.
         agents: the names of the agents on each engine.
     """
     by_way = {way: [played for played in rounds if played.way == way] for way in WAYS}
     typical = {way: _typical(played) for way, played in by_way.items()}
     times = {way: [run.seconds for run in _all_runs(played)] for way, played in by_way.items()}
-    unlinked = waits(typical["unlinked"].calls)
-    linked = {(wait.agent, wait.turn): wait.prefill for wait in waits(typical["linked"].calls)}
-    return Summary(
+    unlinked = waits(typical["unlinked"].calls, steps)
+    linked = {
+        (wait.agent, wait.turn): wait.prefill for wait in waits(typical["linked"].calls, steps)
+    }
+    return PlanResult(
         rounds=len(by_way["linked"]),
         copies=len(rounds[0].runs),
         slowdown=max(device["slowdown"] for device in rounds[0].devices.values()),
@@ -133,16 +139,20 @@ def _busy_share(rounds: Sequence[Round], engine: str) -> float:
     return computed / sum(played.seconds for played in rounds)
 
 
-def show(summary: Summary, console: Console) -> None:
+def show(summary: PlanResult, console: Console) -> None:
     """Print the answers, tables of calls and engines, and a timeline of each way."""
     gpus = dict.fromkeys(engine.gpu for engine in summary.engines)
     console.print(f"\n{len(summary.engines)} engines: {'; '.join(gpus)}", markup=False)
     console.print(
-        f"Modelled, not measured on GPUs. Medians of {summary.rounds} rounds, "
-        f"{summary.copies} at once.\n"
+        f"Modelled, not measured on GPUs. Rounds: {summary.rounds}; copies at once: "
+        f"{summary.copies}; times: medians (shortest to longest).\n"
     )
     _print_answers(summary, console)
     console.print(_make_wait_table(summary))
+    console.print(
+        "TTFT: from the request to the first token, ~ where the answer comes in one piece; "
+        "hideable: what of it links could hide at most\n"
+    )
     console.print(_make_engine_table(summary))
     for way, run in summary.typical.items():
         console.print(f"\n{way} ({run.seconds:.2f} s)")
@@ -153,7 +163,7 @@ def show(summary: Summary, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_answers(summary: Summary, console: Console) -> None:
+def _print_answers(summary: PlanResult, console: Console) -> None:
     unlinked, saved, most = summary.seconds["unlinked"], summary.saved, summary.bound
     decode = sum(wait.decode for wait in summary.waits)
     reached = f", links reach {saved / most:.0%} of that" if most > 0 else ""
@@ -185,7 +195,7 @@ def _make_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
 
 
-def _make_wait_table(summary: Summary) -> Table:
+def _make_wait_table(summary: PlanResult) -> Table:
     table = _make_table("Calls that the end of the unlinked run waits for")
     for name in ("agent", "engine"):
         table.add_column(name)
@@ -196,7 +206,7 @@ def _make_wait_table(summary: Summary) -> Table:
             wait.agent if wait.turn == 1 else f"{wait.agent} ({wait.turn})",
             wait.engine,
             str(wait.prompt_tokens),
-            f"{wait.prefill * 1000:.0f} ms",
+            f"{'~' if wait.is_estimated else ''}{wait.prefill * 1000:.0f} ms",
             f"{wait.avoidable * 1000:.0f} ms",
             "-" if linked is None else f"{linked * 1000:.0f} ms",
             f"{wait.decode:.2f} s",
@@ -204,7 +214,7 @@ def _make_wait_table(summary: Summary) -> Table:
     return table
 
 
-def _make_engine_table(summary: Summary) -> Table:
+def _make_engine_table(summary: PlanResult) -> Table:
     table = _make_table("Share of the time in which the GPU computes")
     for name in ("engine", "agents"):
         table.add_column(name)

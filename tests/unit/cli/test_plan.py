@@ -1,0 +1,59 @@
+"""``flashmoa plan`` without engines: what it refuses before it starts any."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from anyio import to_thread
+
+from flashmoa.cli.plan import main
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.anyio
+CHAIN = str(ROOT / "examples" / "chain.py")
+SHORT = ["--output-tokens", "8"]
+
+
+async def run(*arguments: str) -> int:
+    # anyio.run() needs a thread without the session's event loop.
+    return await to_thread.run_sync(partial(main, arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["missing.py"], "missing.py is not a file"),
+        ([CHAIN], "the client of planner has no max_tokens"),
+        ([CHAIN, *SHORT, "--team", "nothing"], "has no AgentChat team named nothing"),
+        ([CHAIN, *SHORT, "--gpu", "h900"], "No data sheet of a GPU 'h900'. Known are: a100"),
+        ([CHAIN, *SHORT, "--model", "Qwen/Qwen9"], "No config.json of the model 'Qwen/Qwen9'"),
+        ([CHAIN, *SHORT, "--tp", "1", "--tp", "2", "--tp", "4"], "--tp is given 3 times, for 2"),
+        ([CHAIN, "--output-tokens", "planner=0"], "'0' is not a whole number above 0"),
+        ([CHAIN, *SHORT, "--place", "local=9"], "the engines are 1 to 2"),
+        ([CHAIN, *SHORT, "--tokenizer", "missing"], "--tokenizer missing is not a folder"),
+    ],
+)
+async def test_a_plan_that_cannot_be_made_is_refused_with_the_reason(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run(*arguments) == 1
+    assert problem in capsys.readouterr().err
+
+
+async def test_without_the_package_of_times_its_installation_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Python imports this module when it starts.
+    hide = "import sys\nsys.modules['aiconfigurator_core'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    assert await run(CHAIN, *SHORT) == 1
+    assert "pip install 'flashmoa-sglang[device]'" in capsys.readouterr().err
+
+
+def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([CHAIN, "--rounds", "0"])
+    assert "argument --rounds" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Teams are loaded from users' files, and refused where what is said decides their course."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashmoa.plan.errors import PlanError
+from flashmoa.plan.runs import limit_turns, modelled_client
+from flashmoa.plan.team_file import LoadedTeam, TeamFile
+from flashmoa.plan.team_members import check_plannable, find_callers
+from tests.conftest import ROOT
+from tests.unit.plan import teams
+
+pytestmark = pytest.mark.anyio
+
+
+async def load(folder: Path, text: str, name: str | None = None) -> LoadedTeam:
+    file = folder / "mine.py"
+    file.write_text(text)
+    return await TeamFile(file, name).load()
+
+
+async def test_a_team_in_a_variable_is_found_with_its_task(tmp_path: Path) -> None:
+    loaded = await load(tmp_path, teams.ENDING)
+    assert loaded.task == "Write about Bergen."
+    writer, critic = find_callers(loaded.team)
+    assert (writer.name, writer.address[1], writer.max_tokens) == ("writer", "gpt-4o", None)
+    assert (critic.name, critic.address[1], critic.max_tokens) == ("critic", "gpt-4o-mini", 40)
+
+
+async def test_each_load_gives_a_new_team(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(teams.ENDING)
+    first, second = await TeamFile(file).load(), await TeamFile(file).load()
+    assert first.team is not second.team
+    assert find_callers(first.team)[0].client is not find_callers(second.team)[0].client
+
+
+@pytest.mark.parametrize("example", ["chain", "mapreduce"])
+async def test_an_example_is_planned_as_it_is(example: str) -> None:
+    loaded = await TeamFile(ROOT / "examples" / f"{example}.py").load()
+    check_plannable(loaded.team)
+    assert loaded.task
+    callers = find_callers(loaded.team)
+    assert [caller.address for caller in callers] == [
+        *[("http://small/v1", "small")] * 3,
+        ("http://large/v1", "large"),
+    ]
+
+
+async def test_a_function_may_be_asynchronous_and_have_another_name(tmp_path: Path) -> None:
+    text = f"{teams.TEAM}\nasync def make(model, rounds=1):\n"
+    text += "    return RoundRobinGroupChat([AssistantAgent('one', model)], max_turns=rounds)\n"
+    (caller,) = find_callers((await load(tmp_path, text, "make")).team)
+    assert caller.address == ("http://model/v1", "model")
+
+
+async def test_a_dumped_team_is_loaded(tmp_path: Path) -> None:
+    dumped = (await load(tmp_path, teams.ENDING)).team.dump_component().model_dump(mode="json")
+    file = tmp_path / "team.json"
+    file.write_text(json.dumps(dumped))
+    loaded = await TeamFile(file).load()
+    assert [caller.name for caller in find_callers(loaded.team)] == ["writer", "critic"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1", "has no AgentChat team named build_team or team"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("team = 3", "there is a int"),
+    ],
+)
+async def test_a_file_without_a_team_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        await load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (teams.ENDLESS, "might never end.*--max-turns N"),
+        (teams.BY_BOTH, "might never end"),
+        (teams.SELECTED, "speakers are chosen by what models say"),
+        (teams.STRUCTURED, "typed answers with structured output"),
+    ],
+)
+async def test_a_team_whose_course_depends_on_answers_is_refused(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    with pytest.raises(PlanError, match=problem):
+        check_plannable((await load(tmp_path, text)).team)
+
+
+async def test_a_team_that_ends_by_itself_or_by_a_limit_is_planned(tmp_path: Path) -> None:
+    check_plannable((await load(tmp_path, teams.ENDING)).team)
+    check_plannable((await load(tmp_path, teams.BY_MESSAGES)).team)
+    endless = (await load(tmp_path, teams.ENDLESS)).team
+    limit_turns(endless, 2)
+    assert endless._max_turns == 2
+
+
+async def test_agents_within_agents_and_teams_are_found(tmp_path: Path) -> None:
+    loaded = await load(tmp_path, teams.NESTED)
+    callers = find_callers(loaded.team)
+    assert [caller.name for caller in callers] == ["writer", "filtered", "society"]
+
+
+async def test_a_modelled_client_keeps_what_makes_the_prompt(tmp_path: Path) -> None:
+    text = teams.ENDING.replace("max_tokens=40", "add_name_prefixes=True, temperature=1")
+    caller = find_callers((await load(tmp_path, text)).team)[1]
+    client = modelled_client(caller, "http://127.0.0.1:9", 30)
+    caller.replace_client(client)
+    assert caller.holders[0].owner._model_client is client
+    assert client._add_name_prefixes
+    assert client._create_args["max_tokens"] == 30
+    assert client._create_args["temperature"] == 0
+    assert client.model_info == caller.client.model_info
+    await client.close()

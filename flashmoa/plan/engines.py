@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import anyio
@@ -64,8 +65,11 @@ class EngineSpec:
 
 
 def _explain(reason: str) -> str:
-    if "No module named 'flashmoa_sglang'" in reason:
-        return "the engines need the package flashmoa-sglang: pip install ./server_patches"
+    if find_spec("aiconfigurator_core") is None:
+        return (
+            "the GPUs' times need aiconfigurator-core, which is not installed (pip install "
+            f"'./server_patches[device]'), or data sheets and models of your own: {reason}"
+        )
     return reason
 
 

@@ -62,9 +62,7 @@ class Gpu:
         sheets = {file.stem: file for file in folder.glob("*.yaml")} if folder else {}
         if name not in sheets:
             known = [stem for stem, file in sheets.items() if "mem_capacity" in file.read_text()]
-            names = ", ".join(sorted(known)) or (
-                "none, aiconfigurator-core is not installed (pip install 'flashmoa-sglang[device]')"
-            )
+            names = ", ".join(sorted(known)) or "none, aiconfigurator-core is not installed"
             raise ValueError(
                 f"No data sheet of a GPU {name!r}. Known are: {names}. Others: a JSON file with "
                 "name, memory (bytes), bandwidth and link (bytes/s) and flops (1/s)."

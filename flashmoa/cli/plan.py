@@ -19,7 +19,7 @@ from flashmoa.observe.page import page
 
 if TYPE_CHECKING:
     from flashmoa.plan.planning import PlanOptions
-    from flashmoa.plan.report import PlanResult
+    from flashmoa.plan.result import PlanResult
 
 Number = TypeVar("Number", int, float)
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _make_options(parsed)
         with console.status("") as status:
-            summary = anyio.run(plan, options, status.update)
-        show(summary, console)
-        _write(summary, parsed, ["flashmoa", "plan", *arguments])
+            result = anyio.run(plan, options, status.update)
+        show(result, console)
+        _write(result, parsed, ["flashmoa", "plan", *arguments])
     except (FlashMoAError, OSError) as error:
         print(f"flashmoa plan: {error}", file=sys.stderr)
         return 1
@@ -193,15 +193,14 @@ def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     return parse
 
 
-def _write(summary: PlanResult, parsed: argparse.Namespace, command: Sequence[str]) -> None:
+def _write(result: PlanResult, parsed: argparse.Namespace, command: Sequence[str]) -> None:
     if parsed.json is not None:
-        document = {"command": " ".join(command), **summary.as_json()}
+        document = {"command": " ".join(command), **result.as_json()}
         parsed.json.write_text(json.dumps(document, indent=2) + "\n")
         print(f"\nThe same as JSON: {parsed.json}")
     if parsed.html is not None:
         unlinked = parsed.html.with_name(f"{parsed.html.stem}-unlinked{parsed.html.suffix}")
         for way, file in (("linked", parsed.html), ("unlinked", unlinked)):
-            gpu = "; ".join(dict.fromkeys(engine.gpu for engine in summary.engines))
-            title = f"{parsed.file.name}, {way}, {gpu}"
-            file.write_text(page(summary.typical[way].events, title), encoding="utf-8")
+            title = f"{parsed.file.name}, {way}, {result.describe_gpus()}"
+            file.write_text(page(result.typical[way].events, title), encoding="utf-8")
         print(f"For a browser: {parsed.html} and {unlinked}")

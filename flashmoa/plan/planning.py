@@ -13,7 +13,7 @@ from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since
 from flashmoa.plan.engines import EngineSpec, make_tokenizer, modelled_engines
 from flashmoa.plan.errors import PlanError
 from flashmoa.plan.placement import answer_lengths, place
-from flashmoa.plan.report import PlanResult, summarise
+from flashmoa.plan.result import PlanResult, summarise
 from flashmoa.plan.runs import WAYS, Round, TeamRunner, different_text, limit_turns
 from flashmoa.plan.team_file import TeamFile
 from flashmoa.plan.team_members import Caller, find_callers
@@ -64,6 +64,52 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> PlanRes
         EngineError: if an engine does not start, or this machine is too slow for the GPUs.
     """
     progress(f"loading {options.file.path}")
+    setup = await _prepare(options)
+    tokenizer = options.tokenizer
+    if tokenizer is None:
+        progress("making a tokenizer from the team's prompts")
+        tokenizer = await anyio.to_thread.run_sync(make_tokenizer, setup.texts, options.cache)
+    specs = list(setup.engines.values())
+    async with modelled_engines(specs, tokenizer, progress) as engines:
+        runner = TeamRunner(
+            options.file,
+            setup.task,
+            {name: engine.client for name, engine in zip(setup.engines, engines, strict=True)},
+            setup.placement,
+            setup.lengths,
+            options.max_turns,
+        )
+        steps = {name: engine.step for name, engine in zip(setup.engines, engines, strict=True)}
+        rounds = await _play(runner, options, progress)
+    if agent := different_text(rounds):
+        raise PlanError(
+            f"{agent} did not always answer the same prompt with the same text, which is an error "
+            "in FlashMoA; please report it"
+        )
+    return summarise(rounds, setup.gpus, steps, setup.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What is known before engines are started.
+
+    Attributes:
+        texts: texts to train a tokenizer on.
+        engines, gpus: each engine's kind, and what it will call its GPU, by the engine's name.
+        placement: the name of each agent's engine.
+        lengths: how many tokens each agent writes.
+    """
+
+    task: str
+    texts: Sequence[str]
+    engines: Mapping[str, EngineSpec]
+    gpus: Mapping[str, str]
+    placement: Mapping[str, str]
+    lengths: Mapping[str, int]
+
+
+async def _prepare(options: PlanOptions) -> _Setup:
+    """Load the team, and check that it can be run on the engines. Raises: PlanError."""
     loaded = await options.file.load()
     limit_turns(loaded.team, options.max_turns)
     task = options.task or loaded.task
@@ -79,42 +125,23 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> PlanRes
     described = {
         spec: await anyio.to_thread.run_sync(spec.describe) for spec in dict.fromkeys(specs)
     }
-    gpus = {name: described[spec] for name, spec in zip(names, specs, strict=True)}
-    tokenizer = options.tokenizer
-    if tokenizer is None:
-        progress("making a tokenizer from the team's prompts")
-        texts = [task, options.file.path.read_text(), *_system_texts(callers)]
-        tokenizer = await anyio.to_thread.run_sync(make_tokenizer, texts, options.cache)
-    async with modelled_engines(specs, tokenizer, progress) as engines:
-        runner = TeamRunner(
-            options.file,
-            task,
-            [engine.client for engine in engines],
-            names,
-            placement,
-            lengths,
-            options.max_turns,
-        )
-        steps = {name: engine.step for name, engine in zip(names, engines, strict=True)}
-        rounds = await _play(runner, options, progress)
-    if agent := different_text(rounds):
-        raise PlanError(
-            f"{agent} did not always answer the same prompt with the same text, which is an error "
-            "in FlashMoA; please report it"
-        )
-    agents = {
-        name: [agent for agent, engine in placement.items() if engine == number]
-        for number, name in enumerate(names)
-    }
-    return summarise(rounds, gpus, steps, agents)
+    return _Setup(
+        task=task,
+        texts=[task, options.file.path.read_text(), *_system_texts(callers)],
+        engines=dict(zip(names, specs, strict=True)),
+        gpus={name: described[spec] for name, spec in zip(names, specs, strict=True)},
+        placement={agent: names[number] for agent, number in placement.items()},
+        lengths=lengths,
+    )
 
 
 async def _play(
     runner: TeamRunner, options: PlanOptions, progress: Callable[[str], None]
 ) -> list[Round]:
     """Play rounds of both ways. Raises: EngineError if this machine was too slow for the GPUs."""
-    progress("warming up")
-    await runner.play("unlinked", options.copies)
+    for way in WAYS:
+        progress(f"warming up, {way}")
+        await runner.play(way, options.copies)
     before = await runner.read_devices()
     rounds: list[Round] = []
     for number in range(options.rounds):

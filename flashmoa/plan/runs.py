@@ -60,18 +60,16 @@ class TeamRunner:
     """Runs copies of a user's team on modelled engines.
 
     Args:
-        engines: clients of the engines.
-        names: the engines' names in events.
-        placement: the number of each agent's engine.
+        engines: clients of the engines, by the names that events get.
+        placement: the name of each agent's engine.
         lengths: how many tokens each agent writes.
         max_turns: replaces the team's own limit; ``None`` leaves it.
     """
 
     file: TeamFile
     task: str
-    engines: Sequence[EngineClient]
-    names: Sequence[str]
-    placement: Mapping[str, int]
+    engines: Mapping[str, EngineClient]
+    placement: Mapping[str, str]
     lengths: Mapping[str, int]
     max_turns: int | None = None
 
@@ -82,7 +80,7 @@ class TeamRunner:
         """
         teams = [await self._build() for _ in range(copies)]
         before = await self.read_devices()
-        for engine in self.engines:
+        for engine in self.engines.values():
             await engine.flush_cache()
         started = time.perf_counter()
         runs = await all_of(
@@ -102,7 +100,7 @@ class TeamRunner:
         Raises: EngineError if one does not answer, or has none.
         """
         devices: dict[str, dict[str, Any]] = {}
-        for name, engine in zip(self.names, self.engines, strict=True):
+        for name, engine in self.engines.items():
             device = await read_device(engine.url)
             if device is None:
                 raise EngineError(f"{name} ({engine.url}) does not say how its GPU was modelled")
@@ -133,7 +131,7 @@ class TeamRunner:
         copy: int | None,
     ) -> TeamRun:
         events: list[Event] = []
-        names = {engine.url: name for engine, name in zip(self.engines, self.names, strict=True)}
+        names = {engine.url: name for name, engine in self.engines.items()}
 
         def listen(event: Event) -> None:
             events.append(replace(event, engine=names.get(event.engine, event.engine)))

@@ -1,0 +1,85 @@
+"""What a plan says of its rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flashmoa.engine import PromptUsage
+from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined
+from flashmoa.plan.report import show
+from flashmoa.plan.result import PlanResult, summarise
+from flashmoa.plan.runs import Round, TeamRun, Way, different_text
+
+GPUS = {"engine 1": "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"}
+STEPS = {"engine 1": 0.01}
+PLACEMENT = {"writer": "engine 1", "reader": "engine 1"}
+
+
+def make_events(agent: str, sent: float, token: float, end: float, text: str) -> list[Event]:
+    common: dict[str, Any] = {"agent": agent, "engine": "engine 1", "call_id": f"{agent} {sent}"}
+    usage = PromptUsage(prompt_tokens=500, completion_tokens=11)
+    return [
+        CallStarted(**common, at=sent),
+        FirstToken(**common, at=token),
+        CallFinished(**common, at=end, text=text, usage=usage),
+    ]
+
+
+def make_round(way: Way, wait: float, text: str = "words", copy: int = 1) -> Round:
+    """One run, whose reader waits for its first token."""
+    events = make_events("writer", 0, 1, 2, "draft")
+    events += make_events("reader", 2, 2 + wait, 3 + wait, text)
+    events.append(LinkDeclined(agent="reader", engine="", reason="of a test"))
+    device = {"device_seconds": (3 + wait) / 2, "slowdown": 2.0}
+    run = TeamRun(copy, 3 + wait, tuple(events))
+    return Round(way, 3 + wait, [run], {"engine 1": device})
+
+
+@pytest.fixture
+def result() -> PlanResult:
+    rounds = [make_round("unlinked", wait) for wait in (0.6, 0.5, 0.4)]
+    rounds += [make_round("linked", wait) for wait in (0.1, 0.2, 0.3)]
+    return summarise(rounds, GPUS, STEPS, PLACEMENT)
+
+
+def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanResult) -> None:
+    assert result.seconds == {"unlinked": 3.5, "linked": 3.2}
+    assert result.spread["unlinked"] == (3.4, 3.6)
+    assert result.saved == pytest.approx(0.3)
+    assert result.bound == pytest.approx(0.5 - 0.01)
+    assert [wait.agent for wait in result.waits] == ["writer", "reader"]
+    assert result.linked_prefill == pytest.approx([1, 0.2])
+    assert (result.rounds, result.copies, result.slowdown) == (3, 1, 2)
+
+
+def test_the_engine_that_computes_longest_is_the_busiest(result: PlanResult) -> None:
+    assert result.busiest.agents == ("writer", "reader")
+    assert result.busiest.busy == {"unlinked": 0.5, "linked": 0.5}
+    assert result.as_json()["busiest_engine"] == "engine 1"
+
+
+def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None:
+    console = Console(record=True, width=100, quiet=False)
+    show(result, console)
+    printed = console.export_text()
+    assert "1 x modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)" in printed
+    assert "Modelled, not measured on GPUs" in printed
+    assert "unlinked 1.75 s, linked 1.60 s" in printed
+    assert "reader is not linked: of a test" in printed
+
+
+def test_an_answer_that_changed_is_found() -> None:
+    rounds = [make_round("unlinked", 0.5), make_round("linked", 0.1)]
+    assert different_text(rounds) is None
+    assert different_text([*rounds, make_round("linked", 0.1, "other")]) == "reader"
+
+
+def test_answers_after_other_calls_and_of_other_copies_are_not_compared() -> None:
+    early = make_events("reader", 1, 1.5, 3, "other")
+    writer = make_events("writer", 0, 1, 2, "draft")
+    before = Round("linked", 3, [TeamRun(1, 3, (*writer, *early))], {})
+    rounds = [make_round("unlinked", 0.5), before, make_round("linked", 0.1, "more", copy=2)]
+    assert different_text(rounds) is None

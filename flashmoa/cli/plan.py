@@ -91,6 +91,13 @@ def _add_team_options(group: argparse._ArgumentGroup) -> None:
         help="length of every answer, or of an agent's (default: max_tokens of the agent's client)",
     )
     add("--max-turns", type=_positive(int), metavar="N", help="end the team after N turns")
+    add(
+        "--include",
+        action="append",
+        default=[],
+        metavar="AGENT",
+        help="link an agent of your own class, as link(team, include=[...]) does",
+    )
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
@@ -163,6 +170,7 @@ def _make_options(parsed: argparse.Namespace) -> PlanOptions:
         tokens=_parse_count(lengths[-1], "--output-tokens") if lengths else None,
         tokens_by_agent=_by_agent(by_agent, "--output-tokens"),
         max_turns=parsed.max_turns,
+        include=parsed.include,
         copies=parsed.concurrency,
         rounds=parsed.rounds,
         tokenizer=parsed.tokenizer,

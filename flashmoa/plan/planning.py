@@ -30,6 +30,7 @@ class PlanOptions:
         gpus, models, tensor_parallel: one for all engines, or one for each.
         engines: number of engines; ``None`` for one for each address in the file.
         pinned: numbers of engines, from 0, of agents that the user places.
+        include: agents that are linked on request; see :func:`flashmoa.autogen.link`.
         tokens, tokens_by_agent: length of answers; without, ``max_tokens`` of the clients.
         tokenizer: folder of the model's tokenizer; ``None`` to make one from the prompts.
         cache: folder for tokenizers that are made.
@@ -47,6 +48,7 @@ class PlanOptions:
     tokens: int | None = None
     tokens_by_agent: Mapping[str, int] = field(default_factory=dict[str, int])
     max_turns: int | None = None
+    include: Sequence[str] = ()
     copies: int = 1
     rounds: int = 3
     tokenizer: Path | None = None
@@ -78,6 +80,7 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> PlanRes
             setup.placement,
             setup.lengths,
             options.max_turns,
+            options.include,
         )
         steps = {name: engine.step for name, engine in zip(setup.engines, engines, strict=True)}
         rounds = await _play(runner, options, progress)

@@ -11,6 +11,9 @@ from flashmoa.observe.timeline import draw, lanes
 from flashmoa.plan.result import PlanResult
 from flashmoa.plan.runs import WAYS, TeamRun
 
+# A smaller share of the bound may be this machine's doing.
+_MOSTLY_REACHED = 0.8
+
 
 def show(result: PlanResult, console: Console) -> None:
     """Print the answers, tables of calls and engines, and a timeline of each way."""
@@ -53,6 +56,11 @@ def _print_answers(result: PlanResult, console: Console) -> None:
         "time; near 100% it is the bottleneck",
         markup=False,
     )
+    if saved < _MOSTLY_REACHED * most:
+        console.print(
+            "If a larger --slowdown brings linked nearer to the bound, this machine's clients and "
+            "HTTP take the time that is missing, and not the GPUs."
+        )
     if result.slowdown != 1:
         scale = result.slowdown
         console.print(

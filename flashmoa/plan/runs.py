@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import anyio
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core.models import ChatCompletionClient
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.modelled_gpus import counted_since, read_device
-from flashmoa.observe import Event
+from flashmoa.observe import Event, Listener
 from flashmoa.observe.calls import Call, calls
 from flashmoa.plan.errors import PlanError
 from flashmoa.plan.team_file import TeamFile
@@ -64,6 +66,7 @@ class TeamRunner:
         placement: the name of each agent's engine.
         lengths: how many tokens each agent writes.
         max_turns: replaces the team's own limit; ``None`` leaves it.
+        include: agents that are linked on request; see :func:`flashmoa.autogen.link`.
     """
 
     file: TeamFile
@@ -72,24 +75,26 @@ class TeamRunner:
     placement: Mapping[str, str]
     lengths: Mapping[str, int]
     max_turns: int | None = None
+    include: Sequence[str] = ()
 
     async def play(self, way: Way, copies: int) -> Round:
         """Run the copies at once; with several, each one's task has the copy's number.
 
         Raises: PlanError if a copy fails; EngineError if an engine does.
         """
-        teams = [await self._build() for _ in range(copies)]
-        before = await self.read_devices()
-        for engine in self.engines.values():
-            await engine.flush_cache()
-        started = time.perf_counter()
-        runs = await all_of(
-            [
-                partial(self._run, way, team, clients, copy if copies > 1 else None)
-                for copy, (team, clients) in enumerate(teams, 1)
-            ]
-        )
-        seconds = time.perf_counter() - started
+        async with AsyncExitStack() as stack:
+            teams = [await stack.enter_async_context(self._build()) for _ in range(copies)]
+            before = await self.read_devices()
+            for engine in self.engines.values():
+                await engine.flush_cache()
+            started = time.perf_counter()
+            runs = await all_of(
+                [
+                    partial(self._run, way, team, copy if copies > 1 else None)
+                    for copy, team in enumerate(teams, 1)
+                ]
+            )
+            seconds = time.perf_counter() - started
         after = await self.read_devices()
         counted = {name: counted_since(before[name], after[name]) for name in before}
         return Round(way, seconds, runs, counted)
@@ -107,8 +112,12 @@ class TeamRunner:
             devices[name] = device
         return devices
 
-    async def _build(self) -> tuple[BaseGroupChat, list[ChatCompletionClient]]:
-        """Load the team, and give its agents clients of the modelled engines."""
+    @asynccontextmanager
+    async def _build(self) -> AsyncGenerator[BaseGroupChat]:
+        """Load the team, and give its agents clients of the modelled engines; close them at last.
+
+        The user's code may take its time, which is why this is done before a run is timed.
+        """
         team = (await self.file.load()).team
         limit_turns(team, self.max_turns)
         callers = find_callers(team)
@@ -116,42 +125,48 @@ class TeamRunner:
         for client in configured.values():
             await client.close()
         clients: list[ChatCompletionClient] = []
-        for caller in callers:
-            url = self.engines[self.placement[caller.name]].url
-            client = modelled_client(caller, url, self.lengths[caller.name])
-            caller.replace_client(client)
-            clients.append(client)
-        return team, clients
+        try:
+            for caller in callers:
+                url = self.engines[self.placement[caller.name]].url
+                client = modelled_client(caller, url, self.lengths[caller.name])
+                clients.append(client)
+                caller.replace_client(client)
+            yield team
+        finally:
+            with anyio.CancelScope(shield=True):
+                await all_of([client.close for client in clients])
 
-    async def _run(
-        self,
-        way: Way,
-        team: BaseGroupChat,
-        clients: Sequence[ChatCompletionClient],
-        copy: int | None,
-    ) -> TeamRun:
+    async def _run(self, way: Way, team: BaseGroupChat, copy: int | None) -> TeamRun:
         events: list[Event] = []
         names = {engine.url: name for name, engine in self.engines.items()}
 
         def listen(event: Event) -> None:
             events.append(replace(event, engine=names.get(event.engine, event.engine)))
 
-        attached = (link if way == "linked" else watch)(team, listener=listen)
+        attached = self._attach(way, team, listen)
         task = self.task if copy is None else f"{self.task} This is request {copy}."
         try:
             started = time.perf_counter()
             await team.run(task=task)
             seconds = time.perf_counter() - started
+            # Links for a next run of the team begin now, and are no part of this one.
             reported = tuple(events)
         # AutoGen reports whatever an agent raised as a RuntimeError with its traceback.
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise PlanError(f"the team failed in a run that was {way}: {reason}") from error
         finally:
-            await attached.close()
-            for client in clients:
-                await client.close()
+            with anyio.CancelScope(shield=True):
+                await attached.close()
         return TeamRun(copy or 1, seconds, reported)
+
+    def _attach(self, way: Way, team: BaseGroupChat, listener: Listener) -> TeamLink:
+        try:
+            if way == "linked":
+                return link(team, include=self.include, listener=listener)
+            return watch(team, listener)
+        except ValueError as error:
+            raise PlanError(f"the team cannot be linked: {error}") from error
 
 
 def limit_turns(team: BaseGroupChat, turns: int | None) -> None:

@@ -43,3 +43,14 @@ inner = RoundRobinGroupChat([writer, filtered], max_turns=2)
 society = SocietyOfMindAgent("society", inner, model_client=small)
 team = RoundRobinGroupChat([society], max_turns=1)
 """
+LINKED = f"""{TEAM}
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
+
+local = FlashMoAChatCompletionClient(
+    model="mine", base_url="http://127.0.0.1:9", model_info=large.model_info, max_tokens=8
+)
+first = AssistantAgent("first", local)
+second = AssistantAgent("second", local)
+team = RoundRobinGroupChat([first, second], max_turns=2)
+link(team)
+"""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flashmoa.autogen import FlashMoAChatCompletionClient, watch
 from flashmoa.plan.errors import PlanError
 from flashmoa.plan.runs import limit_turns, modelled_client
 from flashmoa.plan.team_file import LoadedTeam, TeamFile
@@ -121,3 +122,19 @@ async def test_a_modelled_client_keeps_what_makes_the_prompt(tmp_path: Path) -> 
     assert client._create_args["temperature"] == 0
     assert client.model_info == caller.client.model_info
     await client.close()
+
+
+async def test_a_link_of_the_file_gives_way_to_the_plan(tmp_path: Path) -> None:
+    team = (await load(tmp_path, teams.LINKED)).team
+    callers = find_callers(team)
+    old = callers[0].client
+    assert isinstance(old, FlashMoAChatCompletionClient)
+    clients = [modelled_client(caller, "http://127.0.0.1:9", 8) for caller in callers]
+    for caller, client in zip(callers, clients, strict=True):
+        caller.replace_client(client)
+    watched = watch(team, lambda _event: None)
+    assert not old.observers._teams
+    assert all(client.observers._teams for client in clients)
+    await watched.close()
+    for client in [old, *clients]:
+        await client.close()

@@ -30,7 +30,7 @@ def place(
     """
     different = list(dict.fromkeys(addresses.values()))
     count = len(different) if engines is None else engines
-    _check_names(pinned, addresses, "--place")
+    check_names(pinned, addresses, "--place")
     for agent, engine in pinned.items():
         if not 0 <= engine < count:
             raise PlanError(f"--place {agent}={engine + 1}: the engines are 1 to {count}")
@@ -53,7 +53,7 @@ def answer_lengths(
 
     Raises: PlanError if an agent has no number, or ``by_agent`` names an unknown one.
     """
-    _check_names(by_agent, configured, "--output-tokens")
+    check_names(by_agent, configured, "--output-tokens")
     lengths: dict[str, int] = {}
     for agent, limit in configured.items():
         tokens = by_agent.get(agent) or given or limit
@@ -67,7 +67,8 @@ def answer_lengths(
     return lengths
 
 
-def _check_names(names: Iterable[str], agents: Iterable[str], option: str) -> None:
+def check_names(names: Iterable[str], agents: Iterable[str], option: str) -> None:
+    """Check that an option names agents that there are. Raises: PlanError if it does not."""
     known = list(agents)
     for name in names:
         if name not in known:

@@ -12,7 +12,7 @@ import anyio
 from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since
 from flashmoa.plan.engines import EngineSpec, make_tokenizer, modelled_engines
 from flashmoa.plan.errors import PlanError
-from flashmoa.plan.placement import answer_lengths, place
+from flashmoa.plan.placement import answer_lengths, check_names, place
 from flashmoa.plan.result import PlanResult, summarise
 from flashmoa.plan.runs import WAYS, Round, TeamRunner, different_text, limit_turns
 from flashmoa.plan.team_file import TeamFile
@@ -120,6 +120,7 @@ async def _prepare(options: PlanOptions) -> _Setup:
         raise PlanError(f"{options.file.path} has no text named TASK; give --task TEXT")
     callers = find_callers(loaded.team)
     addresses = {caller.name: caller.address for caller in callers}
+    check_names(options.include, addresses, "--include")
     placement = place(addresses, options.engines, options.pinned)
     configured = {caller.name: caller.max_tokens for caller in callers}
     lengths = answer_lengths(configured, options.tokens, options.tokens_by_agent)

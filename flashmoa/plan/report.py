@@ -19,8 +19,8 @@ def show(result: PlanResult, console: Console) -> None:
     """Print the answers, tables of calls and engines, and a timeline of each way."""
     console.print(f"\n{result.describe_gpus()}", markup=False)
     console.print(
-        f"Modelled, not measured on GPUs. Rounds: {result.rounds}; copies at once: "
-        f"{result.copies}; times: medians (shortest to longest).\n"
+        f"Modelled, not measured on GPUs. Medians (ranges); rounds: {result.rounds}, "
+        f"copies at once: {result.copies}.\n"
     )
     _print_answers(result, console)
     console.print(_make_wait_table(result))
@@ -52,8 +52,8 @@ def _print_answers(result: PlanResult, console: Console) -> None:
     console.print(f"decoding    {decode:7.2f} s   of the unlinked time; links do not change it")
     busiest = result.busiest
     console.print(
-        f"busiest     {busiest.busy['unlinked']:7.0%}     {busiest.name} computes, of the unlinked "
-        "time; near 100% it is the bottleneck",
+        f"busiest     {busiest.busy['unlinked']:7.0%}     {busiest.name} computes; near 100% it is "
+        "the bottleneck",
         markup=False,
     )
     if saved < _MOSTLY_REACHED * most:

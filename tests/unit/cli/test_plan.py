@@ -32,6 +32,7 @@ async def run(*arguments: str) -> int:
         ([CHAIN, *SHORT, "--model", "Qwen/Qwen9"], "No config.json of the model 'Qwen/Qwen9'"),
         ([CHAIN, *SHORT, "--tp", "1", "--tp", "2", "--tp", "4"], "--tp is given 3 times, for 2"),
         ([CHAIN, "--output-tokens", "planner=0"], "'0' is not a whole number above 0"),
+        ([CHAIN, *SHORT, "--include", "nobody"], "--include names 'nobody'"),
         ([CHAIN, *SHORT, "--place", "local=9"], "the engines are 1 to 2"),
         ([CHAIN, *SHORT, "--tokenizer", "missing"], "--tokenizer missing is not a folder"),
     ],

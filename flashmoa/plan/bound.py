@@ -63,10 +63,12 @@ def waits(calls: Sequence[Call], steps: Mapping[str, float]) -> list[Wait]:
     for call in calls:
         turns[call.agent] += 1
         turn_of[call.started.call_id] = turns[call.agent]
-    begin = min((call.started.at for call in calls), default=0.0)
+    path = critical_path(calls)
+    # Calls that are sent together come moments after one another; none of them can be helped.
+    begin = path[0].started.at if path else 0.0
     return [
         _wait(call, turn_of[call.started.call_id], begin, steps[call.started.engine])
-        for call in critical_path(calls)
+        for call in path
     ]
 
 

@@ -35,6 +35,11 @@ def test_the_end_waits_for_the_slowest_of_the_writers_side_by_side() -> None:
     assert [call.agent for call in critical_path(calls)] == ["b", "c"]
 
 
+def test_nothing_is_hidden_in_a_first_call_that_was_sent_moments_later() -> None:
+    calls = [make_call("a", 0, 1, 2), make_call("b", 0.01, 1, 4), make_call("c", 4, 6, 7)]
+    assert [wait.avoidable for wait in waits(calls, STEPS)] == pytest.approx([0, 1.9])
+
+
 def test_no_more_can_be_hidden_than_the_run_had_lasted() -> None:
     run = waits([make_call("a", 0, 0.2, 1), make_call("b", 1, 9, 10)], STEPS)
     assert run[1].avoidable == pytest.approx(1)

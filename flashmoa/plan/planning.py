@@ -154,7 +154,9 @@ async def _play(
             progress(f"round {number + 1} of {options.rounds}, {way}")
             rounds.append(await runner.play(way, options.copies))
     after = await runner.read_devices()
-    counted = {name: counted_since(before[name], after[name]) for name in before}
+    counted = {
+        name.removeprefix("engine "): counted_since(before[name], after[name]) for name in before
+    }
     check_keeps_up(counted, SLOWDOWN_OPTION)
     return rounds
 

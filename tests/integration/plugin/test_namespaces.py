@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-import torch
 from flashmoa_sglang.releases import RELEASE
-from safetensors.torch import save_file
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, kv_namespace
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.models import build_adapter
 from tests.integration.support import (
     GREEDY,
     start_special_engine,
@@ -89,34 +87,6 @@ def test_the_namespace_of_a_request_follows_from_its_fields(
     body: dict[str, str], namespace: dict[str, str]
 ) -> None:
     assert kv_namespace(body) == namespace
-
-
-def build_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """Write a LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's format."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, head = config["hidden_size"], config["head_dim"]
-    # SGLang computes q, k and v together, and an adapter must have all of them.
-    heads = {"q": config["num_attention_heads"]} | dict.fromkeys(
-        "kv", config["num_key_value_heads"]
-    )
-    dice = torch.Generator().manual_seed(seed)
-    weights: dict[str, torch.Tensor] = {}
-    for layer in range(config["num_hidden_layers"]):
-        for part, count in heads.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{part}_proj"
-            weights[f"{name}.lora_A.weight"] = torch.randn(4, hidden, generator=dice)
-            weights[f"{name}.lora_B.weight"] = torch.randn(count * head, 4, generator=dice)
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    adapter_config = {
-        "peft_type": "LORA",
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["q_proj", "k_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,163 @@
+"""Test under the settings of real engines what links promise: exact answers, and all KV back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa import Workflow
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.baseline import Baseline
+from tests.integration.models import build_adapter, build_sliding_window_model
+from tests.integration.support import fetch_kv_state, start_special_engine
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+
+# Streams may ride along with every decode step, and the longer prompts are computed in chunks.
+COMMON = ("--flashmoa-stream-share", "1.0", "--chunked-prefill-size", "256")
+# The ranks need not be on different cores. They would wait for each other's core otherwise.
+BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
+PAIRS = 8
+
+
+class Case:
+    """Pairs of requests in which the second one's prompt has the first one's answer.
+
+    Args: adapters: the LoRA adapters that the pairs use in turn; ``None`` is the plain model.
+    """
+
+    def __init__(self, words: Words, adapters: tuple[str | None, ...] = (None,)) -> None:
+        self._words = words
+        self._adapters = adapters
+
+    def first(self, pair: int) -> dict[str, Any]:
+        """Return the fields of a pair's first request; the first answers end one by one."""
+        prompt = self._words(30, 9000 + pair)
+        return self._request(pair, [("user", prompt)], 24 + 8 * pair)
+
+    def second(self, pair: int, answer: object) -> dict[str, Any]:
+        """Return the fields of a pair's second request; half of them begin alike."""
+        role = self._words(200, 9100 if pair % 2 else 9101 + pair)
+        question = f"{self._words(100 * pair, 9200 + pair)} {answer} {self._words(9, 9300)}"
+        return self._request(pair, [("system", role), ("user", question)], 16)
+
+    def _request(self, pair: int, messages: list[tuple[str, str]], tokens: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "messages": [{"role": role, "content": text} for role, text in messages],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        adapter = self._adapters[pair % len(self._adapters)]
+        return fields if adapter is None else {**fields, "lora_path": adapter}
+
+
+async def ask_unlinked(client: EngineClient, case: Case) -> list[tuple[str, str]]:
+    """Return both answers of each pair; the pairs run at once."""
+    answers = [("", "")] * PAIRS
+
+    async def chat(fields: dict[str, Any]) -> str:
+        async with client.chat(**fields) as deltas:
+            return "".join([delta.text async for delta in deltas])
+
+    async def ask(pair: int) -> None:
+        first = await chat(case.first(pair))
+        answers[pair] = first, await chat(case.second(pair, first))
+
+    async with anyio.create_task_group() as group:
+        for pair in range(PAIRS):
+            group.start_soon(ask, pair)
+    return answers
+
+
+async def ask_linked(
+    client: EngineClient, case: Case, words: Words
+) -> tuple[list[tuple[str, str]], list[PromptUsage]]:
+    """Return the same answers of linked requests, and how the second prompts were computed.
+
+    Beside them, a prompt stream is given up while others are read, and a third request's text is
+    never completed.
+    """
+    async with Workflow(client) as flow:
+        firsts = [flow.ask(**case.first(pair)) for pair in range(PAIRS)]
+        seconds = [flow.ask(**case.second(pair, first)) for pair, first in enumerate(firsts)]
+        await flow.expect(case.second(3, flow.text("unwritten"))["messages"])
+        given_up = await client.open_stream(text=words(900, 9400))
+        await firsts[0]
+        await client.delete_stream(given_up.id)
+        answers = [(await one, await two) for one, two in zip(firsts, seconds, strict=True)]
+    return answers, [answer.usage for answer in seconds if answer.usage is not None]
+
+
+async def check(engine: LocalEngine, case: Case, words: Words) -> int:
+    """Check linked answers, and that the engine then is as before.
+
+    Return how many tokens of streams were computed together with decode steps.
+    """
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        baseline = Baseline(engine, http)
+        await baseline.take()
+        async with EngineClient(engine.url, timeout=60) as client:
+            linked, usages = await ask_linked(client, case, words)
+            rode_along = (await fetch_kv_state(client)).rode_along
+            await client.flush_cache()
+            assert linked == await ask_unlinked(client, case)
+        await baseline.wait_until_restored()
+    assert len({second for _, second in linked}) == PAIRS
+    uses = [usage.prompt_stream for usage in usages]
+    assert [use.status for use in uses if use is not None] == ["hit"] * PAIRS
+    assert sum(usage.streamed_tokens or 0 for usage in usages) > 0
+    return rode_along
+
+
+MATRIX = [
+    pytest.param(
+        overlap,
+        page,
+        ranks,
+        id=f"overlap {'on' if overlap else 'off'}, pages of {page}, {ranks} rank(s)",
+        marks=[pytest.mark.slow] if ranks > 1 else [],
+    )
+    for overlap, page, ranks in product((True, False), (1, 16), (1, 2))
+]
+
+
+@pytest.mark.parametrize(("overlap", "page", "ranks"), MATRIX)
+async def test_linked_equals_unlinked_and_all_kv_comes_back(
+    engines: LocalEngines, model: Path, words: Words, overlap: bool, page: int, ranks: int
+) -> None:
+    arguments = [*COMMON, "--page-size", str(page), "--tp-size", str(ranks)]
+    arguments += [] if overlap else ["--disable-overlap-schedule"]
+    environment = BOTH_ON_ONE_CORE if ranks > 1 else {}
+    async with start_special_engine(engines, model, *arguments, environment=environment) as engine:
+        rode_along = await check(engine, Case(words), words)
+    # Without this, increments would only have run in forwards of their own.
+    assert rode_along > 0
+
+
+async def test_requests_of_several_adapters_are_linked_exactly(
+    engines: LocalEngines, model: Path, words: Words, tmp_path: Path
+) -> None:
+    paths = [f"{name}={build_adapter(tmp_path / name, model, ord(name))}" for name in "ab"]
+    arguments = [*COMMON, "--lora-paths", *paths, "--lora-backend", "torch_native"]
+    async with start_special_engine(engines, model, *arguments) as engine:
+        await check(engine, Case(words, ("a", None, "b")), words)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+async def test_a_model_with_sliding_windows_is_linked_exactly(
+    engines: LocalEngines, model: Path, words: Words, tmp_path: Path, page: int
+) -> None:
+    """SGLang keeps the KV of Gemma 3 in one pool, and only the attention has windows."""
+    windows = build_sliding_window_model(tmp_path / "windows", model)
+    arguments = [*COMMON, "--page-size", str(page)]
+    async with start_special_engine(engines, windows, *arguments) as engine:
+        await check(engine, Case(words), words)

@@ -257,6 +257,14 @@ class Release(ABC):
         total = len(req.origin_input_ids) + len(req.output_ids)
         return total - self.matched_tokens(tree_cache, req)
 
+    def evictable_tokens(self, tree_cache: Any) -> int:
+        """Return how many tokens of the radix tree could be evicted."""
+        return tree_cache.evictable_size()
+
+    def protected_tokens(self, tree_cache: Any) -> int:
+        """Return how many tokens of the radix tree are locked."""
+        return tree_cache.protected_size()
+
     @abstractmethod
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         """Match a waiting request with the radix tree. Return the length of the cached prefix."""

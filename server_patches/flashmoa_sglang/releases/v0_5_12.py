@@ -208,6 +208,19 @@ class Release0512(Release):
 
         return RadixKey(req.fill_ids[:end], req.extra_key)
 
+    def evictable_tokens(self, tree_cache: Any) -> int:
+        # The trees of hybrid pools have a number for each pool, and raise when asked for one.
+        try:
+            return tree_cache.evictable_size()
+        except NotImplementedError:
+            return tree_cache.full_evictable_size()
+
+    def protected_tokens(self, tree_cache: Any) -> int:
+        try:
+            return tree_cache.protected_size()
+        except NotImplementedError:
+            return tree_cache.full_protected_size()
+
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         from sglang.srt.managers.schedule_policy import match_prefix_for_req
 

@@ -40,7 +40,7 @@ def pin_finished(tree_cache: Any, req: Any) -> Pin:
 def available_tokens(tree_cache: Any) -> int:
     """Return how many KV slots are free or could be freed by eviction."""
     allocator = tree_cache.token_to_kv_pool_allocator
-    return allocator.available_size() + tree_cache.evictable_size()
+    return allocator.available_size() + RELEASE.evictable_tokens(tree_cache)
 
 
 class StreamPins:

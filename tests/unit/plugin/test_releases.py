@@ -47,6 +47,27 @@ def test_a_release_overrides_only_methods_of_the_base_class(release: type[Releas
     assert own <= vars(Release).keys()
 
 
+class HybridTree:
+    """The radix tree of a model with windows or a state in SGLang 0.5.12."""
+
+    def evictable_size(self) -> int:
+        raise NotImplementedError
+
+    protected_size = evictable_size
+
+    def full_evictable_size(self) -> int:
+        return 7
+
+    def full_protected_size(self) -> int:
+        return 5
+
+
+def test_the_kv_of_hybrid_pools_is_counted_where_their_tree_has_no_sum() -> None:
+    release = Release0512()
+    assert release.evictable_tokens(HybridTree()) == 7
+    assert release.protected_tokens(HybridTree()) == 5
+
+
 def graphs(decode: str, prefill: str) -> dict[str, Any]:
     config = {"decode": decode, "prefill": prefill}
     backends = {phase: SimpleNamespace(backend=backend) for phase, backend in config.items()}

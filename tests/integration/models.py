@@ -38,10 +38,12 @@ def build_adapter(folder: Path, model: Path, seed: int) -> Path:
     return folder
 
 
-def build_sliding_window_model(folder: Path, model: Path) -> Path:
+def build_sliding_window_model(folder: Path, model: Path, *, hybrid: bool) -> Path:
     """Write a Gemma 3 with random weights whose every other layer sees the last 64 tokens only.
 
-    Args: model: a tiny model, whose tokenizer it gets.
+    Args:
+        model: a tiny model, whose tokenizer it gets.
+        hybrid: whether SGLang is told to keep the windows' KV in a pool of its own.
     """
     from flashmoa_sglang.cpu import torchvision_ops
 
@@ -60,6 +62,11 @@ def build_sliding_window_model(folder: Path, model: Path) -> Path:
         num_hidden_layers=2,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=64,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **({"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0]} if hybrid else {}),
     )
     torch.manual_seed(0)
     gemma: Any = Gemma3ForCausalLM(config)

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 # So the plugin registers its backend under the name of the stock one.
 ATTENTION_BACKEND = "torch_native"
 DEFAULT_KV_TOKENS = 65536
+# Arguments of SGLang that need a GPU, and why.
+_NEEDS_GPU = {
+    "speculative_algorithm": (
+        "--speculative-algorithm",
+        "SGLang verifies draft tokens with sgl_kernel, of which there is no build for this platform",
+    ),
+    "enable_hierarchical_cache": (
+        "--enable-hierarchical-cache",
+        "SGLang registers the host memory with CUDA",
+    ),
+}
 
 
 def activate() -> str | None:
@@ -44,7 +55,14 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Set the arguments that a CPU needs and the user has not given."""
+        """Set the arguments that a CPU needs and the user has not given.
+
+        Raises: SystemExit if the user has given one that needs a GPU, or the modelled GPU's are
+            wrong.
+        """
+        for name, (argument, reason) in _NEEDS_GPU.items():
+            if getattr(server_args, name):
+                raise SystemExit(f"flashmoa serve: {argument} needs a GPU: {reason}. Leave it out.")
         # SGLang's default is its AMX backend. That needs a build of the kernels that no registry
         # has, so it is not the user's choice.
         if server_args.attention_backend in (None, "intel_amx"):
@@ -59,6 +77,8 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_KV_TOKENS
         server_args.sampling_backend = "pytorch"
+        # On a platform of a plugin, SGLang makes one pool, which fits no separate one for windows.
+        server_args.disable_hybrid_swa_memory = True
         if server_args.disaggregation_mode == "prefill":
             # A prefill engine of a PD pair records CUDA events under the overlap schedule.
             server_args.disable_overlap_schedule = True

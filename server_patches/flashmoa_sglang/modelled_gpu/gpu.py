@@ -64,14 +64,8 @@ class ModelledGpu:
     def size_engine(self, server_args: Any) -> None:
         """Give an engine the KV pool that it would have on this GPU, unless the user sized it.
 
-        Raises: ValueError if the weights do not fit, or the engine has a second model, for
-            speculative decoding, whose times are not known.
+        Raises: ValueError if the weights do not fit.
         """
-        if server_args.speculative_algorithm:
-            raise ValueError(
-                "--flashmoa-device knows no times of draft models: leave out "
-                f"--speculative-algorithm {server_args.speculative_algorithm}."
-            )
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = memory_fraction(self.gpu, self.tensor_parallel)
         if server_args.max_total_tokens is None:

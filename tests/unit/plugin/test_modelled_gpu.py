@@ -156,14 +156,9 @@ def test_a_data_sheet_of_ones_own_gives_a_roofline(
     gpu = modelled_gpu.__wrapped__()
     assert gpu is not None
     assert gpu.name == "modelled roofline of mine (Qwen/Qwen3-32B, TP1, 2 times slower)"
-    arguments = SimpleNamespace(
-        speculative_algorithm=None, mem_fraction_static=0.8, max_total_tokens=None
-    )
+    arguments = SimpleNamespace(mem_fraction_static=0.8, max_total_tokens=None)
     gpu.size_engine(arguments)
     assert arguments.max_total_tokens == kv_tokens(gpu.gpu, gpu.model, 1, 0.8)
-    arguments.speculative_algorithm = "EAGLE"
-    with pytest.raises(ValueError, match="leave out --speculative-algorithm EAGLE"):
-        gpu.size_engine(arguments)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 1000).map(lambda n: n / 64)] * 3), min_size=1))

@@ -33,7 +33,7 @@ DEFAULT_KV_TOKENS = 65536
 _NEEDS_GPU = {
     "speculative_algorithm": (
         "--speculative-algorithm",
-        "SGLang verifies draft tokens with sgl_kernel, of which there is no build for this platform",
+        "SGLang verifies draft tokens with sgl_kernel, which has no build for this platform",
     ),
     "enable_hierarchical_cache": (
         "--enable-hierarchical-cache",

@@ -108,6 +108,9 @@ async def check(engine: LocalEngine, case: Case, words: Words) -> int:
         async with EngineClient(engine.url, timeout=60) as client:
             linked, usages = await ask_linked(client, case, words)
             rode_along = (await fetch_kv_state(client)).rode_along
+        # A flush would also give back KV that a stream still locks.
+        await baseline.wait_until_restored()
+        async with EngineClient(engine.url, timeout=60) as client:
             await client.flush_cache()
             assert linked == await ask_unlinked(client, case)
         await baseline.wait_until_restored()

@@ -16,7 +16,7 @@ from flashmoa.engine import EngineClient, EngineError, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.baseline import Baseline
 from tests.integration.models import build_adapter, build_sliding_window_model
-from tests.integration.support import fetch_kv_state, start_special_engine
+from tests.integration.support import GREEDY, fetch_kv_state, generate, start_special_engine
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -49,6 +49,11 @@ class Case:
         question = f"{self._words(100 * pair, 9200 + pair)} {answer} {self._words(9, 9300)}"
         return self._request(pair, [("system", role), ("user", question)], 16)
 
+    def alike(self) -> list[str]:
+        """Return prompts that begin alike."""
+        begin = self._words(80, 9500)
+        return [f"{begin} {self._words(9, 9510 + number)}" for number in range(4)]
+
     def _request(self, pair: int, messages: list[tuple[str, str]], tokens: int) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "messages": [{"role": role, "content": text} for role, text in messages],
@@ -60,31 +65,32 @@ class Case:
         return fields if adapter is None else {**fields, "lora_path": adapter}
 
 
-async def ask_unlinked(client: EngineClient, case: Case) -> list[tuple[str, str]]:
-    """Return both answers of each pair; the pairs run at once."""
-    answers = [("", "")] * PAIRS
+async def ask_unlinked(client: EngineClient, case: Case) -> list[str]:
+    """Return the answers of the pairs, which run at once, and of the requests that are alike."""
+    firsts, seconds = [""] * PAIRS, [""] * PAIRS
 
     async def chat(fields: dict[str, Any]) -> str:
         async with client.chat(**fields) as deltas:
             return "".join([delta.text async for delta in deltas])
 
     async def ask(pair: int) -> None:
-        first = await chat(case.first(pair))
-        answers[pair] = first, await chat(case.second(pair, first))
+        firsts[pair] = await chat(case.first(pair))
+        seconds[pair] = await chat(case.second(pair, firsts[pair]))
 
     async with anyio.create_task_group() as group:
         for pair in range(PAIRS):
             group.start_soon(ask, pair)
-    return answers
+    alike = [(await generate(client, text, 12))[0] for text in case.alike()]
+    return [*firsts, *seconds, *alike]
 
 
 async def ask_linked(
-    client: EngineClient, case: Case, words: Words
-) -> tuple[list[tuple[str, str]], list[PromptUsage]]:
+    client: EngineClient, http: httpx.AsyncClient, case: Case, words: Words
+) -> tuple[list[str], list[PromptUsage]]:
     """Return the same answers of linked requests, and how the second prompts were computed.
 
-    Beside them, a prompt stream is given up while others are read, and a third request's text is
-    never completed.
+    The prompts that begin alike come in one call here, so that a batch can share their KV. A prompt
+    stream is given up while others are read, and a further request's text is never completed.
     """
     async with Workflow(client) as flow:
         firsts = [flow.ask(**case.first(pair)) for pair in range(PAIRS)]
@@ -92,8 +98,11 @@ async def ask_linked(
         await flow.expect(case.second(3, flow.text("unwritten"))["messages"])
         given_up = await client.open_stream(text=words(900, 9400))
         await firsts[0]
+        body = {"text": case.alike(), "sampling_params": {**GREEDY, "max_new_tokens": 12}}
+        alike = (await http.post("/generate", json=body)).raise_for_status().json()
         await client.delete_stream(given_up.id)
-        answers = [(await one, await two) for one, two in zip(firsts, seconds, strict=True)]
+        answers = [await answer for answer in (*firsts, *seconds)]
+    answers += [answer["text"] for answer in alike]
     return answers, [answer.usage for answer in seconds if answer.usage is not None]
 
 
@@ -106,7 +115,7 @@ async def check(engine: LocalEngine, case: Case, words: Words) -> int:
         baseline = Baseline(engine, http)
         await baseline.take()
         async with EngineClient(engine.url, timeout=60) as client:
-            linked, usages = await ask_linked(client, case, words)
+            linked, usages = await ask_linked(client, http, case, words)
             rode_along = (await fetch_kv_state(client)).rode_along
         # A flush would also give back KV that a stream still locks.
         await baseline.wait_until_restored()
@@ -114,7 +123,7 @@ async def check(engine: LocalEngine, case: Case, words: Words) -> int:
             await client.flush_cache()
             assert linked == await ask_unlinked(client, case)
         await baseline.wait_until_restored()
-    assert len({second for _, second in linked}) == PAIRS
+    assert len(set(linked)) == len(linked)
     uses = [usage.prompt_stream for usage in usages]
     # On a busy machine a request may come before its stream is open.
     hits = [use.status for use in uses if use is not None]

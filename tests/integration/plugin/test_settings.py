@@ -157,6 +157,7 @@ async def test_linked_equals_unlinked_and_all_kv_comes_back(
     assert rode_along > 0
 
 
+@pytest.mark.slow
 async def test_requests_of_several_adapters_are_linked_exactly(
     engines: LocalEngines, model: Path, words: Words, tmp_path: Path
 ) -> None:

@@ -113,6 +113,27 @@ async def test_each_token_of_a_prompt_changes_its_hash(hashing: LocalEngine, wor
     assert len(answers) == 13
 
 
+async def test_an_answer_within_a_grammar_depends_on_its_prompt(
+    hashing: LocalEngine, words: Words
+) -> None:
+    """The grammar forbids most words of the hash, and the token in their place is certain."""
+    sampling = {**GREEDY, "regex": "[0-9]{12}", "max_new_tokens": 20}
+    answers: dict[str, set[str]] = {words(20, 5180 + number): set() for number in range(4)}
+
+    async def ask(client: EngineClient, text: str) -> None:
+        async with client.generate(text=text, sampling=sampling) as deltas:
+            answers[text].add("".join([delta.text async for delta in deltas]))
+
+    async with EngineClient(hashing.url) as client:
+        for text in answers:
+            await ask(client, text)
+        async with anyio.create_task_group() as group:
+            for text in answers:
+                group.start_soon(ask, client, text)
+    assert all(len(same) == 1 for same in answers.values())
+    assert len(set.union(*answers.values())) == len(answers)
+
+
 async def test_a_stock_engine_takes_the_same_time(
     engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words
 ) -> None:

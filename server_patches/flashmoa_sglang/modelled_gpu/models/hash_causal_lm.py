@@ -34,6 +34,10 @@ class HashForCausalLM(torch.nn.Module):
         self.config = config
         self.attention = RadixAttention(1, _WIDTH, 1.0, num_kv_heads=1, layer_id=0)
         self.words = torch.tensor(config.hash_words)
+        self._size = int(self.words.max()) + 1
+        # Logits fall with the distance of a token after the word, around the vocabulary. So no two
+        # are equal, and if a grammar forbids the word, the next token that it allows is certain.
+        self._logits = -(torch.arange(2 * self._size) % self._size).float()
 
     @torch.no_grad()
     def forward(
@@ -51,8 +55,8 @@ class HashForCausalLM(torch.nn.Module):
         # The hashes of two contexts differ by the same number after each further token that is the
         # same in both. Their squares do not, so contexts that meet in one word part in the next.
         words = self.words[hashes * hashes % _PRIME % len(self.words)]
-        logits = torch.zeros(len(words), int(self.words.max()) + 1)
-        logits[torch.arange(len(words)), words] = 1.0
+        starts = (self._size - words).tolist()
+        logits = torch.stack([self._logits[start : start + self._size] for start in starts])
         return LogitsProcessorOutput(next_token_logits=logits)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

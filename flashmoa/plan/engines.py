@@ -118,15 +118,17 @@ async def modelled_engines(
             for spec in specs
         ]
         running: list[RunningEngine] = []
-        for engine in engines:
+        for engine, spec in zip(engines, specs, strict=True):
             await engine.wait_until_ready()
             client = await stack.enter_async_context(EngineClient(engine.url))
-            running.append(RunningEngine(client, await _measure_step(client)))
+            # The engine reports what its GPU would take without the slowdown.
+            step = await _measure_step(client) * spec.slowdown
+            running.append(RunningEngine(client, step))
         yield running
 
 
 async def _measure_step(client: EngineClient) -> float:
-    """Return the seconds of an engine's decode step, once it has measured its costs.
+    """Return the seconds of a decode step that an engine reports, once it has measured them.
 
     It does so after its start, which takes time of its GPU.
 

@@ -98,6 +98,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser("device_check", __doc__)
     parser.add_argument("--rows", type=positive, default=12, help="rows to play, evenly chosen")
     parser.add_argument(
+        "--answer", type=positive, default=128, help="most tokens in the answers of those rows"
+    )
+    parser.add_argument(
         "--device-model", default="Qwen/Qwen3-32B", metavar="NAME", help="only rows of this model"
     )
     parser.add_argument(
@@ -115,7 +118,8 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("device_check", arguments)
-    rows = choose_rows(measured_rows(), arguments.device_model, arguments.rows)
+    short = [row for row in measured_rows() if row.answer <= arguments.answer]
+    rows = choose_rows(short, arguments.device_model, arguments.rows)
     report.print_head()
     model = await anyio.to_thread.run_sync(
         tiny_model, "test", tokenizer_texts(arguments), model_cache(arguments)

@@ -245,6 +245,9 @@ async def _fetch_settings(url: str) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """Make a value fit for JSON; a path below the working folder becomes relative to it."""
-    here = f"{Path.cwd()}/"
-    return str(value).removeprefix(here) if isinstance(value, Path | str) else value
+    """Make a value fit for JSON; paths below the working folder and home become relative to it."""
+    if not isinstance(value, Path | str):
+        return value
+    text = str(value).removeprefix(f"{Path.cwd()}/")
+    home = f"{Path.home()}/"
+    return f"~/{text.removeprefix(home)}" if text.startswith(home) else text

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role, _given_urls
+from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
 from flashmoa_bench.harness.rounds import alternate, gaps, percentile
 from flashmoa_bench.linking import (
@@ -271,3 +272,9 @@ def test_interference_refuses_pressure_with_other_measurements(
     with pytest.raises(SystemExit):
         interference.main(["--measure", "latency", "pressure"])
     assert "measure it by itself" in capsys.readouterr().err
+
+
+def test_paths_in_a_report_are_relative_to_this_folder_or_to_home() -> None:
+    assert _to_json(Path.cwd() / "a.json") == "a.json"
+    assert _to_json(str(Path.home() / ".cache" / "model")) == "~/.cache/model"
+    assert _to_json("/elsewhere") == "/elsewhere" and _to_json(3) == 3

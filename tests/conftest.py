@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
@@ -15,6 +16,9 @@ from tests.integration.support import wait_until_measured
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "examples" / "guides" / "nepal.md"
 POOL = 12000
+# How long an example takes depends on what else the machine does.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

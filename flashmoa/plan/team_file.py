@@ -1,4 +1,4 @@
-"""Load a user's team from a file (``TeamFile``), anew for each run."""
+"""Load a user's team from a file (``TeamFile``), again for each run."""
 
 from __future__ import annotations
 

@@ -84,6 +84,7 @@ class Costs(_EngineAnswer):
 
     points: list[tuple[int, float]]
     decode_step: float
+    mixed: list[tuple[int, int, float]] = []
 
 
 class Saturation(_EngineAnswer):

@@ -1,8 +1,9 @@
-"""``Costs``: how many seconds a forward of some tokens takes, as measured once at start."""
+"""``Costs``: how many seconds prefills, decode steps and both in one step take, as measured."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Points = tuple[tuple[int, float], ...]
@@ -10,19 +11,22 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a forward by its number of new tokens, interpolated between measured points.
+    """Seconds of a forward by what it computes, interpolated between measured points.
 
     Args:
         points: measured prefills as (tokens, seconds), of at least two sizes. They are sorted, and
             one that costs less than a smaller prefill, because of noise, is raised to its costs.
         decode_step: seconds of a decode step of one request. A prefill of one token takes another
             time, because decoding has other kernels, and on a GPU CUDA graphs.
+        mixed: measured steps of several decodes, without and with a prefill, as (decodes, tokens of
+            the prefill or 0, seconds); empty if this engine cannot mix the two.
 
     Raises: ValueError if all points have the same size.
     """
 
     points: Points
     decode_step: float
+    mixed: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         points: list[tuple[int, float]] = []
@@ -36,15 +40,37 @@ class Costs:
 
     def prefill(self, tokens: float) -> float:
         """Return the seconds of a forward that prefills ``tokens`` tokens."""
-        # The two points between which the size lies, or the two that are nearest to it.
-        after = bisect_right(self.points, tokens, key=lambda point: point[0])
-        after = min(max(after, 1), len(self.points) - 1)
-        (x0, y0), (x1, y1) = self.points[after - 1 : after + 1]
-        return max(y0 + (y1 - y0) * (tokens - x0) / (x1 - x0), 0.0)
+        return _interpolate(self.points, tokens)
 
     def decode(self, requests: int) -> float:
         """Return the seconds of a decode step of ``requests`` requests."""
-        return self.decode_step + self.per_token * (requests - 1)
+        steps = {
+            1: self.decode_step,
+            **{n: seconds for n, tokens, seconds in self.mixed if not tokens},
+        }
+        if len(steps) == 1:
+            return steps[1] + self.per_token * (requests - 1)
+        return _interpolate(sorted(steps.items()), requests)
+
+    def added(self, decodes: int, tokens: int) -> float:
+        """Return by how many seconds a prefill of ``tokens`` tokens lengthens a decode step.
+
+        More tokens than in any measured step take as long as they add to a prefill.
+
+        Args: decodes: number of requests that decode in the step.
+        """
+        steps: dict[int, list[tuple[int, float]]] = {}
+        for count, prefill, seconds in sorted(self.mixed):
+            steps.setdefault(count, []).append((prefill, seconds))
+        lines: list[tuple[int, float]] = []
+        for count, line in steps.items():
+            if len(line) > 1:
+                most = min(tokens, line[-1][0])
+                more = self.prefill(tokens + count) - self.prefill(most + count)
+                lines.append((count, max(0.0, _interpolate(line, most) - line[0][1] + more)))
+        if not lines:
+            return max(0.0, self.prefill(tokens + decodes) - self.decode(decodes))
+        return _interpolate(lines, decodes) if len(lines) > 1 else lines[0][1]
 
     @property
     def per_token(self) -> float:
@@ -53,9 +79,15 @@ class Costs:
         return (y1 - y0) / (x1 - x0)
 
     @property
+    def per_token_at_best(self) -> float:
+        """Seconds per token of the largest measured forward, which is the most efficient one."""
+        tokens, seconds = self.points[-1]
+        return seconds / tokens
+
+    @property
     def decode_weight(self) -> float:
         """Number of prefill tokens that take as long as a decode step of one request."""
-        return max(1.0, self.decode_step / max(self.per_token, 1e-9))
+        return max(1.0, self.decode(1) / max(self.per_token, 1e-9))
 
     def tokens_within(self, seconds: float) -> int:
         """Return the most tokens whose prefill takes at most ``seconds``; may be 0."""
@@ -69,6 +101,14 @@ class Costs:
             else:
                 high = middle
         return low
+
+
+def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
+    """Return the value at ``x`` on the line through the two points that are nearest to it."""
+    after = bisect_right(points, x, key=lambda point: point[0])
+    after = min(max(after, 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[after - 1 : after + 1]
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.0)
 
 
 # Used until the costs are measured, so that nothing has to wait for the measurement: a guess

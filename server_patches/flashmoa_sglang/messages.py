@@ -1,8 +1,9 @@
 """The messages between the HTTP process and the schedulers, and the marks on requests.
 
-The messages are for control only. Prefills are sent as ordinary SGLang requests, so that tensor
-parallelism, chunking, metrics and abort work as for any request. They carry a mark in
-``sampling_params.custom_params``, which SGLang passes to the scheduler unchanged.
+A prompt stream is opened by an ordinary SGLang request, so that SGLang checks its fields, chooses
+its adapter and sends it to its data-parallel rank as it does with any request. The stream's tokens
+follow in messages, and each is sent once. Marks are in ``sampling_params.custom_params``, which
+SGLang passes to the scheduler unchanged.
 """
 
 from __future__ import annotations
@@ -15,28 +16,32 @@ from typing import Any
 from flashmoa_sglang.saturation import LayerTimes
 
 CUSTOM_PARAMS_KEY = "flashmoa"
-# The reason with which a scheduler refuses an increment if the KV pool has no room for it.
-# :class:`RoomAvailable` later tells its stream to try again.
-NO_ROOM = "no room in the KV pool"
+# How a scheduler ends the request that opens a prompt stream.
+STREAM_OPENED = "the prompt stream is open"
+# The number of decode steps that a measurement of them spans.
+MEASURED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMark:
-    """What the scheduler must know about a request that the plugin sends or changes.
+    """What the scheduler must know about a request that the plugin makes or changes.
 
     Attributes:
         stream: id of the prompt stream to which the request belongs, if any.
-        final: whether it is the stream's final request, and not an increment.
-        late: of a final request, the tokens that it has to compute itself.
+        opens: whether the request opens the stream. It is never computed.
+        final: whether it is the stream's final request. A request of a stream that neither opens it
+            nor is final is an increment, which the scheduler has made.
         expected_output: number of tokens that the client expects the request to decode, if given.
         timed: whether the request is a prefill that measures the engine.
+        rides: whether it is to ride along with a decode step, in the same forward.
     """
 
     stream: str | None = None
+    opens: bool = False
     final: bool = False
-    late: int = 0
     expected_output: int | None = None
     timed: bool = False
+    rides: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
         """Return the mark as an entry of ``sampling_params.custom_params``."""
@@ -78,6 +83,34 @@ class ReleaseStream:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamTokens:
+    """Hands new tokens of prompt streams over to every scheduler.
+
+    Attributes:
+        tokens: for each stream, its id, the new tokens as the bytes of an ``array("q")``, and
+            whether the stream has been appended to since it was opened.
+        ended: streams that get no more tokens, so that their last ones are worth an increment.
+    """
+
+    tokens: tuple[tuple[str, bytes, bool], ...]
+    ended: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamProgress:
+    """Tells the HTTP process which increments a scheduler has computed.
+
+    Attributes:
+        increments: for each, the stream's id, its tokens that have KV now, how many of them the
+            increment computed, and the seconds from its batch to its result.
+        waiting: for streams of which that has changed, whether the KV pool has no room for them.
+    """
+
+    increments: tuple[tuple[str, int, int, float], ...] = ()
+    waiting: tuple[tuple[str, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Tells every scheduler the costs of this engine's forwards, as in ``costs.Costs``.
 
@@ -86,6 +119,7 @@ class MeasuredCosts:
 
     points: tuple[tuple[int, float], ...]
     decode_step: float
+    mixed: tuple[tuple[int, int, float], ...] = ()
     waits_for: int | None = None
 
 
@@ -93,12 +127,17 @@ class MeasuredCosts:
 class ForwardTime:
     """Tells the HTTP process how many seconds the forward of a timed request took.
 
-    ``layers``: the times of its layers, if their experts are copied to the device.
+    Attributes:
+        layers: the times of its layers, if their experts are copied to the device.
+        decodes: number of requests that decoded in the same forward.
+        step: the median seconds of the last steps before, in which only these requests decoded.
     """
 
     rid: str
     seconds: float
     layers: LayerTimes | None = None
+    decodes: int = 0
+    step: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +146,6 @@ class CountUpdate:
 
     duplicates_avoided: int
     gave_way: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoomAvailable:
-    """Tells the HTTP process that the KV pool has room for increments that were refused."""
-
-    streams: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +168,7 @@ class KvReport:
         experts: where the experts are, as ``asdict(ExpertMemory)``; ``None`` if SGLang keeps them.
         kv_bytes: bytes of the pool.
         peak_bytes: the most bytes that the scheduler's process has had on its device.
+        max_running: the most requests that decode together.
         shares: whether requests that arrive together compute a common prefix once; ``None`` if the
             engine keeps no KV of prompts, so that nothing is shared at all.
     """
@@ -150,6 +183,7 @@ class KvReport:
     gave_way: int
     duplicates_avoided: int
     rode_along: int
+    max_running: int
     experts: dict[str, int] | None = None
     kv_bytes: int | None = None
     peak_bytes: int | None = None

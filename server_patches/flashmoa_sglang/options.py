@@ -27,9 +27,9 @@ class Options:
 
     ``intra_turn``: requests with a common prefix that is not computed yet compute it together,
     within one forward if the attention backend allows that (``auto``), one level of the radix tree
-    per forward (``level``), or not at all (``off``). ``stream_share``: in (0, 1]. ``saturation``:
-    tokens; 0 means the number that is measured with ``asyncep``. ``kv_cache``: with ``off`` a
-    layer's KV is overwritten as soon as the layer has computed.
+    per forward (``level``), or not at all (``off``). ``itl_budget``: a multiple of a step.
+    ``saturation``: tokens; 0 means the number that is measured with ``asyncep``. ``kv_cache``: with
+    ``off`` a layer's KV is overwritten as soon as the layer has computed.
 
     Raises: ValueError if a value is invalid; the message says which values are valid.
     """
@@ -46,10 +46,10 @@ class Options:
         "attention backend allows it), level (one level of the radix tree per forward) or off.",
         ("auto", "level", "off"),
     )
-    stream_share: float = _option(
-        0.05,
-        "Share of the engine's time, above 0 and at most 1, that prompt streams get while it "
-        "decodes for others.",
+    itl_budget: float = _option(
+        2.0,
+        "The longest decode step with tokens of prompt streams that ride along with it, as a "
+        "multiple of the step without them. At most 1: none ride.",
     )
     asyncep: str = _option(
         "off",
@@ -132,7 +132,7 @@ class Options:
             if choices := option.metadata["choices"]:
                 value = getattr(self, option.name)
                 self._require(option.name, value in choices, f"one of {', '.join(choices)}")
-        self._require("stream_share", 0 < self.stream_share <= 1, "above 0 and at most 1")
+        self._require("itl_budget", self.itl_budget > 0, "above 0")
         self._require("saturation", self.saturation >= 0, "at least 0")
         in_range = 0 <= self.saturation_wait <= _LONGEST_WAIT
         self._require("saturation_wait", in_range, f"between 0 and {_LONGEST_WAIT} seconds")

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
 from flashmoa_sglang.cpu import host_memory
-from flashmoa_sglang.http import metrics, rendering, stream_requests
+from flashmoa_sglang.http import engine_changes, metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
-from flashmoa_sglang.scheduler import admission, batches, queue, state
+from flashmoa_sglang.scheduler import admission, batches, queue, results, state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
 _KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+_SCHEDULE_BATCH = f"{_MANAGERS}.schedule_batch.ScheduleBatch"
+_REQUEST_TABLE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
@@ -120,16 +122,17 @@ async def handle_chat(
 
 SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
+    Hook(f"{_SCHEDULER}.handle_generate_request", "around", state.handle_request),
+    Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "around", admission.allocatable_requests),
+    Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
+    *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
-    Hook(f"{_SCHEDULER}.flush_cache", "around", batches.flush_cache),
-    Hook(
-        f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem",
-        "around",
-        admission.check_decode_memory,
-    ),
+    Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
+    Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
+    Hook(f"{_SCHEDULE_BATCH}.filter_batch", "around", results.drop_increments),
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", queue.order_queue),
-    Hook(RELEASE.STREAM_OUTPUT, "around", batches.stream_output),
+    Hook(RELEASE.STREAM_OUTPUT, "around", results.stream_output),
     Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
     Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.get_kv_size_bytes),
@@ -141,10 +144,20 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
     # This method also returns the number of requests that were paused.
-    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", asyncep.refuse_update(0)),
+    Hook(
+        f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", engine_changes.update_weights(0)
+    ),
     *(
-        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", asyncep.refuse_update())
+        Hook(
+            f"{_TOKENIZER_MANAGER}.update_weights_from_{way}",
+            "around",
+            engine_changes.update_weights(),
+        )
         for way in ("distributed", "tensor", "ipc")
+    ),
+    *(
+        Hook(f"{_TOKENIZER_MANAGER}.{change}", "around", engine_changes.without_streams)
+        for change in ("_unload_lora_adapter_locked", "release_memory_occupation")
     ),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]

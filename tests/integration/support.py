@@ -20,6 +20,16 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 EXPERTS = replace(SHAPES["moe"], layers=5)
 # Makes a leak that SGLang finds in an idle engine's memory a crash.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+# An engine that takes the time of this GPU lets tokens of streams ride along with decode steps. On
+# a CPU it depends on the measured costs.
+RIDING = {
+    "FLASHMOA_DEVICE": "h200_sxm",
+    "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
+    # So that what the CPU does besides hardly counts in the measured costs.
+    "FLASHMOA_DEVICE_SLOWDOWN": "2",
+}
+# How many tokens of an open stream may wait for others, because they are not worth a forward.
+LAG = 128
 
 
 @asynccontextmanager
@@ -130,9 +140,20 @@ async def wait_for_streams(client: EngineClient, count: int = 1) -> None:
 
 async def wait_until_prefilled(client: EngineClient, stream_id: str, tokens: int) -> StreamState:
     """Wait until ``tokens`` tokens of a stream have their KV, and return the stream's state."""
-    with anyio.fail_after(30):
-        while True:
-            state = await client.stream_state(stream_id)
-            if state.prefilled_tokens >= tokens:
-                return state
+    state = await client.stream_state(stream_id)
+    with anyio.move_on_after(30):
+        while state.prefilled_tokens < tokens:
             await anyio.sleep(0.02)
+            state = await client.stream_state(stream_id)
+    assert state.prefilled_tokens >= tokens, state
+    return state
+
+
+async def complete_stream(client: EngineClient, stream_id: str, seq: int = 0) -> StreamState:
+    """End a stream, and wait until all of its tokens have their KV, on an engine with pages of 1.
+
+    Args: seq: the number of the stream's next append.
+    """
+    await client.append(stream_id, seq, end=True)
+    received = (await client.stream_state(stream_id)).received_tokens
+    return await wait_until_prefilled(client, stream_id, received)

@@ -52,23 +52,13 @@ _WEIGHTS_REFUSED = (
 )
 
 
-def refuse_update(*result: Any) -> Callable[..., Any]:
-    """Make the wrapper of ``TokenizerManager.update_weights_from_...`` that refuses the update.
+def update_refusal() -> str | None:
+    """Return why this engine's weights cannot be updated; ``None`` if they can.
 
     A layer's parameters point to a slot, or to the memory that is copied there. With the next
     forward an update would be lost for some layers and incomplete for others.
-
-    Args: result: what the method returns after ``False`` and the message.
     """
-
-    async def update_weights(
-        original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if Options.from_environment().asyncep == "off":
-            return await original(manager, *args, **kwargs)
-        return False, _WEIGHTS_REFUSED, *result
-
-    return update_weights
+    return None if Options.from_environment().asyncep == "off" else _WEIGHTS_REFUSED
 
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,12 +24,11 @@ from flashmoa_sglang.http.errors import (
     ApiError,
     DecodesOnly,
     EngineDraining,
-    EngineFailed,
     MalformedRequest,
     PromptTooLarge,
 )
 from flashmoa_sglang.http.rendering import ChatRenderer, RenderedPrompt
-from flashmoa_sglang.http.stream import PromptStream, Superseded
+from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.kv_free import KEEPS_NONE
@@ -111,16 +110,9 @@ class Api:
         self._check_room(len(ids))
         if self._engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
-        try:
-            prefilled = await self._engine.prefill(
-                ids,
-                terms=prompt.terms(self._engine.model["name"]),
-                http_request=request,
-            )
-        except Superseded as error:
-            raise EngineFailed(
-                f"The prefill was aborted: {error}. Send the whole request instead."
-            ) from error
+        prefilled = await self._engine.prefill(
+            ids, terms=prompt.terms(self._engine.model["name"]), http_request=request
+        )
         return {
             "prompt_tokens": prefilled.prompt_tokens,
             "cached_tokens": prefilled.cached_tokens,

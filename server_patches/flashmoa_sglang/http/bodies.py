@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -18,6 +19,7 @@ _NOT_CHAT = {
     "input_ids",
     "add_special_tokens",
     "cache_salt",
+    "expected_output_tokens",
     "extra_key",
     "lora_path",
     "priority",
@@ -95,6 +97,11 @@ class Prompt(_Piece):
 
 class OpenStream(Prompt):
     ttl_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    expected_output_tokens: StrictInt | None = Field(default=None, ge=0)
+
+    def terms(self, served: str) -> Terms:
+        terms = super().terms(served)
+        return replace(terms, expected_output=self.expected_output_tokens)
 
 
 class Append(_Piece):

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from statistics import median
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.http.timed_requests import MEASURED_ANSWER, TimedRequests
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
 
@@ -26,12 +28,15 @@ _SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _AGREE = 1.1
 _DECODE_STEPS = 8
+# The numbers of requests that decode, and of tokens that ride along with them, in measured steps.
+_DECODES, _RIDES = (1, 8, 32), (16, 64, 256)
+_MIXED_ROUNDS = 2
 # Forwards that take longer than this are not measured; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
 
 
-async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
+async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[LayerTimes]]:
     """Measure the costs of forwards, as the least time of several rounds, since noise only adds.
 
     Return also the times of their layers, if experts are copied to the device. The costs of a
@@ -47,11 +52,14 @@ async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
     for rounds in range(1, _MOST_ROUNDS + 1):
         for tokens, seconds in answers.items():
             await _until_idle(engine)
-            seconds.append(await engine.time_answer(tokens))
+            seconds.append(await timed.time_answer(tokens))
+        # Under the overlap schedule, a decode step of the answer is still running. The next forward
+        # would have to wait for it.
+        await timed.time_forward([0])
         for size in sizes:
             await _until_idle(engine)
             ids = dice.choices(range(engine.vocabulary), k=size)
-            forward = await engine.time_forward(ids)
+            forward = await timed.time_forward(ids)
             forwards.setdefault(size, []).append(forward.seconds)
             hides_transfers = True
             if forward.layers is not None:
@@ -67,7 +75,46 @@ async def measure(engine: Engine) -> tuple[Costs, list[LayerTimes]]:
             break
     shorter, longer = (min(seconds) / slowdown for seconds in answers.values())
     points = tuple((size, min(seconds) / slowdown) for size, seconds in forwards.items())
-    return Costs(points, max(0.0, longer - shorter) / _DECODE_STEPS), layers
+    mixed = await _measure_mixed(
+        engine, timed, [size for size in _RIDES if size <= sizes[-1]], dice
+    )
+    mixed_points = tuple((*step, seconds / slowdown) for step, seconds in mixed.items())
+    return Costs(points, max(0.0, longer - shorter) / _DECODE_STEPS, mixed_points), layers
+
+
+async def _measure_mixed(
+    engine: Engine, timed: TimedRequests, sizes: list[int], dice: random.Random
+) -> dict[tuple[int, int], float]:
+    """Return the seconds of steps by the numbers of requests that decode and of tokens that ride.
+
+    A step in which no tokens ride counts as one with 0. There are no times for numbers of requests
+    that this engine does not decode together, and none at all if it mixes no steps.
+    """
+    times: dict[tuple[int, int], list[float]] = {}
+    # In at most half of the KV pool. Requests that do not fit together would be retracted.
+    bounds = (
+        min(rank.max_running, rank.total // (2 * MEASURED_ANSWER)) for rank in await engine.kv()
+    )
+    most = min(bounds, default=1)
+    for decodes in (number for number in _DECODES if number <= most):
+        for _ in range(_MIXED_ROUNDS):
+            await _until_idle(engine)
+            async with timed.decoding(decodes):
+                for size in sizes:
+                    ids = dice.choices(range(engine.vocabulary), k=size)
+                    forward = await timed.time_forward(ids, rides=True)
+                    if forward.decodes != decodes:
+                        break
+                    times.setdefault((decodes, 0), []).append(forward.step)
+                    times.setdefault((decodes, size), []).append(forward.seconds)
+            if (decodes, 0) not in times:  # It does not decode more together, either.
+                return _medians(times)
+    return _medians(times)
+
+
+def _medians(times: dict[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
+    # Results that come late make the next step look short, so the least time says nothing.
+    return {step: median(seconds) for step, seconds in times.items()}
 
 
 def _is_steady(times: list[float]) -> bool:
@@ -87,7 +134,7 @@ async def calibrate(engine: Engine) -> None:
     if engine.role == "decode":
         return  # Costs are for planning prefills, which a decode engine does not run.
     try:
-        costs, layers = await measure(engine)
+        costs, layers = await measure(engine, TimedRequests(engine))
         most = await engine.max_forward_tokens()
     except Exception as error:
         text = (

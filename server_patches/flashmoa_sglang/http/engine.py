@@ -17,14 +17,14 @@ from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedReque
 from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
+    STREAM_OPENED,
     CountUpdate,
-    ForwardTime,
     KvQuery,
     KvReport,
     MeasuredCosts,
     ReleaseStream,
     RequestMark,
-    RoomAvailable,
+    StreamTokens,
     handle,
     unsent,
 )
@@ -55,15 +55,13 @@ class Engine:
         self._prefills = 0
         self._queries = itertools.count()
         self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
-        self._forwards: dict[str, ForwardTime] = {}
         self.keeps_kv = not kv_free.is_on()
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
         # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
         self.waits_for: int | None = None
-        self._handle(KvReport, self._on_report)
-        self._handle(ForwardTime, lambda report: self._forwards.update({report.rid: report}))
-        self._handle(CountUpdate, _count)
+        self.handle(KvReport, self._on_report)
+        self.handle(CountUpdate, _count)
 
     @cached_property
     def _arguments(self) -> Any:
@@ -129,11 +127,8 @@ class Engine:
         """Number of schedulers, each with its own KV pool, among which SGLang divides requests."""
         return RELEASE.data_parallel_ranks(self._arguments)
 
-    def when_room(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """Register a callback for the streams that were refused for want of room, and have some."""
-        self._handle(RoomAvailable, lambda message: callback(message.streams))
-
-    def _handle(self, kind: type, handler: Callable[[Any], None]) -> None:
+    def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
+        """Register a handler for a type of message from the schedulers."""
         handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
@@ -148,31 +143,42 @@ class Engine:
         self,
         input_ids: Sequence[int],
         *,
-        stream: str | None = None,
-        rid: str | None = None,
         terms: Terms = _DEFAULT_TERMS,
         http_request: Any = None,
     ) -> Prefilled:
         """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
 
         Raises:
-            Superseded: if the scheduler dropped it because a longer request of its stream came.
-            NoRoom: if requests need the KV pool. Only increments of streams are refused so.
             MalformedRequest: if SGLang refuses the prefill.
             EngineBusy: if SGLang takes no more requests at the moment.
             EngineFailed: if SGLang could not run the prefill.
         """
         started = time.perf_counter()
-        meta = await self._generate(
-            list(input_ids),
-            RequestMark(stream),
-            rid=rid,
-            terms=terms,
-            http_request=http_request,
+        meta = await self.generate(
+            list(input_ids), RequestMark(), terms=terms, http_request=http_request
         )
         return Prefilled.read(meta, time.perf_counter() - started)
 
-    async def _generate(
+    async def open_stream(self, stream: str, terms: Terms) -> None:
+        """Open a prompt stream in its scheduler.
+
+        Raises: as :meth:`prefill`, if SGLang refuses the stream's priority, adapter or rank.
+        """
+        # SGLang requires a token; those of the stream follow in messages.
+        try:
+            mark = RequestMark(stream, opens=True, expected_output=terms.expected_output)
+            meta = await self.generate([0], mark, terms=terms)
+        except EngineBusy as error:
+            if STREAM_OPENED not in str(error):
+                raise
+        else:
+            Prefilled.read(meta)
+
+    def hand_over(self, tokens: StreamTokens) -> None:
+        """Send new tokens of prompt streams to the schedulers."""
+        RELEASE.to_scheduler(self._manager, tokens)
+
+    async def generate(  # noqa: PLR0913 - these are a request's fields
         self,
         input_ids: list[int],
         mark: RequestMark,
@@ -181,21 +187,26 @@ class Engine:
         rid: str | None = None,
         terms: Terms = _DEFAULT_TERMS,
         http_request: Any = None,
+        on_token: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Run one of the plugin's own requests. Return the ``meta_info`` of its answer."""
+        """Run one of the plugin's own requests. Return the ``meta_info`` of its answer.
+
+        Args: on_token: called with the ``meta_info`` so far whenever the answer has grown.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
             input_ids=input_ids,
             sampling_params={
                 "max_new_tokens": new_tokens,
+                "temperature": 0,  # Otherwise SGLang sorts the logits of the whole batch.
                 "ignore_eos": True,
                 "custom_params": mark.to_custom_params(),
             },
             rid=rid or new_rid(),
+            stream=on_token is not None,
             priority=terms.priority,
             routed_dp_rank=terms.dp_rank,
-            # If increments were counted, every token of a prompt would be counted several times.
             log_metrics=mark.stream is None and not mark.timed,
             **terms.namespace(),
             **(unsent() if self.role == "prefill" else {}),
@@ -203,42 +214,35 @@ class Engine:
         setattr(request, _OURS, True)
         self._prefills += 1
         try:
-            return await self._run(request, http_request)
+            return await self._run(request, http_request, on_token)
         finally:
             self._prefills -= 1
 
-    async def _run(self, request: Any, http_request: Any) -> dict[str, Any]:
+    async def _run(
+        self, request: Any, http_request: Any, on_token: Callable[[dict[str, Any]], None] | None
+    ) -> dict[str, Any]:
         from fastapi import HTTPException
 
+        meta: dict[str, Any] | None = None
         try:
             async with aclosing(self._manager.generate_request(request, http_request)) as outputs:
                 async for output in outputs:
-                    return output["meta_info"]
+                    meta = output["meta_info"]
+                    if on_token is not None:
+                        on_token(output["meta_info"])
         except ValueError as error:
             raise MalformedRequest(f"SGLang refuses this prefill: {error}") from error
         except HTTPException as error:
             if error.status_code != EngineBusy.status:
                 raise EngineFailed(f"SGLang could not run the prefill: {error.detail}") from error
             raise EngineBusy(f"SGLang cannot take this prefill now: {error.detail}") from error
-        raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+        if meta is None:
+            raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+        return meta
 
-    async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
-        """Run one forward with these tokens. Return its time as measured by the scheduler."""
-        rid = new_rid()
-        mark = RequestMark(timed=True)
-        try:
-            meta = await self._generate(list(input_ids), mark, rid=rid)
-            Prefilled.read(meta)  # This raises if the request was aborted.
-            return self._forwards[rid]
-        finally:
-            self._forwards.pop(rid, None)
-
-    async def time_answer(self, tokens: int) -> float:
-        """Return the seconds of a request that decodes ``tokens`` tokens, with waiting."""
-        started = time.perf_counter()
-        # A prompt of one token is never cached, so that each request computes the same.
-        await self._generate([0], RequestMark(), new_tokens=tokens)
-        return time.perf_counter() - started
+    def abort(self, rid: str) -> None:
+        """Abort a request."""
+        self._manager.abort_request(rid)
 
     def use_costs(self, costs: Costs, waits_for: int | None) -> None:
         """Use these costs for decisions from now on, here and in every scheduler.
@@ -247,12 +251,8 @@ class Engine:
             not wait.
         """
         self.costs, self.waits_for = costs, waits_for
-        message = MeasuredCosts(costs.points, costs.decode_step, waits_for)
+        message = MeasuredCosts(costs.points, costs.decode_step, costs.mixed, waits_for)
         RELEASE.to_scheduler(self._manager, message)
-
-    def abort(self, rid: str) -> None:
-        """Stop a prefill that is queued or running; unknown ids are ignored."""
-        self._manager.abort_request(rid)
 
     def release(self, stream: str) -> None:
         """Release a stream's KV in every scheduler, so that it can be evicted."""

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.messages import NO_ROOM
+from flashmoa_sglang.http.errors import EngineFailed
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class Terms:
 
     ``cache_salt``, ``extra_key`` and ``lora_path`` (the name of an adapter) are the namespace of
     its KV: only requests with the same values find the KV. ``dp_rank`` is the data-parallel rank
-    that computes the stream, if there are several.
+    that computes the stream, if there are several. ``expected_output`` is the number of tokens
+    that are expected in the answer to a stream's request.
     """
 
     priority: int | None = None
@@ -29,18 +30,11 @@ class Terms:
     extra_key: str | None = None
     lora_path: str | None = None
     dp_rank: int | None = None
+    expected_output: int | None = None
 
     def namespace(self) -> dict[str, Any]:
         """Return the namespace as fields of a ``GenerateReqInput``."""
         return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
-
-
-class Superseded(Exception):
-    """Raised if the scheduler dropped a prefill because a longer request of its stream came."""
-
-
-class NoRoom(Exception):
-    """Raised if the KV pool has no room for a prefill, because requests need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +49,14 @@ class Prefilled:
     def read(cls, meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
         """Read the result of a prefill from its ``meta_info``.
 
-        Raises: NoRoom or Superseded if the scheduler dropped the prefill for that reason.
+        Raises: EngineFailed if SGLang has aborted it.
         """
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             message = reason.get("message", "aborted")
-            raise NoRoom(message) if message == NO_ROOM else Superseded(message)
+            raise EngineFailed(
+                f"SGLang has aborted the prefill: {message}. Send the whole request instead."
+            )
         return cls(meta["prompt_tokens"], meta["cached_tokens"], seconds)
 
 
@@ -83,17 +79,16 @@ class PromptStream:
     Attributes:
         ids: of a stream of text, its tokens once it has ended.
         next_seq: the number of the append that is expected next.
+        sent: number of tokens that have been handed over to the schedulers.
+        end_sent: whether they have been told that no more tokens come.
         claimed: whether the final request has come, and computes the rest of the prompt.
         closed: how the stream ended; ``None`` while it is open.
         prefilled: number of tokens at the beginning whose KV has been computed.
         computed: how many of these were not already in the radix cache.
         spans: the last increments, for timelines.
         failure: why the stream is not prefilled any more, if it is not.
-        rid: id of the increment that is running, if any.
         pace_seconds: how long the client was last asked to gather text before it appends.
-        stalled_until: time until which no increment is sent, because the engine was too busy.
-        waits_for_room: whether an increment was refused because the KV pool is full.
-        offers: how often the scheduler has offered room.
+        waits_for_room: whether the KV pool has no room for the stream's next tokens.
     """
 
     ttl_seconds: float
@@ -103,6 +98,8 @@ class PromptStream:
     ids: array[int] = field(default_factory=lambda: array("q"))
     next_seq: int = 0
     ended_at: float | None = None
+    sent: int = 0
+    end_sent: bool = False
     claimed: bool = False
     closed: Ending | None = None
     prefilled: int = 0
@@ -110,12 +107,9 @@ class PromptStream:
     increments: int = 0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
     failure: str | None = None
-    rid: str | None = None
     deadline: float = 0.0
     pace_seconds: float = 0.0
-    stalled_until: float = 0.0
     waits_for_room: bool = False
-    offers: int = 0
 
     def certain(self) -> array[int] | list[int]:
         """Return the tokens that no later append can change."""
@@ -135,9 +129,8 @@ class PromptStream:
         return len(self.certain())
 
     def may_grow(self) -> bool:
-        """Return whether it is useful and possible to prefill more of the stream."""
-        finished = self.claimed or self.closed is not None or self.failure is not None
-        return not (finished or self.waits_for_room)
+        """Return whether it is useful to prefill more of the stream."""
+        return not (self.claimed or self.closed is not None or self.failure is not None)
 
     def state(self) -> dict[str, Any]:
         """Return the answer of ``GET /prompt_streams/{id}``."""
@@ -150,7 +143,7 @@ class PromptStream:
             "increments": self.increments,
             "next_seq": self.next_seq,
             "ended": self.ended_at is not None,
-            "prefilling": self.rid is not None,
+            "prefilling": self.may_grow() and self.sent > self.prefilled,
             "waits_for_room": self.waits_for_room,
             "in_use": self.claimed,
             "ttl_seconds": self.ttl_seconds,

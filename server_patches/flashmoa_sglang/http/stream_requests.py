@@ -74,10 +74,10 @@ class StreamRequest:
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
         self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
-        late = max(0, len(obj.input_ids or ()) - stream.prefilled)
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
-        client_requests.put_mark(obj, RequestMark(stream.id, True, late, expected_output))
+        mark = RequestMark(stream.id, final=True, expected_output=expected_output)
+        client_requests.put_mark(obj, mark)
 
     def _claim(self) -> PromptStream | None:
         if self._stream is not None and self._stream.claimed:

@@ -1,8 +1,8 @@
 """``StreamTable``: all prompt streams of a server, from their opening to their end.
 
 A stream is an append-only prompt whose KV is built while it grows (FlashAgents §3.1, Algorithm 1).
-The HTTP process alone decides when increments are computed (``prefilling.py``); to schedulers they
-are ordinary prefill requests. Tasks run only while streams are open.
+This process receives and tokenises it, and hands the tokens over (``handover.py``); schedulers
+decide when they are computed. Tasks run only while streams are open.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,14 @@ from flashmoa_sglang.http.errors import (
     StreamUnknown,
     TooManyStreams,
 )
-from flashmoa_sglang.http.prefilling import Prefiller
+from flashmoa_sglang.http.handover import Handover
+from flashmoa_sglang.http.pace import Pace
 from flashmoa_sglang.http.stream import Ending, PromptStream
 from flashmoa_sglang.http.supervised_tasks import SupervisedTasks
-from flashmoa_sglang.http.trigger import Pace
 from flashmoa_sglang.options import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from flashmoa_sglang.http.engine import Engine
 
@@ -64,10 +65,11 @@ class StreamTable:
         self._engine = engine
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
+        # The number of changes of the engine for which no stream may be open.
+        self._closed = 0
         self._pace = Pace(Options.from_environment().device_slowdown)
-        self._prefiller = Prefiller(engine, self._open.values())
+        self._handover = Handover(engine, self._open)
         self._tasks = SupervisedTasks(lambda: bool(self._open), self._fail)
-        engine.when_room(self._offer_room)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -99,10 +101,13 @@ class StreamTable:
     def open(self, stream: PromptStream) -> None:
         """Open a stream.
 
-        Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down.
+        Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down or its
+            weights or adapters are being changed.
         """
         if self._engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
+        if self._closed:
+            raise EngineDraining("The engine is being changed; send the request without a stream.")
         if len(self._open) >= self.limits.streams:
             raise TooManyStreams(
                 f"{self.limits.streams} prompt streams are open, which is the limit. "
@@ -112,8 +117,9 @@ class StreamTable:
         metrics.set_open(len(self._open))
         metrics.count("stream_tokens_buffered", stream.certain_tokens())
         self._set_pace(stream)
+        self._handover.open(stream)
         self.keep_alive(stream)
-        self._tasks.ensure("prompt streams, prefilling", self._prefiller.run)
+        self._tasks.ensure("prompt streams, handover", self._handover.run)
         # This is a separate task, so that streams expire even while others are being prefilled.
         self._tasks.ensure("prompt streams, lifetimes", self._watch_lifetimes)
 
@@ -181,7 +187,6 @@ class StreamTable:
     def claim(self, stream: PromptStream) -> None:
         """Stop increments, because the final request has come and computes the rest."""
         stream.claimed = True
-        self._prefiller.look()
 
     def unclaim(self, stream: PromptStream) -> None:
         """Continue the stream as if its final request, which was refused, had not come."""
@@ -199,16 +204,27 @@ class StreamTable:
         metrics.count("streams_ended", ending=ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
-        if stream.rid is not None:
-            self._engine.abort(stream.rid)
-        # Schedulers get this after the abort, so that no KV of the stream is pinned from then on.
         self._engine.release(stream.id)
-        self._prefiller.look()
+        self._handover.look()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncGenerator[None]:
+        """Close all streams, and open none in the meantime. Their schedulers compute nothing."""
+        self._closed += 1
+        try:
+            for stream in list(self._open.values()):
+                self.close(stream, "drained")
+            # What a scheduler has begun when it hears of the end is computed a step later.
+            for _ in range(2):
+                await self._engine.kv()
+            yield
+        finally:
+            self._closed -= 1
 
     def keep_alive(self, stream: PromptStream) -> None:
         """Put off a stream's expiry."""
         stream.deadline = time.monotonic() + stream.ttl_seconds
-        self._prefiller.look()
+        self._handover.look()
 
     def rank_for(self, beginning: str | Sequence[int]) -> int | None:
         """Choose the data-parallel rank for a stream by its beginning; ``None`` with one rank."""
@@ -218,15 +234,8 @@ class StreamTable:
         streams = [(s.terms.dp_rank or 0, s.beginning()) for s in self._open.values()]
         return choose_rank(ranks, streams, beginning)
 
-    def _offer_room(self, stream_ids: Iterable[str]) -> None:
-        for stream in (self._open[id_] for id_ in stream_ids if id_ in self._open):
-            stream.offers += 1
-            stream.waits_for_room = False
-        self._prefiller.look()
-
     def _set_pace(self, stream: PromptStream) -> None:
-        busy = self._engine.others_active()
-        stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open), busy)
+        stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open))
 
     def _fail(self, error: Exception) -> None:
         """Mark all streams as failed, because a bug of the plugin has stopped their prefills."""

@@ -7,24 +7,25 @@ the list for the check at start (``internals/used_names.txt``) is derived from t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+from flashmoa_sglang.releases.requests import RequestAccess
 
-    import numpy as np
-    from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # The dotted path of one of SGLang's functions, and the plugin's function that wraps it.
 Fix = tuple[str, "Callable[..., Any]"]
 
-# Attention backends that write the keys and values of a whole batch before they read any of them.
-# FlashInfer's ragged prefill and the MLA paths do not.
-_WRITE_FIRST = {"torch_native", "triton", "fa3"}
+# Attention backends whose ``forward_extend`` writes the keys and values of a whole batch to the KV
+# pool, and then reads all of them there. FlashInfer's, by default, attends to each request's new
+# tokens (ragged) and to its prefix in the pool, and writes the new ones only afterwards; the MLA
+# paths do the like.
+_WRITE_FIRST = {"torch_native", "triton", "fa3", "trtllm_mha"}
 
 
-class Release(ABC):
+class Release(RequestAccess):
     """One SGLang release.
 
     Attributes:
@@ -32,6 +33,8 @@ class Release(ABC):
             answers through its object's ``send_to_detokenizer``; the object has ``tree_cache``.
         CREATE_OFFLOADER: path of the function that creates a model runner's offloader, as the
             module of the model runner imports it.
+        LARGEST_BATCH: path of the function that returns how many requests a forward's buffers hold;
+            ``None`` if there are no such buffers.
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
             schedulers and in the HTTP process.
@@ -44,6 +47,9 @@ class Release(ABC):
     CREATE_OFFLOADER: ClassVar[str] = (
         "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
     )
+    LARGEST_BATCH: ClassVar[str | None] = (
+        "sglang.srt.model_executor.runner.eager_runner.get_eager_max_batch_size"
+    )
     NO_GRAPHS: ClassVar[str] = (
         "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
     )
@@ -52,7 +58,7 @@ class Release(ABC):
 
     # Starting SGLang, and its arguments.
 
-    def prepare_import(self) -> None:  # noqa: B027
+    def prepare_import(self) -> None:
         """Prepare a process, before it imports SGLang."""
 
     def server_arguments(self, argv: list[str]) -> list[str]:
@@ -106,7 +112,7 @@ class Release(ABC):
         """Return the fields of a ``GenerateReqInput`` that make the namespace of its KV."""
         return {"cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path}
 
-    def render_before_encoding(self, tokenizer: Any) -> None:  # noqa: B027
+    def render_before_encoding(self, tokenizer: Any) -> None:
         """Patch the tokenizer so that chat prompts pass through its ``encode`` as text."""
 
     # Messages between processes.
@@ -202,72 +208,6 @@ class Release(ABC):
             and not scheduler.model_config.attention_arch.name.startswith("MLA")
             and scheduler.spec_algorithm.is_none()
         )
-
-    # Requests in the scheduler.
-
-    def needs_host_load(self, req: Any) -> bool:
-        """Return whether some of the request's KV must be loaded back from host memory."""
-        return req.needs_host_load_back()
-
-    def namespace(self, req: Any) -> Hashable:
-        """Return the namespace of the request's KV: extra key (with a LoRA adapter), cache salt."""
-        return (req.extra_key, req.cache_salt)
-
-    def cached_tokens(self, req: Any) -> int:
-        """Return the length of the prefix whose KV the request need not compute."""
-        return len(req.prefix_indices)
-
-    def longest_prefix(self, req: Any) -> int:
-        """Return how long the cached prefix may be: at least one token is always computed."""
-        return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
-
-    @abstractmethod
-    def computed_until(self, req: Any) -> int:
-        """Return the position in the request's tokens up to which its batch computes it."""
-
-    def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
-        """Return a copy of the request's tokens from ``start`` to ``end``."""
-        import numpy
-
-        return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
-
-    def grow_prefix(self, req: Any, count: int) -> None:
-        """Count ``count`` more tokens as cached; their slots are set once the batch is built."""
-        import torch
-
-        prefix = req.prefix_indices
-        self._set_prefix(req, torch.cat([prefix, prefix.new_zeros(count)]))
-
-    def shrink_prefix(self, req: Any, length: int) -> None:
-        """Count only the first ``length`` tokens as cached."""
-        self._set_prefix(req, req.prefix_indices[:length])
-
-    def _set_prefix(self, req: Any, indices: Any) -> None:
-        req.prefix_indices = indices
-
-    def radix_key(self, req: Any, end: int) -> Any:
-        """Return the key of the request's first ``end`` tokens in the radix tree."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        tokens = req.full_untruncated_fill_ids[:end]
-        return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-
-    def uncached_tokens(self, tree_cache: Any, req: Any) -> int:
-        """Return how many tokens of a waiting request are not in the radix tree."""
-        total = len(req.origin_input_ids) + len(req.output_ids)
-        return total - self.matched_tokens(tree_cache, req)
-
-    def evictable_tokens(self, tree_cache: Any) -> int:
-        """Return how many tokens of the radix tree could be evicted."""
-        return tree_cache.evictable_size()
-
-    def protected_tokens(self, tree_cache: Any) -> int:
-        """Return how many tokens of the radix tree are locked."""
-        return tree_cache.protected_size()
-
-    @abstractmethod
-    def matched_tokens(self, tree_cache: Any, req: Any) -> int:
-        """Match a waiting request with the radix tree. Return the length of the cached prefix."""
 
     # The CPU platform.
 

@@ -17,6 +17,7 @@ from flashmoa_sglang.releases.base import Release
 from flashmoa_sglang.releases.v0_5_18 import keep_tensors_in_logprobs
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Hashable
 
     import numpy as np
@@ -52,6 +53,7 @@ class Release0512(Release):
     """SGLang 0.5.12, which by itself aborts requests whose client has disconnected."""
 
     STREAM_OUTPUT = "sglang.srt.managers.scheduler.Scheduler.stream_output"
+    LARGEST_BATCH = None
     NO_GRAPHS = "--disable-cuda-graph --disable-piecewise-cuda-graph"
     SCHEDULER_FIXES = (
         ("sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw", keep_tensors_in_logprobs),
@@ -207,6 +209,14 @@ class Release0512(Release):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         return RadixKey(req.fill_ids[:end], req.extra_key)
+
+    def key_of(self, tokens: array[int], req: Any) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(self.token_ids(tokens), req.extra_key)
+
+    def token_ids(self, tokens: array[int]) -> Any:
+        return tokens.tolist()
 
     def evictable_tokens(self, tree_cache: Any) -> int:
         # The trees of hybrid pools have a number for each pool, and raise when asked for one.

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.messages import RoomAvailable
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import available_tokens
-from flashmoa_sglang.scheduler.request import (
-    is_increment,
-    output_left,
-    state_of,
-    total_tokens,
-    uncached_tokens,
-)
+from flashmoa_sglang.scheduler.request import is_increment, output_left, state_of, total_tokens
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
@@ -34,7 +27,11 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     state: SchedulerState | None = getattr(adder.tree_cache, "flashmoa", None)
     if state is None:
         return original(adder, req, *args, **kwargs)
-    shared = state.shared
+    shared, mark = state.shared, state_of(req).mark
+    if mark is not None and not mark.final:
+        # SGLang takes a prefill that is sent to no decode engine for a warm-up of its own, whose KV
+        # it does not keep.
+        req.skip_radix_cache_insert = False
 
     def ask() -> Any:
         if shared is None:
@@ -44,12 +41,9 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     def joined() -> bool:
         return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
+    if is_increment(req):
+        return _admit_increment(ask, adder, req)
     result = ask()
-    if is_increment(req) and lacks_room(result):
-        state.lack_concerns_streams = True
-        # It is dropped before the next batch, so that it does not block requests after it.
-        state_of(req).found_no_room = not joined()
-        return result
     while lacks_room(result) and state.pins.give_way():
         if joined():
             result = adder.budget_state()
@@ -70,53 +64,32 @@ def lacks_room(result: Any) -> bool:
     return result == AddReqResult.NO_TOKEN
 
 
-def increments_without_room(scheduler: Any, running: Any) -> set[int]:
-    """Return the positions of queued increments that find no room in the KV pool.
+def _admit_increment(ask: Callable[[], Any], adder: Any, req: Any) -> Any:
+    """Add an increment to the batch, if all of it fits.
 
-    :func:`offer_room` notifies their streams when there is room.
+    If the forward has no room for it, SGLang would cut it into chunks, and compute the rest before
+    requests of clients. If the KV pool has no room, SGLang would take the batch for full.
     """
-    state: SchedulerState = scheduler.flashmoa
-    queue = scheduler.waiting_queue
-    left, refused = None, set[int]()
-    for position, req in enumerate(queue):
-        stream = state_of(req).increment_of
-        if stream is None:
-            continue
-        if left is None:
-            left = _left_for_streams(scheduler, running, _streams_of(queue))
-        needs = uncached_tokens(scheduler.tree_cache, req)
-        if needs <= left and not state_of(req).found_no_room:
-            left -= needs
-            continue
-        refused.add(position)
-        if not state.pins.is_released(stream):
-            # If it was SGLang that found no room, the stream's cached prefix counted as evictable
-            # here, but is needed. So the whole prompt must find room.
-            state.refused[stream] = needs if needs > left else len(req.origin_input_ids)
-    return refused
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    left = adder.rem_chunk_tokens
+    if left is not None and total_tokens(req) - RELEASE.cached_tokens(req) > left:
+        return AddReqResult.OTHER
+    result = ask()
+    return AddReqResult.OTHER if lacks_room(result) else result
 
 
-def offer_room(scheduler: Any, running: Any) -> None:
-    """Notify streams that were refused, in that order, when there is room for their increments.
+def allocatable_requests(
+    original: Callable[..., int], scheduler: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Return how many requests may join a batch; wraps ``Scheduler.get_num_allocatable_reqs``.
 
-    Without this they would have to send increments again and again, each with a whole prompt. A
-    stream that needs more than there is does not hold up the streams after it.
+    Increments do not count as running requests, since they end with their forward.
     """
-    waiting: dict[str, int] = scheduler.flashmoa.refused
-    if not waiting:
-        return
-    queue, tree = scheduler.waiting_queue, scheduler.tree_cache
-    left = _left_for_streams(scheduler, running, _streams_of(queue).union(waiting))
-    left -= sum(uncached_tokens(tree, req) for req in queue if is_increment(req))
-    served: list[str] = []
-    for stream, tokens in waiting.items():
-        if tokens <= left:
-            left -= tokens
-            served.append(stream)
-    for stream in served:
-        del waiting[stream]
-    if served:
-        RELEASE.to_tokenizer(scheduler, RoomAvailable(tuple(served)))
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    if state is not None and state.only_streams:
+        return scheduler.req_to_token_pool.available_size()
+    return original(scheduler, *args, **kwargs)
 
 
 def make_room(scheduler: Any, running: Any) -> None:
@@ -130,24 +103,11 @@ def make_room(scheduler: Any, running: Any) -> None:
         scheduler.flashmoa.pins.make_room(max(needs) + _promised(scheduler, running))
 
 
-def left_of_chunked(scheduler: Any) -> int:
-    """Return how many tokens of the chunked prompt are still to be computed, in whole pages."""
-    req, page = scheduler.chunked_req, scheduler.page_size
-    if req is None:
-        return 0
-    left = total_tokens(req) - RELEASE.computed_until(req)
-    return (left // page + 2) * page
-
-
-def _streams_of(queue: Sequence[Any]) -> set[str]:
-    return {stream for req in queue if (stream := state_of(req).stream) is not None}
-
-
-def _left_for_streams(scheduler: Any, running: Any, streams: Collection[str]) -> int:
-    """Return the KV slots that requests leave for increments of these streams, in tokens."""
+def room_for_streams(scheduler: Any, running: Any) -> int:
+    """Return the KV slots that requests leave for increments of streams, in tokens."""
     room = available_tokens(scheduler.tree_cache) - _promised(scheduler, running)
     room -= sum(_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req))
-    if running.reqs or len(scheduler.flashmoa.pins.streams.union(streams)) > 1:
+    if running.reqs or len(scheduler.flashmoa.streams) > 1:
         room -= int(scheduler.max_total_num_tokens * _HEADROOM)
     return room
 
@@ -161,8 +121,10 @@ def _promised(scheduler: Any, running: Any) -> int:
     answers = sum(
         output_left(req) * RELEASE.reserved_output(scheduler, req) for req in running.reqs
     )
-    chunked = scheduler.chunked_req
-    rest = left_of_chunked(scheduler) + (output_left(chunked) if chunked is not None else 0)
+    chunked, rest = scheduler.chunked_req, 0
+    if chunked is not None:
+        left = total_tokens(chunked) - RELEASE.computed_until(chunked)
+        rest = left + 2 * scheduler.page_size + output_left(chunked)
     # With SGLang's mixed chunk each running request has a token in the batch, too.
     return ceil(answers) + rest + len(running.reqs)
 
@@ -193,7 +155,6 @@ def check_decode_memory(
     if state is None:
         return fits
     state.work += state.costs.decode_weight
-    state.pause = max(0, state.pause - 1)
     if fits or not state.pins:
         return fits
     state.pins.make_room(batch.new_tokens_required_next_decode(*args, **kwargs))

@@ -1,7 +1,7 @@
 """Hooks around a scheduler's batches: what a step prefills, and how its results are sent.
 
 Tensor-parallel ranks run this independently and must decide alike. So no decision depends on a
-clock, but only on the queue, the batch and the radix tree.
+clock, but only on the queue, the batch, the streams and the radix tree.
 """
 
 from __future__ import annotations
@@ -9,40 +9,51 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.admission import left_of_chunked, make_room, offer_room
-from flashmoa_sglang.scheduler.pins import available_tokens, pin_finished, pin_published
-from flashmoa_sglang.scheduler.policy import chunk_tokens, pause_steps, ride_tokens
-from flashmoa_sglang.scheduler.queue import look_after_queue, prepare, waits_for_saturation
-from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
-from flashmoa_sglang.scheduler.state import can_pin
+from flashmoa_sglang.scheduler.admission import make_room, room_for_streams
+from flashmoa_sglang.scheduler.pins import can_pin, pin_published
+from flashmoa_sglang.scheduler.policy import (
+    fill_tokens,
+    least_tokens,
+    most_riding,
+    ride_tokens,
+    stream_chunk,
+)
+from flashmoa_sglang.scheduler.queue import look_after_queue, waits_for_saturation
+from flashmoa_sglang.scheduler.request import (
+    expected_output_left,
+    is_increment,
+    is_shareable,
+    state_of,
+    uncached_tokens,
+)
+from flashmoa_sglang.scheduler.state import SPARE_ROWS
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# Memory is soon short if it has no room for this many tokens of each decoding request: some steps.
-_SOON = 64
-_UNBOUNDED = 1 << 30
+# Forwards of more tokens than this are not told apart.
+_LARGE_FORWARD = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The plan of one step's prefill.
 
-    ``tokens``: the most new tokens in its forward; ``None``: SGLang's own limit. ``for_streams``:
-    only prompt streams want to prefill. ``mixed``: decodes run in the same forward, and count
-    towards ``tokens``. ``first_only``: only the first waiting request may join. ``then_pause``:
-    streams leave the next steps to decodes.
+    Attributes:
+        streams: the most tokens of prompt streams in its forward.
+        least: the fewest new tokens of all streams that are worth it.
+        only_streams: whether waiting requests of clients stay in the queue, because they cannot
+            start in this step.
+        mixed: whether decodes run in the same forward.
     """
 
-    tokens: int | None = None
-    for_streams: bool = False
+    streams: int = 0
+    least: int = 1
+    only_streams: bool = False
     mixed: bool = False
-    first_only: bool = False
-    then_pause: bool = False
 
 
 def next_prefill_batch(
@@ -51,28 +62,28 @@ def next_prefill_batch(
     """Plan and build a step's batch; wraps ``Scheduler._get_new_batch_prefill_raw``."""
     running = RELEASE.running_batch(scheduler, kwargs)
     state: SchedulerState = scheduler.flashmoa
-    offer_room(scheduler, running)
     if not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
+    # SGLang takes a batch for full until one of its requests ends. Increments in the last forward
+    # may have held the room that was missing.
+    if state.increments_ended or not running.reqs:
+        running.batch_is_full = state.increments_ended = False
     if scheduler.enable_priority_preemption:
         make_room(scheduler, running)
-    turns = {id(req): turn for turn, req in enumerate(scheduler.waiting_queue)}
-    held = prepare(scheduler, running)
-    decoding = _decoding(running)
+    step = _plan(scheduler, running)
+    if step is None:
+        look_after_queue(scheduler)
+        return RELEASE.no_batch(running)
     try:
-        step = _plan(scheduler, running, decoding)
-        if step is None:
-            look_after_queue(scheduler)
-            return RELEASE.no_batch(running)
-        with _limits(scheduler, step):
-            build = partial(original, scheduler, *args, **kwargs)
-            return _build(build, scheduler, running, step, decoding)
+        with _prepared(scheduler, running, step):
+            state.start_sharing(scheduler)
+            result = original(scheduler, *args, **kwargs)
+            batch, running = RELEASE.split_batches(scheduler, result)
+            if batch is not None:
+                _settle(scheduler, batch, step)
+        return result
     finally:
         state.shared = None
-        if held:
-            # Requests that joined the queue while the batch was built come last.
-            queue = held + scheduler.waiting_queue
-            scheduler.waiting_queue = sorted(queue, key=lambda req: turns.get(id(req), len(turns)))
         state.report_counts(scheduler)
 
 
@@ -83,55 +94,89 @@ def _may_prefill(scheduler: Any) -> bool:
         scheduler.waiting_queue
         or scheduler.chunked_req is not None
         or scheduler.grammar_manager.has_waiting_grammars()
+        or scheduler.flashmoa.streams.want()
     )
 
 
-def _plan(scheduler: Any, running: Any, decoding: int) -> Step | None:
+def _plan(scheduler: Any, running: Any) -> Step | None:
     """Decide what this step prefills; ``None``: nothing.
 
     The cases, in this order:
 
     1. Prefills wait until there are enough for a forward that hides the transfers of experts.
-    2. A client waits for a prefill: let SGLang build its batch as usual.
-    3. Only streams want to prefill, and no request decodes: run a forward that is short enough for
-       a request that arrives during it.
-    4. There will soon be no room for the rest of an increment that is cut into chunks, and its KV
-       cannot be evicted before it is complete: compute the whole rest now.
-    5. The decodes need the memory: prefill nothing.
-    6. Tokens of one stream ride along with the decode step, in its forward, or with the next one's.
-    7. SGLang cannot mix the two, or too few tokens could ride: now and then run a forward for
-       streams alone.
-
-    Args: decoding: number of requests that wait for their next token.
+    2. Final requests of streams can start, and have so few tokens left that these ride along with
+       the decode step.
+    3. A request of a client can start: SGLang builds its batch as usual, and streams fill it up if
+       it is so small that they hardly lengthen it.
+    4. No request decodes: streams have a forward of their own.
+    5. Tokens of streams ride along with the decode step, if SGLang can mix the two. Streams never
+       stop decodes for a forward of their own. What is known of a prompt before the agent before
+       writes does not ride: its request comes later than others, which it would delay.
     """
     state: SchedulerState = scheduler.flashmoa
-    page, queue = scheduler.page_size, scheduler.waiting_queue
+    costs, page, decoding = state.costs, scheduler.page_size, _decoding(running)
     if waits_for_saturation(scheduler, running, decoding):
         return None
-    if not _only_streams_want(scheduler):
+    ride = 0
+    if decoding and _can_mix(scheduler, running):
+        ride = most_riding(costs, decoding, state.options.itl_budget, page)
+        if _finals_fit(scheduler, running, ride):
+            return Step(mixed=True) if _knows_positions(scheduler, running) else None
+    if _clients_can_start(scheduler, running):
+        if not state.streams.want():
+            return Step()
+        return Step(fill_tokens(costs, _waiting_tokens(scheduler), page))
+    if not state.streams.want():
         return Step()
-    chunk = min(chunk_tokens(state.costs, page), scheduler.chunked_prefill_size or _UNBOUNDED)
+    least = least_tokens(costs, page)
     if not decoding:
-        return Step(4 * chunk if len(queue) <= 1 else chunk, for_streams=True)
-    if rest := _last_chance(scheduler, decoding):
-        return Step(rest, for_streams=True, first_only=True, then_pause=True)
-    if available_tokens(scheduler.tree_cache) < chunk + decoding * page:
-        return None
-    ride = ride_tokens(state.costs, decoding, state.options.stream_share, page)
-    if ride and _can_mix(scheduler, running):
-        if not _knows_positions(scheduler, running):
-            return None
-        return Step(ride + decoding, for_streams=True, mixed=True, first_only=True)
-    if state.pause > 0:
-        return None
-    return Step(chunk, for_streams=True, then_pause=True)
+        chunk = stream_chunk(costs, state.streams.waiting_tokens(), page)
+        return Step(chunk, least, only_streams=True)
+    if ride and _knows_positions(scheduler, running):
+        steps = sum(map(expected_output_left, running.reqs)) / decoding
+        waiting, budget = state.streams.waiting_tokens(growing=True), state.options.itl_budget
+        ride = ride_tokens(costs, decoding, waiting, steps, budget, page)
+        if waiting and ride:
+            return Step(ride, least, only_streams=True, mixed=True)
+    return Step() if scheduler.waiting_queue else None
 
 
-def _only_streams_want(scheduler: Any) -> bool:
-    chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
-    if chunked is None and not queue:
+def _finals_fit(scheduler: Any, running: Any, tokens: int) -> bool:
+    """Return whether all requests that could start now could ride along with the decode step.
+
+    They are final requests of streams, with at most ``tokens`` tokens left, or measure such steps.
+    """
+    if running.batch_is_full or scheduler.chunked_req is not None:
         return False
-    return (chunked is None or is_increment(chunked)) and all(map(is_increment, queue))
+    places = scheduler.get_num_allocatable_reqs(len(running.reqs))
+    starting = scheduler.waiting_queue[: max(places, 0)]
+    marks = [state_of(req).mark for req in starting]
+    if not starting or any(mark is None or not (mark.final or mark.rides) for mark in marks):
+        return False
+    if any(mark.rides for mark in marks if mark is not None):
+        return True
+    return sum(uncached_tokens(scheduler.tree_cache, req) for req in starting) <= tokens
+
+
+def _clients_can_start(scheduler: Any, running: Any) -> bool:
+    """Return whether a request of a client could join a batch that is built now."""
+    if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
+        return True
+    if not scheduler.waiting_queue:
+        return False
+    if scheduler.enable_priority_preemption:
+        return True
+    return not running.batch_is_full and scheduler.get_num_allocatable_reqs(len(running.reqs)) > 0
+
+
+def _waiting_tokens(scheduler: Any) -> int:
+    """Return about how many tokens the requests in the queue compute in the next forward."""
+    tokens = _LARGE_FORWARD if scheduler.chunked_req is not None else 0
+    for req in scheduler.waiting_queue:
+        if tokens >= _LARGE_FORWARD:
+            break
+        tokens += uncached_tokens(scheduler.tree_cache, req)
+    return tokens
 
 
 def _decoding(batch: Any) -> int:
@@ -161,67 +206,63 @@ def _knows_positions(scheduler: Any, running: Any) -> bool:
     return not scheduler.enable_overlap or all(id(req) in ran for req in running.reqs)
 
 
-def _last_chance(scheduler: Any, decoding: int) -> int:
-    """Return how many tokens of a chunked increment are left, if there is soon no room for them."""
-    tree, page = scheduler.tree_cache, scheduler.page_size
-    left, step = left_of_chunked(scheduler), decoding * page
-    if not left or available_tokens(tree) >= left + max(2 * step, decoding * _SOON):
-        return 0
-    scheduler.flashmoa.pins.make_room(left + step)
-    return left if available_tokens(tree) >= left + step else 0
-
-
 @contextmanager
-def _limits(scheduler: Any, step: Step) -> Generator[None]:
-    """Set SGLang's limits so that the batch that is built in this context follows the plan."""
-    chunked_prefill_size, is_mixed = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
-    queue = scheduler.waiting_queue
-    if step.tokens is not None and chunked_prefill_size is not None:
-        scheduler.chunked_prefill_size = min(step.tokens, chunked_prefill_size)
+def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
+    """Put a step's increments into the queue, and let SGLang build its batch as planned.
+
+    Afterwards the queue has the requests of clients that have not joined the batch.
+    """
+    state: SchedulerState = scheduler.flashmoa
+    chunk, is_mixed = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
+    full = running.batch_is_full
+    made = _make_increments(scheduler, running, step) if step.streams else []
+    waiting = scheduler.waiting_queue
+    scheduler.waiting_queue = made if step.only_streams else [*waiting, *made]
     if step.mixed:
         scheduler.is_mixed_chunk = True
-    # Offering many requests in every decode step would cost more than the step. A request that is
-    # being chunked comes before the first in the queue.
-    joining = len(queue)
-    if step.first_only:
-        joining = 0 if scheduler.chunked_req is not None else 1
-        scheduler.waiting_queue = queue[:joining]
+    if step.only_streams:
+        state.only_streams, running.batch_is_full = True, False
+        if step.mixed:
+            scheduler.chunked_prefill_size = step.streams + len(running.reqs)
     try:
         yield
     finally:
-        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunked_prefill_size, is_mixed
-        if step.first_only:
-            scheduler.waiting_queue = scheduler.waiting_queue + queue[joining:]
+        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunk, is_mixed
+        left = scheduler.waiting_queue
+        for req in left:
+            if is_increment(req):
+                state.streams.discard(req)
+        clients = [req for req in left if not is_increment(req)]
+        if step.only_streams:
+            state.only_streams, running.batch_is_full = False, full
+            clients = [*waiting, *clients]
+        scheduler.waiting_queue = clients
 
 
-def _build(
-    original: Callable[[], Any], scheduler: Any, running: Any, step: Step, decoding: int
-) -> Any:
-    state: SchedulerState = scheduler.flashmoa
-    full = running.batch_is_full
-    state.start_sharing(scheduler)
-    state.lack_concerns_streams = step.for_streams
-    result = original()
-    batch, running = RELEASE.split_batches(scheduler, result)
-    if state.lack_concerns_streams:
-        running.batch_is_full = full  # There may still be room for requests.
-    computed = _settle(scheduler, batch) if batch is not None else 0
-    if step.mixed:
-        state.rode_along += max(0, computed - decoding)
-    if step.for_streams and not decoding:
-        state.pause = 0
-    elif step.then_pause and computed:
-        # The pause follows from the tokens that were computed, which may be fewer than allowed.
-        share = state.options.stream_share
-        state.pause = pause_steps(state.costs, computed, decoding, share)
-    return result
+def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
+    limits = [step.streams, scheduler.max_prefill_tokens]
+    if scheduler.chunked_prefill_size is not None and not step.mixed:
+        limits.append(scheduler.chunked_prefill_size)
+    return scheduler.flashmoa.streams.make(
+        min(limits),
+        step.least,
+        room_for_streams(scheduler, running),
+        min(SPARE_ROWS, scheduler.req_to_token_pool.available_size()),
+        growing=step.mixed,
+    )
 
 
-def _settle(scheduler: Any, batch: Any) -> int:
-    """Share, publish, pin and count the KV that the built batch computes. Return its tokens."""
+def _settle(scheduler: Any, batch: Any, step: Step) -> None:
+    """Share, publish, pin and count the KV that the built batch computes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
-    state.timer.start(batch.reqs, batch.extend_num_tokens)
+    if step.mixed:
+        state.rode_along += sum(
+            RELEASE.computed_until(req) - RELEASE.cached_tokens(req)
+            for req in batch.reqs
+            if is_increment(req)
+        )
+    state.timer.start(batch.reqs, batch.extend_num_tokens, len(batch.decoding_reqs or ()))
     if state.shared is not None:
         state.shared.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
         state.duplicates_avoided += state.shared.avoided
@@ -232,7 +273,7 @@ def _settle(scheduler: Any, batch: Any) -> int:
             if state.shared is None:
                 RELEASE.publish(scheduler, req)
             state.pins.replace(stream, pin_published(scheduler, req))
-    return batch.extend_num_tokens
+            state.streams.settle(req)
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:
@@ -247,51 +288,3 @@ def _publishes(scheduler: Any, req: Any) -> bool:
     return is_increment(req) or (
         scheduler.enable_overlap and is_shareable(req) and not req.output_ids
     )
-
-
-def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Forget all pins once the tree is flushed; wraps ``Scheduler.flush_cache``."""
-    flushed = original(scheduler, *args, **kwargs)
-    if flushed:
-        scheduler.flashmoa.pins.forget()
-    return flushed
-
-
-def stream_output(
-    original: Callable[..., None],
-    streamer: Any,
-    reqs: list[Any],
-    return_logprob: bool,
-    skip_req: Any = None,
-) -> None:
-    """Send answers without text past the detokenizer; wraps ``RELEASE.STREAM_OUTPUT``.
-
-    The HTTP process takes token ids, too, because a server without a tokenizer sends these.
-    """
-    state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
-    if state is None or not (direct := [req for req in reqs if _has_no_text(state, req)]):
-        original(streamer, reqs, return_logprob, skip_req)
-        return
-    state.timer.stop(direct)
-    for req in direct:
-        stream = state_of(req).increment_of
-        if state.pins_results and stream is not None:
-            state.pins.replace(stream, pin_finished(streamer.tree_cache, req))
-    rest = [req for req in reqs if req not in direct]
-    if rest:
-        original(streamer, rest, return_logprob, skip_req)
-    send_to_detokenizer = streamer.send_to_detokenizer
-    streamer.send_to_detokenizer = state.tokenizer_channel
-    try:
-        original(streamer, direct, False, skip_req)
-    finally:
-        streamer.send_to_detokenizer = send_to_detokenizer
-
-
-def _has_no_text(state: SchedulerState, req: Any) -> bool:
-    mark = state_of(req).mark
-    if mark is None or mark.final or req.return_logprob:
-        return False
-    # SGLang's ``is_prefill_only`` is false with speculative decoding. A prefill engine of a PD pair
-    # samples one token even if none is requested.
-    return not req.sampling_params.max_new_tokens or state.role == "prefill"

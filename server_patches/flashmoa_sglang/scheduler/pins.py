@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,26 @@ def pin_published(scheduler: Any, req: Any) -> Pin:
     return Pin(req.last_node, lock.to_dec_params())
 
 
-def pin_finished(tree_cache: Any, req: Any) -> Pin:
-    """Lock the nodes that hold the prompt of a finished request, so that they are not evicted."""
+def match_and_pin(tree_cache: Any, key: Any) -> tuple[Pin, int]:
+    """Lock the nodes that hold a key or its beginning; return also how many tokens they hold."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-    key = RELEASE.radix_key(req, len(req.origin_input_ids))
-    node = tree_cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
-    return Pin(node, tree_cache.inc_lock_ref(node).to_dec_params())
+    match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+    node = match.last_device_node
+    pin = Pin(node, tree_cache.inc_lock_ref(node).to_dec_params())
+    return pin, len(match.device_indices)
+
+
+def can_pin(scheduler: Any) -> bool:
+    """Return whether a request's KV can be published before its forward, and be pinned.
+
+    It cannot without a radix tree, or in hybrid pools, which keep a state or a window besides KV.
+    """
+    return not (
+        scheduler.disable_radix_cache
+        or getattr(scheduler, "is_hybrid_swa", False)
+        or getattr(scheduler, "is_hybrid_ssm", False)
+    )
 
 
 def available_tokens(tree_cache: Any) -> int:
@@ -49,12 +63,15 @@ class StreamPins:
     When a request needs the room, pins are given up, that of the least recently extended stream
     first. The stream's KV is then ordinary cache that can be evicted.
 
+    Args: on_give_way: called with the id of a stream whose pin is given up.
+
     Attributes:
         gave_way: how many pins were given up because room was needed.
     """
 
-    def __init__(self, tree_cache: Any) -> None:
+    def __init__(self, tree_cache: Any, on_give_way: Callable[[str], None]) -> None:
         self._tree_cache = tree_cache
+        self._on_give_way = on_give_way
         self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()
         self.gave_way = 0
@@ -65,41 +82,33 @@ class StreamPins:
     def __contains__(self, stream: object) -> bool:
         return stream in self._pins
 
-    @property
-    def streams(self) -> set[str]:
-        """The pinned streams."""
-        return set(self._pins)
-
-    def is_released(self, stream: str) -> bool:
-        """Return whether a stream has ended; its increments may still arrive."""
-        return stream in self._released
-
     def replace(self, stream: str, new: Pin) -> None:
         """Pin a stream's longer prefix, then unlock the shorter one."""
         old = self._pins.pop(stream, None)
         if stream in self._released:
-            self._unlock(new)
+            self.unlock(new)
         else:
             self._pins[stream] = new
         if old is not None:
-            self._unlock(old)
+            self.unlock(old)
 
     def release(self, stream: str) -> None:
-        """Give up the pin of a stream that has ended; increments that arrive later pin nothing."""
+        """Give up the pin of a stream that has ended; increments that end later pin nothing."""
         self._released[stream] = None
         if len(self._released) > _REMEMBERED_RELEASES:
             self._released.popitem(last=False)
         old = self._pins.pop(stream, None)
         if old is not None:
-            self._unlock(old)
+            self.unlock(old)
 
     def give_way(self) -> bool:
         """Give up the pin that was extended least recently; ``False`` if there is none."""
         if not self._pins:
             return False
         stream, old = self._pins.popitem(last=False)
-        self._unlock(old)
+        self.unlock(old)
         self.gave_way += 1
+        self._on_give_way(stream)
         logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)
         return True
 
@@ -112,5 +121,6 @@ class StreamPins:
         """Drop all pins without unlocking them, because the tree and its nodes were reset."""
         self._pins.clear()
 
-    def _unlock(self, pin: Pin) -> None:
+    def unlock(self, pin: Pin) -> None:
+        """Unlock nodes, whose pin is not held here or not any more."""
         self._tree_cache.dec_lock_ref(pin.node, pin.unlock)

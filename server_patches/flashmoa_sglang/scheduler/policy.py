@@ -6,82 +6,151 @@ tensor-parallel ranks decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
 
-# Seconds for which a forward for streams may hold up a request that arrives during it.
-_DELAY = 0.35
+# A forward is large enough if a token costs at most this factor of what it costs in larger ones,
+# and small enough to be as good as empty if it costs at most this factor of one with one token.
+_TOLERANCE = 1.1
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
-# The fewest tokens of streams that ride along with a decode step.
-_LEAST_RIDE = 32
-# The fewest decode steps between two forwards for streams alone.
-_LEAST_PAUSE = 256
-# The most steps in which a request is held back.
-HELD_STEPS = 16
-# Final requests with at most this many tokens left to compute are never held back for others.
-_LITTLE_LEFT = 128
+# The sizes that are considered for what rides along with a step, in tokens.
+_RIDES = tuple(sorted({base << shift for base in (32, 48) for shift in range(6)}))
+# The fewest tokens in an increment that does not complete its stream. SGLang's scheduler takes a
+# millisecond or two for each, in which the GPU should have something to compute.
+_LEAST_INCREMENT, _LARGEST_LEAST = 32, 128
 # Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
 IDLE_STEP, IDLE_SLEEP = 0.0025, 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingRequest:
-    """The properties of a waiting request that decide about its turn; sizes in tokens.
+class Growth:
+    """How far a prompt stream could be prefilled; sizes in tokens.
 
     Attributes:
-        stream: the prompt stream to which it belongs, if any.
-        increment: whether it is an increment of the stream, so that no client waits for its answer.
-        late: of a final request, how much it has left to compute; otherwise ``None``.
-        length: length of its prompt.
-        held: number of steps in which it was held back.
+        prefilled: number of tokens that have KV, in whole pages.
+        new: number of tokens that have none, in whole pages.
+        ended: whether no more tokens come.
+        output: the decode steps of the stream's request, in prefill tokens, if jobs are ordered by
+            their sizes.
     """
 
-    stream: Hashable = None
-    increment: bool = False
-    late: int | None = None
-    length: int = 0
-    held: int = 0
+    prefilled: int
+    new: int
+    ended: bool = False
+    output: float = 0.0
 
 
-def find_superseded(queue: Sequence[WaitingRequest]) -> set[int]:
-    """Return the positions of increments that another request in the queue makes pointless.
+def choose_increments(
+    streams: Sequence[Growth], tokens: int, least: int, page: int
+) -> list[tuple[int, int]]:
+    """Choose which streams to prefill in a step, and how far: the smallest jobs first.
 
-    That is a longer increment of the same stream, or its final request.
+    Without ``output`` these are the streams that are the nearest to being ready for their requests.
+    Increments are whole pages.
+
+    Args:
+        tokens: the most tokens of all increments together.
+        least: the fewest new tokens of all streams together, unless one has ended.
+        page: number of tokens in a KV page.
+
+    Return the chosen streams' positions and the number of tokens that have KV afterwards.
     """
-    ranks = [(not request.increment, request.length) for request in queue]
-    newest: dict[Hashable, tuple[bool, int]] = {}
-    for request, rank in zip(queue, ranks, strict=True):
-        newest[request.stream] = max(rank, newest.get(request.stream, rank))
-    return {
-        position
-        for position, (request, rank) in enumerate(zip(queue, ranks, strict=True))
-        if request.increment and request.stream is not None and rank < newest[request.stream]
-    }
+    if sum(stream.new for stream in streams) < least and not any(s.ended for s in streams):
+        return []
+    chosen: list[tuple[int, int]] = []
+    sizes = [stream.new + stream.output for stream in streams]
+    for position in sorted(range(len(streams)), key=sizes.__getitem__):
+        stream = streams[position]
+        count = min(stream.new, tokens)
+        count -= count % page
+        completes = stream.ended and count == stream.new
+        if count and (completes or count >= min(_LEAST_INCREMENT, least)):
+            chosen.append((position, stream.prefilled + count))
+            tokens -= count
+    return chosen
 
 
-def choose_held_back(queue: Sequence[WaitingRequest]) -> set[int]:
-    """Return the positions of requests to hold back in this step; none is held back for long.
+def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
+    """Return the most tokens in a forward for streams alone, while nothing else runs.
 
-    Increments are held back while a request is queued whose client waits. Final requests that have
-    much left to compute are held back while others have little left: in one batch, the request
-    whose stream is ready would have to wait for the request whose stream is not.
+    A larger forward would hardly be more efficient, and a request that comes waits for its end. It
+    is larger if the rest of the ``waiting`` tokens would not be worth another forward.
     """
-    increments = {position for position, request in enumerate(queue) if request.increment}
-    held = increments if len(increments) < len(queue) else set[int]()
-    late = {
-        position: request.late
-        for position, request in enumerate(queue)
-        if request.late is not None and not request.increment
-    }
-    if len(late) > 1:
-        bound = max(_LITTLE_LEFT, 2 * min(late.values()))
-        held |= {position for position, left in late.items() if left > bound}
-    return {position for position in held if queue[position].held < HELD_STEPS}
+    size = _LEAST_CHUNK
+    while size < _LARGEST_CHUNK and 2 * costs.prefill(size) > _TOLERANCE * costs.prefill(2 * size):
+        size *= 2
+    if size < waiting < size + least_tokens(costs, page):
+        size = waiting
+    return max(page, size - size % page)
+
+
+def least_tokens(costs: Costs, page: int) -> int:
+    """Return the fewest tokens of streams that are worth a forward, or riding along with one.
+
+    If fewer are left for the final request, its forward takes hardly longer than without them.
+    """
+    return max(page, _LEAST_INCREMENT, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
+
+
+def _nearly_free_tokens(costs: Costs) -> int:
+    """Return how many tokens a forward has that takes hardly longer than one with very few."""
+    return costs.tokens_within(_TOLERANCE * costs.prefill(_LEAST_INCREMENT))
+
+
+def ride_tokens(
+    costs: Costs, decoding: int, waiting: int, steps: float, budget: float, page: int
+) -> int:
+    """Return how many tokens of streams ride along with a decode step: those that save the most.
+
+    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
+    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
+    are enough steps.
+
+    Args:
+        decoding: number of requests that decode.
+        waiting: number of tokens that wait.
+        steps: in how many steps they may ride.
+        budget: the longest step, as a multiple of the step without them.
+    """
+    rate = costs.per_token_at_best
+
+    def seconds(ride: int, added: float) -> float:
+        used = min(steps, max(1.0, waiting / ride))
+        return used * added + max(0.0, waiting - used * ride) * rate
+
+    rides = _rides(costs, decoding, budget, page)
+    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
+    return best if best and seconds(best, added) < waiting * rate else 0
+
+
+def most_riding(costs: Costs, decoding: int, budget: float, page: int) -> int:
+    """Return the most tokens that may ride along with a decode step; arguments as above."""
+    return max((ride for ride, _ in _rides(costs, decoding, budget, page)), default=0)
+
+
+@lru_cache(maxsize=1024)
+def _rides(costs: Costs, decoding: int, budget: float, page: int) -> tuple[tuple[int, float], ...]:
+    """Return the numbers of tokens that may ride along with a step, and the seconds they add."""
+    if budget <= 1:
+        return ()
+    longest = (budget - 1) * costs.decode(decoding)
+    sizes = sorted({ride - ride % page for ride in _RIDES if ride >= page})
+    added = ((size, costs.added(decoding, size)) for size in sizes)
+    return tuple((size, seconds) for size, seconds in added if seconds <= longest)
+
+
+def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:
+    """Return how many tokens of streams join a forward that prefills for clients.
+
+    The forward takes hardly longer with them, if it is so small that its tokens do not fill it.
+    """
+    tokens = max(0, _nearly_free_tokens(costs) - prefilling)
+    return tokens - tokens % page
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,35 +182,6 @@ def shortest_first(jobs: Sequence[Job], costs: Costs) -> list[int]:
         return job.priority, job.queued_at + job.uncached + step * job.output, position
 
     return sorted(range(len(jobs)), key=key)
-
-
-def chunk_tokens(costs: Costs, page: int) -> int:
-    """Return the most tokens in a forward for streams alone, in whole pages."""
-    tokens = min(max(costs.tokens_within(_DELAY), _LEAST_CHUNK), _LARGEST_CHUNK)
-    return max(page, tokens - tokens % page)
-
-
-def ride_tokens(costs: Costs, decoding: int, share: float, page: int) -> int:
-    """Return how many tokens of streams may ride along with a decode step, in whole pages.
-
-    The time that they add is at most ``share`` of the longer step. Return 0 if that allows only for
-    few tokens: then an occasional forward for streams alone is more efficient.
-    """
-    longest = costs.decode(decoding) / (1 - share) if share < 1 else float("inf")
-    tokens = costs.tokens_within(longest) - decoding
-    tokens -= tokens % page
-    return tokens if tokens >= _LEAST_RIDE else 0
-
-
-def pause_steps(costs: Costs, tokens: int, decoding: int, share: float) -> int:
-    """Return how many decode steps follow a forward of ``tokens`` tokens for streams alone.
-
-    With them, such forwards take at most ``share`` of the time and hold up at most one step in 256.
-    """
-    if share >= 1:
-        return 0
-    cost, step = costs.prefill(tokens), max(costs.decode(decoding), 1e-9)
-    return max(_LEAST_PAUSE, ceil(cost * (1 - share) / share / step))
 
 
 class SaturationGate:

@@ -1,23 +1,12 @@
-"""Drops, holds back and orders the waiting requests before each prefill."""
+"""Holds waiting requests back, and orders them before each prefill."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.messages import NO_ROOM
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.admission import increments_without_room
-from flashmoa_sglang.scheduler.policy import (
-    IDLE_SLEEP,
-    IDLE_STEP,
-    Job,
-    WaitingRequest,
-    choose_held_back,
-    find_superseded,
-    shortest_first,
-)
+from flashmoa_sglang.scheduler.policy import IDLE_SLEEP, IDLE_STEP, Job, shortest_first
 from flashmoa_sglang.scheduler.request import is_increment, state_of, total_tokens
 
 if TYPE_CHECKING:
@@ -26,30 +15,6 @@ if TYPE_CHECKING:
 # Matching a prompt with the radix tree takes time. After this many requests of the queue, the last
 # known number of uncached tokens is good enough.
 _MATCHED_JOBS = 128
-
-
-def prepare(scheduler: Any, running: Any) -> list[Any]:
-    """Drop increments that are pointless or have no room, and take requests to hold back out.
-
-    Returns: the requests that are held back in this step, to be put into the queue again after it.
-    """
-    marked = [(mark, req) for req in scheduler.waiting_queue if (mark := state_of(req).mark)]
-    if not marked:
-        return []
-    for mark, req in marked:
-        if not mark.final:
-            keep_kv(req)
-    pointless = find_superseded([_describe(req) for req in scheduler.waiting_queue])
-    _drop(scheduler, pointless, "a longer request of its stream is queued")
-    _drop(scheduler, increments_without_room(scheduler, running), NO_ROOM)
-    # Increments come last: after one that finds no room, SGLang would consider no other request.
-    queue = sorted(scheduler.waiting_queue, key=is_increment)
-    positions = choose_held_back([_describe(req) for req in queue])
-    held = [queue[position] for position in positions]
-    for req in held:
-        state_of(req).held += 1
-    scheduler.waiting_queue = _without(queue, positions)
-    return held
 
 
 def waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
@@ -88,23 +53,24 @@ def look_after_queue(scheduler: Any) -> None:
 def order_queue(
     _result: None, policy: Any, waiting_queue: list[Any], *_args: Any, **_kwargs: Any
 ) -> None:
-    """Put the shortest job first, if the options ask for it; runs after ``calc_priority``."""
+    """Put increments last, and the shortest job first; runs after ``calc_priority``.
+
+    The shortest job comes first only if the options ask for it.
+    """
     state: SchedulerState | None = getattr(policy.tree_cache, "flashmoa", None)
-    if state is None or state.options.schedule != "sjf":
+    if state is None:
         return
+    # After an increment that finds no room, SGLang would consider no other request.
+    waiting_queue.sort(key=is_increment)
+    if state.options.schedule != "sjf":
+        return
+    requests = [req for req in waiting_queue if not is_increment(req)]
     jobs = [
         _job(policy, state, req, matched=position < _MATCHED_JOBS)
-        for position, req in enumerate(waiting_queue)
+        for position, req in enumerate(requests)
     ]
-    waiting_queue[:] = [waiting_queue[position] for position in shortest_first(jobs, state.costs)]
-
-
-def keep_kv(req: Any) -> None:
-    """Put the KV of a prefill that is sent to no decode engine into the radix tree after all.
-
-    SGLang treats such a prefill as one of its own warm-ups, whose KV it does not keep.
-    """
-    req.skip_radix_cache_insert = False
+    order = shortest_first(jobs, state.costs)
+    waiting_queue[: len(requests)] = [requests[position] for position in order]
 
 
 def let_go(scheduler: Any, req: Any) -> None:
@@ -112,37 +78,6 @@ def let_go(scheduler: Any, req: Any) -> None:
     RELEASE.release_prefetch(scheduler, req)
     if scheduler.server_args.disaggregation_mode == "prefill":
         RELEASE.release_metadata_buffer(scheduler, req)
-
-
-def _describe(req: Any) -> WaitingRequest:
-    state = state_of(req)
-    if state.mark is None:
-        return WaitingRequest()
-    return WaitingRequest(
-        stream=state.stream,
-        increment=state.increment_of is not None,
-        late=state.mark.late if state.mark.final else None,
-        length=len(req.origin_input_ids),
-        held=state.held,
-    )
-
-
-def _drop(scheduler: Any, positions: set[int], reason: str) -> None:
-    if not positions:
-        return
-    from sglang.srt.managers.io_struct import AbortReq
-
-    queue = scheduler.waiting_queue
-    for position in positions:
-        req = queue[position]
-        abort = AbortReq(rid=req.rid, abort_message=reason)
-        RELEASE.tokenizer_channel(scheduler).send_output(abort, req)
-        let_go(scheduler, req)
-    scheduler.waiting_queue = _without(queue, positions)
-
-
-def _without(queue: Sequence[Any], positions: set[int]) -> list[Any]:
-    return [req for position, req in enumerate(queue) if position not in positions]
 
 
 def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:

@@ -18,8 +18,6 @@ class RequestState:
 
     Attributes:
         mark: the plugin's mark on the request, if any.
-        held: number of steps in which it was held back.
-        found_no_room: whether SGLang found no room in the KV pool for this increment.
         queued_at: the work that the engine had done when the request was queued, in prefill tokens.
         uncached: how much of it was not in the radix tree when it was last matched.
         unshared: how much of that no request before it in the queue computes.
@@ -29,8 +27,6 @@ class RequestState:
     """
 
     mark: RequestMark | None = None
-    held: int = 0
-    found_no_room: bool = False
     queued_at: float | None = None
     uncached: int | None = None
     unshared: int | None = None
@@ -45,7 +41,8 @@ class RequestState:
     @property
     def increment_of(self) -> str | None:
         """The prompt stream that the request prefills, if it is an increment of one."""
-        return self.stream if self.mark is not None and not self.mark.final else None
+        mark = self.mark
+        return mark.stream if mark is not None and not (mark.final or mark.opens) else None
 
 
 def state_of(req: Any) -> RequestState:
@@ -57,7 +54,7 @@ def state_of(req: Any) -> RequestState:
 
 
 def is_increment(req: Any) -> bool:
-    """Return whether a request prefills a prompt stream, so that no client waits for its answer."""
+    """Return whether a request prefills a prompt stream, so that no client waits for it."""
     return state_of(req).increment_of is not None
 
 
@@ -82,6 +79,14 @@ def output_left(req: Any) -> int:
     """Return for how many more output tokens SGLang reserves room."""
     left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
     return min(max(0, left), _RESERVED_OUTPUT)
+
+
+def expected_output_left(req: Any) -> int:
+    """Return how many more tokens a request is expected to decode, at least one."""
+    mark = state_of(req).mark
+    expected = mark.expected_output if mark is not None else None
+    most = req.sampling_params.max_new_tokens or 0
+    return max(1, (most if expected is None else expected) - len(req.output_ids))
 
 
 def uncached_tokens(tree_cache: Any, req: Any) -> int:

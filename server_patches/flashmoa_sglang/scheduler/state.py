@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from flashmoa_sglang import asyncep, kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.messages import (
+    MEASURED_STEPS,
     CountUpdate,
     ForwardTime,
     KvQuery,
     KvReport,
     MeasuredCosts,
     ReleaseStream,
+    RequestMark,
+    StreamTokens,
     handle,
 )
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.pins import StreamPins
+from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
 from flashmoa_sglang.scheduler.policy import SaturationGate
-from flashmoa_sglang.scheduler.request import state_of
+from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
+from flashmoa_sglang.scheduler.streams import SchedulerStreams
+
+# Rows for requests that are added to SGLang's table, which is the most increments in a batch.
+SPARE_ROWS = 16
 
 
 class SchedulerState:
     """The plugin's state of one SGLang scheduler, as ``scheduler.flashmoa``.
 
     Attributes:
+        streams: the open prompt streams.
         pins: locks on the KV of prompt streams.
-        refused: prompt streams that found no room in the KV pool, and the tokens that each needs.
         shared: decides what the batch shares that is being built; ``None`` if nothing is shared.
-        lack_concerns_streams: whether it is only for streams that the batch which is being built
-            finds no room.
+        only_streams: whether the batch that is being built is for prompt streams only.
+        increments_ended: whether increments have given back KV since a batch was built.
         work: the work that the engine has done so far, in prefill tokens.
-        pause: number of decode steps before prompt streams may have a forward again.
         publishes_early: whether KV is put into the radix tree before its forward has run.
         pins_results: whether increments are pinned when they have been computed instead.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
@@ -42,7 +51,8 @@ class SchedulerState:
 
     def __init__(self, scheduler: Any) -> None:
         self.options = Options.from_environment()
-        self.pins = StreamPins(scheduler.tree_cache)
+        self.pins = StreamPins(scheduler.tree_cache, lambda stream: self.streams.lose(stream))
+        self.streams = SchedulerStreams(scheduler, self.pins)
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         # The engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
         self.role: str = scheduler.server_args.disaggregation_mode
@@ -54,22 +64,16 @@ class SchedulerState:
         self.saturation_gate: SaturationGate | None = None
         self.queued = QueuedTokens(scheduler.page_size)
         self.shared: SharedPrefill | None = None
-        self.lack_concerns_streams = False
+        self.only_streams = self.increments_ended = False
         self.timer = ForwardTimer(scheduler)
         self.work = 0.0
-        self.pause = 0
-        self.refused: dict[str, int] = {}
         self.duplicates_avoided = 0
         self.rode_along = 0
         self._reported = CountUpdate(0, 0)
 
-    def end_stream(self, stream: str) -> None:
-        """Turn the KV of a prompt stream that has ended into ordinary cache; forget its refusal."""
-        self.refused.pop(stream, None)
-        self.pins.release(stream)
-
     def report_counts(self, scheduler: Any) -> None:
-        """Send the counts that ``/metrics`` shows to the HTTP process, if they have changed."""
+        """Tell the HTTP process what ``/metrics`` and the states of streams show, if it changed."""
+        self.streams.report()
         now, before = CountUpdate(self.duplicates_avoided, self.pins.gave_way), self._reported
         if now == before:
             return
@@ -102,46 +106,54 @@ class SchedulerState:
 
 
 class ForwardTimer:
-    """Times requests that are marked ``timed``, from the built batch to its result.
+    """Times the forwards of increments and of requests that are marked ``timed``.
 
+    One without decodes takes from its built batch to its result. One with decodes is the step that
+    is longer than the others: its own, or, if launching a forward takes as long as the forward, as
+    under the overlap schedule on a CPU, the one before.
     Only this class reads a clock in a scheduler. The times are reported and decide nothing here.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._started: dict[str, float] = {}
+        # For each request, when its batch was built, and how many others decode in the batch.
+        self._started: dict[str, tuple[float, int]] = {}
+        self._last_result = 0.0
+        self._steps: deque[float] = deque(maxlen=MEASURED_STEPS)
 
-    def start(self, reqs: list[Any], tokens: int) -> None:
-        """Note the time at which a batch of ``tokens`` tokens is about to run."""
+    def start(self, reqs: list[Any], tokens: int, decodes: int) -> None:
+        """Note the time at which a batch of ``tokens`` tokens is about to run.
+
+        Args: decodes: number of requests that decode in the batch.
+        """
         for req in reqs:
             mark = state_of(req).mark
-            if mark is not None and mark.timed:
+            if mark is not None and (mark.timed or is_increment(req)):
                 # If the request is cut into chunks, the time of the first chunk stays.
-                self._started.setdefault(req.rid, time.perf_counter())
-                asyncep.time_next(tokens)
+                self._started.setdefault(req.rid, (time.perf_counter(), decodes))
+                if mark.timed:
+                    asyncep.time_next(tokens)
 
-    def stop(self, reqs: list[Any]) -> None:
-        """Report the times of requests that have been computed."""
-        if not self._started:
-            return
-        for req in reqs:
-            started = self._started.pop(req.rid, None)
-            if started is not None:
-                seconds = time.perf_counter() - started
-                report = ForwardTime(req.rid, seconds, asyncep.take_times())
+    def stop(self, reqs: list[Any]) -> dict[str, float]:
+        """Return the seconds of increments that have been computed; report timed requests."""
+        now, times = time.perf_counter(), dict[str, float]()
+        before, self._last_result = self._last_result, now
+        for req in reqs if self._started else ():
+            if req.rid not in self._started:
+                continue
+            started, decodes = self._started.pop(req.rid)
+            seconds, step = now - started, 0.0
+            if decodes and self._steps:
+                step = median(self._steps)
+                seconds = now - before + self._steps[-1] - step
+            times[req.rid] = seconds
+            mark = state_of(req).mark
+            if mark is not None and mark.timed:
+                layers = asyncep.take_times()
+                report = ForwardTime(req.rid, seconds, layers, decodes, step)
                 RELEASE.to_tokenizer(self._scheduler, report)
-
-
-def can_pin(scheduler: Any) -> bool:
-    """Return whether a request's KV can be published before its forward, and be pinned.
-
-    It cannot without a radix tree, or in hybrid pools, which keep a state or a window besides KV.
-    """
-    return not (
-        scheduler.disable_radix_cache
-        or getattr(scheduler, "is_hybrid_swa", False)
-        or getattr(scheduler, "is_hybrid_ssm", False)
-    )
+        self._steps.append(now - before)
+        return times
 
 
 def attach(_result: None, scheduler: Any) -> None:
@@ -152,14 +164,60 @@ def attach(_result: None, scheduler: Any) -> None:
     # Batches, policies and output streamers have the tree, but not the scheduler.
     scheduler.tree_cache.flashmoa = state
     dispatcher = scheduler._request_dispatcher
-    handle(dispatcher, ReleaseStream, lambda message: state.end_stream(message.stream))
+    handle(dispatcher, StreamTokens, state.streams.extend)
+    handle(dispatcher, ReleaseStream, lambda message: state.streams.end(message.stream))
     handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
     handle(dispatcher, MeasuredCosts, lambda message: _use_costs(scheduler, message))
 
 
+def handle_request(
+    original: Callable[..., None], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Keep requests that open a stream; wraps ``Scheduler.handle_generate_request``."""
+    mark = RequestMark.read(recv_req.sampling_params.custom_params)
+    state: SchedulerState = scheduler.flashmoa
+    if mark is not None and mark.stream is not None and mark.opens:
+
+        def make(message: Any) -> None:
+            original(scheduler, message, *args, **kwargs)
+
+        state.streams.open(mark.stream, recv_req, make, mark.expected_output or 0)
+        return
+    if mark is not None and mark.stream is not None:
+        state.streams.claim(mark.stream)
+    original(scheduler, recv_req, *args, **kwargs)
+
+
+def add_rows(
+    original: Callable[..., None], pool: Any, size: int, *args: Any, **kwargs: Any
+) -> None:
+    """Add rows for increments to a new table of requests; wraps ``ReqToTokenPool.__init__``.
+
+    So tokens of streams can ride along while as many requests run as may. The tables of models with
+    a state besides KV are left as they are, because that state has to fit them.
+    """
+    spare = SPARE_ROWS if type(pool).__name__ == "ReqToTokenPool" else 0
+    original(pool, size + spare, *args, **kwargs)
+
+
+def largest_batch(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Return for how many requests a forward's buffers are; wraps ``RELEASE.LARGEST_BATCH``."""
+    return original(*args, **kwargs) + SPARE_ROWS
+
+
+def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Forget all KV of streams once the tree is flushed; wraps ``Scheduler.flush_cache``."""
+    flushed = original(scheduler, *args, **kwargs)
+    state: SchedulerState = scheduler.flashmoa
+    if flushed:
+        state.pins.forget()
+        state.streams.lose()
+    return flushed
+
+
 def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
     state: SchedulerState = scheduler.flashmoa
-    state.costs = Costs(message.points, message.decode_step)
+    state.costs = Costs(message.points, message.decode_step, message.mixed)
     # If ranks step together, no rank may hold back a step on its own.
     together = scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
     if message.waits_for is not None and not together:
@@ -180,6 +238,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         gave_way=state.pins.gave_way,
         duplicates_avoided=state.duplicates_avoided,
         rode_along=state.rode_along,
+        max_running=scheduler.max_running_requests,
         experts=asyncep.memory(),
         kv_bytes=kv_free.bytes_of(scheduler),
         peak_bytes=kv_free.peak_memory(scheduler),

@@ -25,7 +25,7 @@ from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, Link
 from tests.integration.autogen import overriding
 from tests.integration.autogen.exactness import count_outcomes, finished_calls
 from tests.integration.autogen.teams import Build, Client, agent
-from tests.integration.support import wait_until_idle
+from tests.integration.support import LAG, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -149,8 +149,8 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
         assert events_of(events, LinkClosed, "one")[0].reason in {"mispredicted", "unused"}
     else:
         assert first[1].status == "hit"
-        # The others' messages were prefilled; the task and the template's ends are left.
-        assert first[1].late_tokens is not None and first[1].late_tokens < 60
+        # The others' messages were prefilled, nearly; the task and the template's ends are left.
+        assert first[1].late_tokens is not None and first[1].late_tokens < 60 + LAG
     assert {call.status for call in finished_calls(events)} <= {None, "hit", "late"}
 
 

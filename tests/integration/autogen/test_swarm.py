@@ -23,7 +23,7 @@ from tests.integration.autogen.exactness import (
 )
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Client, agent
-from tests.integration.support import wait_until_idle
+from tests.integration.support import LAG, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -87,10 +87,11 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
         content="Transferred to alice, adopting the role of alice immediately.", source="bob"
     )
     # All before the handoff's message was prefilled, except for the template's tokens around it and
-    # up to 8 tokens, which are too few for an increment.
-    left = 24 + await anyio.to_thread.run_sync(model_client.count_tokens, [message])
-    late = [call.late_tokens for call in calls if call.status == "hit"]
-    assert all(tokens is not None and tokens <= left for tokens in late)
+    # those that are too few for a forward. The first target's prompt, no part of
+    # which is cached, may be left, because streams on a CPU may wait for the end of decodes.
+    left = 16 + LAG + await anyio.to_thread.run_sync(model_client.count_tokens, [message])
+    late = [call.late_tokens for call in calls[2:] if call.status == "hit"]
+    assert [tokens for tokens in late if tokens is None or tokens > left] == [], (late, left)
 
 
 async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(

@@ -34,9 +34,9 @@ async def clients(engine: LocalEngine) -> AsyncGenerator[Callable[..., Client]]:
     made: list[Client] = []
 
     def make(**more: Any) -> Client:
-        settings: dict[str, Any] = {"temperature": 0, "max_tokens": 16, **more}
+        settings: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "base_url": engine.url}
         ignore_eos = {"extra_body": {"ignore_eos": True}}
-        made.append(Client(model="tiny", base_url=engine.url, **ignore_eos, **settings))
+        made.append(Client(model="tiny", **ignore_eos, **settings | more))
         return made[-1]
 
     yield make
@@ -49,11 +49,14 @@ def telemetry() -> Telemetry:
     return Telemetry()
 
 
-def pair(client: Client, guide: str, *, stream: bool = False) -> RoundRobinGroupChat:
+def pair(
+    client: Client, guide: str, *, writer: Client | None = None, stream: bool = False
+) -> RoundRobinGroupChat:
+    """Make a team of a planner and a writer, with the same client or one each."""
     agents = [
         AssistantAgent(
             name,
-            model_client=client,
+            model_client=client if name == "planner" else writer or client,
             system_message=f"{guide[:2000]}\n\nYou are {name}.",
             model_client_stream=stream,
         )
@@ -183,11 +186,16 @@ def logged() -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_autogens_log_events_have_streamed_tokens(
-    clients: Callable[..., Client], guide: str, logged: list[Any], stream: bool
+    clients: Callable[..., Client],
+    downstream: LocalEngine,
+    guide: str,
+    logged: list[Any],
+    stream: bool,
 ) -> None:
-    client = clients(max_tokens=64)
-    await client.engine.flush_cache()
-    team, events = pair(client, guide, stream=stream), list[Event]()
+    """The writer has an engine of its own, in which streams need not wait for decodes."""
+    client, writers = clients(max_tokens=64), clients(base_url=downstream.url)
+    await writers.engine.flush_cache()
+    team, events = pair(client, guide, writer=writers, stream=stream), list[Event]()
     link(team, listener=events.append)
     await team.run(task="Go.")
     kind = LLMStreamEndEvent if stream else LLMCallEvent

@@ -45,7 +45,7 @@ class Cell:
     client: EngineClient
     http: httpx.AsyncClient
     words: Callable[[int, int], str]
-    tokens: int = 60
+    tokens: int = 200
     ttl: float = 60.0
     head: str = field(init=False)
     tail: str = field(init=False)

@@ -22,6 +22,7 @@ from flashmoa.engine.local import LocalEngine
 from tests.conftest import POOL
 from tests.integration.support import (
     StreamRecorder,
+    complete_stream,
     generate,
     wait_until_idle,
     wait_until_prefilled,
@@ -42,6 +43,7 @@ async def test_info_describes_the_engine(client: EngineClient) -> None:
 async def test_prefill_only_leaves_the_prompt_in_the_cache(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
+    await client.flush_cache()
     text = words(100, 1)
     first = await client.prefill_only(text=text)
     assert (first.prompt_tokens, first.cached_tokens, first.prefilled_tokens) == (100, 0, 100)
@@ -108,7 +110,7 @@ async def test_a_stream_is_opened_grown_read_and_deleted(
     state = await client.append(opened.id, 0, text=words(40, 6)[3:] + " x")
     assert state.next_seq == 1
     assert state.received_tokens > opened.received_tokens
-    await wait_until_prefilled(client, opened.id, 80)
+    await complete_stream(client, opened.id, seq=1)
     await client.delete_stream(opened.id)
     with pytest.raises(StreamGone, match="deleted"):
         await client.stream_state(opened.id)

@@ -10,7 +10,7 @@ from flashmoa_sglang import releases
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import generate, start_special_engine, wait_until_prefilled
+from tests.integration.support import complete_stream, generate, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -29,11 +29,11 @@ async def test_siblings_share_a_rank_and_other_streams_are_spread(
     ):
         texts = [shared + words(50, 710 + number)[3:] for number in range(4)]
         streams = [await client.open_stream(text=text) for text in texts]
-        states = [await wait_until_prefilled(client, stream.id, 640) for stream in streams]
+        states = [await complete_stream(client, stream.id) for stream in streams]
         computed = sum(state.computed_tokens for state in states)
         assert computed < 600 + 4 * 50 + 4 * 8
         stranger = await client.open_stream(text=words(300, 720))
-        await wait_until_prefilled(client, stranger.id, 290)
+        await complete_stream(client, stranger.id)
         pins = [rank.pinned_streams for rank in (await client.info()).kv]
         assert sorted(pins) == [1, 4]
         for text, stream in zip(texts, streams, strict=True):

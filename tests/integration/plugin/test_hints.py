@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import generate, wait_until_idle, wait_until_prefilled
+from tests.integration.support import complete_stream, generate, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -118,7 +118,7 @@ async def test_a_request_that_decodes_nothing_uses_its_stream(
     await client.flush_cache()
     text = words(200, 901)
     opened = await client.open_stream(text=text)
-    await wait_until_prefilled(client, opened.id, 190)
+    await complete_stream(client, opened.id)
     body = {
         "text": text, "sampling_params": {"max_new_tokens": 0},
         "prompt_stream_id": opened.id, "expected_output_tokens": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -13,7 +14,13 @@ import pytest
 from flashmoa.engine import EngineClient, EngineDraining, RequestRefused
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.monitoring.board import metric_names
-from tests.integration.support import GREEDY, generate, wait_until_idle, wait_until_prefilled
+from tests.integration.support import (
+    GREEDY,
+    complete_stream,
+    generate,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -32,6 +39,11 @@ async def guarded(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEng
             "--max-running-requests", "1", "--max-queued-requests", "1",
         ],
     )  # fmt: skip
+    # What is measured has a place in the queue.
+    async with EngineClient(running.url, api_key=KEY, timeout=60) as client:
+        with anyio.fail_after(60):
+            while (await client.info()).costs is None:  # noqa: ASYNC110
+                await anyio.sleep(0.05)
     yield running
     await running.stop()
 
@@ -64,10 +76,18 @@ async def figures(engine: LocalEngine, accepted: str = "*/*") -> Figures:
     return Figures(answer.text)
 
 
-async def state(engine: LocalEngine, stream_id: str) -> dict[str, object]:
+async def get(engine: LocalEngine, path: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(base_url=engine.url, timeout=60, headers=headers) as http:
-        return (await http.get(f"/prompt_streams/{stream_id}")).json()
+        return (await http.get(path)).json()
+
+
+async def state(engine: LocalEngine, stream_id: str) -> dict[str, Any]:
+    return await get(engine, f"/prompt_streams/{stream_id}")
+
+
+async def in_flight(engine: LocalEngine) -> int:
+    return (await get(engine, "/flashmoa/info"))["in_flight"]["requests"]
 
 
 async def test_metrics_count_what_streams_did(
@@ -80,7 +100,7 @@ async def test_metrics_count_what_streams_did(
     wrong = await allowed.open_stream(text=words(200, 2))
     await allowed.append(used.id, 0, text=" and a few words more", end=True)
     await wait_until_prefilled(allowed, used.id, 204)
-    await wait_until_prefilled(allowed, wrong.id, 190)
+    await complete_stream(allowed, wrong.id)
     assert (await figures(guarded))("streams_open") == 2
     await generate(allowed, words(200, 1) + " and a few words more of it", 1, used.id)
     await generate(allowed, words(200, 3), 1, wrong.id)
@@ -107,7 +127,7 @@ async def test_the_boards_metrics_exist(
     """Those of docs/grafana, on every SGLang release on which these tests run."""
     text = words(100, 20)
     opened = await allowed.open_stream(text=text)
-    await wait_until_prefilled(allowed, opened.id, 99)
+    await complete_stream(allowed, opened.id)
     await generate(allowed, text, 2, opened.id)
     # The first is the format for people, the second is what Prometheus asks for.
     for accepted in ("*/*", "application/openmetrics-text;version=1.0.0"):
@@ -179,13 +199,43 @@ async def test_a_prefill_that_sglang_refuses_keeps_its_status(
                 group.start_soon(occupy)
                 await allowed.prefill_only(text=words(30, 100 + seed))
         assert busy.value.code == "engine_busy"
-        # The stream's increments were refused, too, which is not a failure.
         assert (await state(guarded, opened.id))["failure"] is None
         group.start_soon(occupy)
         await anyio.sleep_forever()
     assert refused
     # When there is room, the stream is prefilled.
-    await wait_until_prefilled(allowed, opened.id, 99)
+    await complete_stream(allowed, opened.id)
     _, usage = await generate(allowed, text, 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+    await wait_until_idle(allowed)
+
+
+async def test_a_stream_is_opened_while_the_queue_is_full(
+    guarded: LocalEngine, allowed: EngineClient, words: Words
+) -> None:
+    """It takes no place in the queue, and is prefilled when there is room."""
+    text = words(300, 8)
+
+    async def occupy() -> None:
+        async with allowed.generate(text="The", sampling=LONG) as deltas:
+            async for _ in deltas:
+                running.set()
+
+    running = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(occupy)
+        await running.wait()
+        group.start_soon(occupy)
+        while await in_flight(guarded) < 2:  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(0.01)
+        with pytest.raises(EngineDraining):
+            await allowed.prefill_only(text="Full")
+        opened = await allowed.open_stream(text=text)
+        await allowed.append(opened.id, 0, end=True)
+        with pytest.raises(EngineDraining):
+            await allowed.prefill_only(text="Still full")
+        group.cancel_scope.cancel()
+    await wait_until_prefilled(allowed, opened.id, 300)
+    assert (await state(guarded, opened.id))["failure"] is None
+    await allowed.delete_stream(opened.id)
     await wait_until_idle(allowed)

@@ -33,9 +33,7 @@ NAME = "modelled h200_sxm (Qwen/Qwen3-8B, TP1)"
 
 @pytest.fixture(scope="module")
 async def hashing(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    async with start_special_engine(
-        engines, f"hash:{model}", "--flashmoa-stream-share", "0.5", environment=GPU
-    ) as engine:
+    async with start_special_engine(engines, f"hash:{model}", environment=GPU) as engine:
         yield engine
 
 

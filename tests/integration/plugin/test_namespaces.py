@@ -17,9 +17,9 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     GREEDY,
+    complete_stream,
     start_special_engine,
     wait_until_idle,
-    wait_until_prefilled,
 )
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +67,7 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         ):
             await client.flush_cache()
             stream = await open_stream(http, text, **{name: of_stream})
-            await wait_until_prefilled(client, stream, 299)
+            await complete_stream(client, stream)
             answer = await ask(http, text + " of", prompt_stream_id=stream, **{name: of_request})
             assert check_status(answer) == status
             assert answer["output_ids"] == alone["output_ids"]
@@ -115,7 +115,7 @@ async def test_a_stream_of_an_adapter_serves_its_requests(
         for fields in ({"lora_path": "a"}, {"model": "base:a"}):
             await client.flush_cache()
             stream = await open_stream(http, text, **fields)
-            await wait_until_prefilled(client, stream, 299)
+            await complete_stream(client, stream)
             answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
             assert check_status(answer) == "hit"
             assert answer["output_ids"] == alone["output_ids"]
@@ -135,7 +135,7 @@ async def test_a_stream_without_the_adapter_is_not_used_and_the_answer_says_so(
             alone = await ask(http, text + " of", lora_path=of_request)
             await client.flush_cache()
             stream = await open_stream(http, text, lora_path=of_stream)
-            await wait_until_prefilled(client, stream, 299)
+            await complete_stream(client, stream)
             answer = await ask(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
             assert check_status(answer) == "other_namespace"
             assert answer["output_ids"] == alone["output_ids"]
@@ -151,7 +151,7 @@ async def test_a_request_of_a_different_namespace_leaves_the_stream_for_the_next
         httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
     ):
         stream = await open_stream(http, text, lora_path="a")
-        await wait_until_prefilled(client, stream, 299)
+        await complete_stream(client, stream)
         body = {"text": text + " of", "lora_path": "missing-adapter", "prompt_stream_id": stream}
         assert (await http.post("/generate", json=body)).status_code == 400
         answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)

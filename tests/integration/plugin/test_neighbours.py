@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    LAG,
+    RIDING,
     fetch_kv_state,
     generate,
     start_special_engine,
@@ -24,28 +27,32 @@ from tests.integration.support import (
 )
 
 pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
 
-# The value of --flashmoa-stream-share decides whether tokens ride along with decode steps or wait
-# for a forward for streams alone.
-SHARES = {"riding along": "0.95", "now and then": "0.05", "level by level": "0.95"}
+LEVEL = ["--flashmoa-intra-turn", "level"]
+# Whether tokens ride along with decode steps depends on what these cost. On the modelled GPU they
+# always do, unless the budget forbids it.
+WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "riding along": ([], RIDING),
+    "level by level": ([*LEVEL, "--disable-overlap-schedule"], RIDING),
+    "two requests at once": (["--max-running-requests", "2"], RIDING),
+    "after decodes": (["--flashmoa-itl-budget", "1"], RIDING),
+    "on the CPU": ([], {}),
+}
 
 
-@pytest.fixture(scope="module", params=SHARES)
+@pytest.fixture(scope="module", params=WAYS)
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
-    # One of the engines runs without the overlap schedule, which is SGLang's default.
-    level = ["--flashmoa-intra-turn", "level", "--disable-overlap-schedule"]
-    extra = level if request.param == "level by level" else []
-    share = ["--flashmoa-stream-share", SHARES[request.param]]
-    async with start_special_engine(engines, model, *share, *extra) as engine:
+    arguments, environment = WAYS[request.param]
+    async with start_special_engine(engines, model, *arguments, environment=environment) as engine:
         yield engine
 
 
 @pytest.fixture
-def rides(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> bool:
-    """Whether tokens of streams ride along with decode steps on this engine."""
-    return float(SHARES[request.node.callspec.params["busy_engine"]]) > 0.5
+def way(busy_engine: LocalEngine, request: pytest.FixtureRequest) -> str:
+    return request.node.callspec.params["busy_engine"]
 
 
 @pytest.fixture
@@ -55,70 +62,128 @@ async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         await wait_until_idle(connected)
 
 
-async def test_streams_fill_while_others_decode_without_changing_answers(
-    client: EngineClient, rides: bool, words: Callable[[int, int], str]
-) -> None:
-    prompts = [words(40, number) for number in range(3)]
-    rode_before = (await fetch_kv_state(client)).rode_along
-    answers: dict[str, tuple[str, int]] = {}
-    decoding, filled = anyio.Event(), anyio.Event()
+class Decodes:
+    """Requests that decode until they are told to end."""
 
-    async def ask(prompt: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, prompts: list[str]) -> None:
+        self._http = http
+        self._prompts = prompts
+        self.answers: dict[str, tuple[str, int]] = {}
+        self._may_end = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Run the requests during the body, from their first tokens on."""
+        async with anyio.create_task_group() as group:
+            for prompt in self._prompts:
+                group.start_soon(self._ask, prompt)
+            await self.wait_for_tokens(1)
+            yield
+            self._may_end = True
+
+    async def wait_for_tokens(self, more: int) -> None:
+        """Wait until each request has decoded so many more tokens."""
+        counts = {prompt: self.answers.get(prompt, ("", 0))[1] for prompt in self._prompts}
+        with anyio.fail_after(60):
+            while any(  # noqa: ASYNC110 - there is no event for it
+                self.answers.get(prompt, ("", 0))[1] < count + more
+                for prompt, count in counts.items()
+            ):
+                await anyio.sleep(0.005)
+
+    async def _ask(self, prompt: str) -> None:
         sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 3000, "stream_interval": 1}
         body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        # Tokens never ride along with a request for log-probabilities, whatever the costs are.
-        body["return_logprob"] = not rides
-        async with http.stream("POST", "/generate", json=body) as response:
+        async with self._http.stream("POST", "/generate", json=body) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
-                    answers[prompt] = event["text"], event["meta_info"]["completion_tokens"]
-                    decoding.set()
-                    if filled.is_set() and answers[prompt][1] >= 100:
+                    self.answers[prompt] = event["text"], event["meta_info"]["completion_tokens"]
+                    if self._may_end:
                         return
+
+
+async def test_streams_and_decodes_change_no_answers(
+    client: EngineClient, way: str, words: Words
+) -> None:
+    """The streams' tokens ride along with the decodes, or wait until nothing decodes."""
+    prompts = [words(40, number) for number in range(2)]
+    texts = [words(700, 50 + number) + words(30, 70)[3:] for number in range(4)]
+    rode_before = (await fetch_kv_state(client)).rode_along
+    async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
+        decodes = Decodes(http, prompts)
+        async with decodes.running():
+            streams = [
+                await client.open_stream(text=words(700, 50 + number), ttl_seconds=300)
+                for number in range(4)
+            ]
+            for stream in streams:
+                await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
+            if WAYS[way][1] and way != "after decodes":
+                for stream in streams:
+                    await wait_until_prefilled(client, stream.id, 729 - LAG)
+            else:
+                await decodes.wait_for_tokens(30)
+            states = [await client.stream_state(stream.id) for stream in streams]
+            rode = (await fetch_kv_state(client)).rode_along - rode_before
+            await decodes.wait_for_tokens(10)
+    # Without a forward for streams alone, all that is computed beside decodes has ridden along.
+    computed = sum(state.computed_tokens for state in states)
+    assert computed <= rode
+    if way == "after decodes":
+        assert rode == 0
+    elif WAYS[way][1]:
+        assert rode >= 4 * (729 - LAG)
+    for prompt, (text, tokens) in decodes.answers.items():
+        assert 20 <= tokens < 3000
+        alone, _ = await generate(client, prompt, tokens + 8)
+        assert alone.startswith(text)
+    linked: list[str] = []
+    for text, stream in zip(texts, streams, strict=True):
+        await wait_until_prefilled(client, stream.id, 729)
+        answer, usage = await generate(client, text + " of", 8, stream.id)
+        linked.append(answer)
+        assert usage.late_tokens is not None and usage.late_tokens < 16
+    await client.flush_cache()
+    assert linked == [(await generate(client, text + " of", 8))[0] for text in texts]
+
+
+async def test_tokens_do_not_ride_along_with_a_request_for_log_probabilities(
+    client: EngineClient, words: Words
+) -> None:
+    """Whatever the costs are; the stream is prefilled afterwards."""
+    body: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
+    body["sampling_params"] = {**GREEDY, "max_new_tokens": 60}
+    rode_before = (await fetch_kv_state(client)).rode_along
+    done: list[httpx.Response] = []
+    seen: list[StreamState] = []
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        done.append(await http.post("/generate", json=body))
 
     async with (
         httpx.AsyncClient(base_url=client.url, timeout=120) as http,
         anyio.create_task_group() as group,
     ):
-        for prompt in prompts:
-            group.start_soon(ask, prompt)
-        await decoding.wait()
-        streams = [
-            await client.open_stream(text=words(700, 50 + number), ttl_seconds=300)
-            for number in range(4)
-        ]
-        for stream in streams:
-            await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
-        with anyio.fail_after(60):
-            while not filled.is_set():
-                states = [(await client.stream_state(s.id)).prefilled_tokens for s in streams]
-                if sum(states):
-                    filled.set()
-                await anyio.sleep(0.02)
-    rode = (await fetch_kv_state(client)).rode_along - rode_before
-    assert rode > 0 if rides else rode == 0
-    for prompt, (text, tokens) in answers.items():
-        assert 100 <= tokens < 3000
-        alone, _ = await generate(client, prompt, tokens + 8)
-        assert alone.startswith(text)
-    texts = [words(700, 50 + number) + words(30, 70)[3:] + " of" for number in range(4)]
-    linked: list[str] = []
-    for text, stream in zip(texts, streams, strict=True):
-        await wait_until_prefilled(client, stream.id, 729)
-        answer, usage = await generate(client, text, 8, stream.id)
-        linked.append(answer)
-        assert usage.late_tokens is not None and usage.late_tokens < 16
-    await client.flush_cache()
-    assert linked == [(await generate(client, text, 8))[0] for text in texts]
+        group.start_soon(ask, http)
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
+            await anyio.sleep(0.005)
+        stream = await client.open_stream(text=words(500, 91))
+        while not done:
+            seen.append(await client.stream_state(stream.id))
+    assert done[0].json()["meta_info"]["completion_tokens"] == 60
+    assert len(seen) > 2 and seen[len(seen) // 2].prefilled_tokens == 0
+    await wait_until_prefilled(client, stream.id, 500 - LAG)
+    assert (await fetch_kv_state(client)).rode_along == rode_before
+    await client.delete_stream(stream.id)
 
 
-async def test_a_request_overtakes_an_increment_that_is_computed_in_chunks(
-    client: EngineClient, words: Callable[[int, int], str]
+async def test_a_request_comes_between_the_forwards_of_a_long_stream(
+    client: EngineClient, words: Words
 ) -> None:
-    """A long increment in chunks comes first, then another request, then the final request."""
     text = words(6000, 9)
     stream = await client.open_stream(text=text)
+    await wait_until_prefilled(client, stream.id, 1)
     other, _ = await generate(client, words(50, 10), 20)
     linked, usage = await generate(client, text + " of", 8, stream.id)
     assert usage.prompt_tokens == 6001
@@ -127,32 +192,12 @@ async def test_a_request_overtakes_an_increment_that_is_computed_in_chunks(
     assert linked == (await generate(client, text + " of", 8))[0]
 
 
-async def test_streams_pause_in_proportion_to_the_tokens_they_took(
-    client: EngineClient, words: Callable[[int, int], str]
-) -> None:
-    """The pause after a short stream follows from its own tokens, not from a whole chunk's."""
-    filled = 0
-    sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 900, "stream_interval": 1}
-    async with client.generate(text=words(40, 1), sampling=sampling) as deltas:
-        await anext(deltas)
-        for number in range(3):
-            stream = await client.open_stream(text=words(60, 80 + number))
-            async for _ in deltas:
-                if (await client.stream_state(stream.id)).prefilled_tokens > 0:
-                    filled += 1
-                    break
-            await client.delete_stream(stream.id)
-    assert filled == 3
-
-
 async def test_a_structured_answer_does_not_wait_for_streams(
-    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+    engines: LocalEngines, model: Path, words: Words
 ) -> None:
-    """Its grammar is compiled while a stream pauses for the decode steps of others."""
-    arguments = ["--flashmoa-stream-share", "0.005", "--constrained-json-disable-any-whitespace"]
-    # Tokens do not ride along with a request for log-probabilities.
-    long: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
-    long["sampling_params"] = {**GREEDY, "max_new_tokens": 3000}
+    """Its grammar is compiled while a stream waits for the end of another answer."""
+    arguments = ["--flashmoa-itl-budget", "1", "--constrained-json-disable-any-whitespace"]
+    long = {"text": words(40, 90), "sampling_params": {**GREEDY, "max_new_tokens": 3000}}
     structured = {"temperature": 0, "max_new_tokens": 8, "json_schema": '{"type": "boolean"}'}
     async with (
         start_special_engine(engines, model, *arguments) as engine,
@@ -163,51 +208,40 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         group.start_soon(partial(http.post, "/generate", json=long))
         while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - there is no event for it
             await anyio.sleep(0.01)
-        stream = await client.open_stream(text=words(800, 91))
-        before = await wait_until_prefilled(client, stream.id, 790)
-        await client.append(stream.id, 0, text=words(200, 92)[3:], end=True)
-        await wait_for_increment(http, stream.id)
+        stream = await client.open_stream(text=words(1000, 91))
+        await client.append(stream.id, 0, end=True)
         async with client.generate(text=words(20, 93), sampling=structured) as deltas:
             answer = "".join([delta.text async for delta in deltas])
         after = await client.stream_state(stream.id)
         assert answer in ("true", "false")
-        assert after.prefilled_tokens == before.prefilled_tokens
+        assert after.received_tokens == 1000 > after.prefilled_tokens
         await client.delete_stream(stream.id)
         group.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("environment", [RIDING, {}], ids=["modelled GPU", "CPU"])
 async def test_answers_stay_the_same_when_streams_ride_along_with_their_decodes(
-    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+    engines: LocalEngines, model: Path, words: Words, environment: dict[str, str]
 ) -> None:
     """Also those of a request whose first decode follows another request's prefill."""
     async with (
-        start_special_engine(engines, model, "--flashmoa-stream-share", "1.0") as engine,
+        start_special_engine(engines, model, environment=environment) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
-        for turn in range(0, 60, 3):
+        for turn in range(0, 24, 3):
             prompts = [words(60, turn + number) for number in range(3)]
-            expected = [(await generate(client, prompt, 32))[0] for prompt in prompts]
+            expected = [(await generate(client, prompt, 16))[0] for prompt in prompts]
             await client.flush_cache()
             stream = await client.open_stream(text="The")
             answers = dict[str, str]()
 
             async def ask(prompt: str, answers: dict[str, str] = answers) -> None:
-                answers[prompt], _ = await generate(client, prompt, 32)
+                answers[prompt], _ = await generate(client, prompt, 16)
 
             async with anyio.create_task_group() as group:
                 for number, prompt in enumerate(prompts):
                     group.start_soon(ask, prompt)
-                    await client.append(stream.id, number, text=words(20, 200 + turn + number)[3:])
+                    await client.append(stream.id, number, text=words(150, 200 + turn + number)[3:])
             await client.delete_stream(stream.id)
             assert [answers[prompt] for prompt in prompts] == expected, turn
-        assert (await fetch_kv_state(client)).rode_along > 0
-
-
-async def wait_for_increment(http: httpx.AsyncClient, stream_id: str) -> None:
-    """Wait until an increment of a stream has been sent to the scheduler."""
-    with anyio.fail_after(30):
-        while True:
-            state = (await http.get(f"/prompt_streams/{stream_id}")).json()
-            if state["prefilling"]:
-                return
-            await anyio.sleep(0.01)
+        assert not environment or (await fetch_kv_state(client)).rode_along > 0

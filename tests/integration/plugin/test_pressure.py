@@ -1,4 +1,4 @@
-"""A KV pool that prompt streams fill: requests come first, and streams wait to be notified."""
+"""A KV pool that prompt streams fill: requests come first, and streams wait for room."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    LAG,
+    complete_stream,
     fetch_kv_state,
     generate,
     start_special_engine,
@@ -44,7 +46,7 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
 ) -> None:
     streams = [await client.open_stream(text=words(448, number)) for number in range(8)]
     for stream in streams:
-        await wait_until_prefilled(client, stream.id, 447)
+        await complete_stream(client, stream.id)
     held = (await fetch_kv_state(client)).protected
     assert held > 3500
     requests, steps = 6, [0] * 6
@@ -72,28 +74,37 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
         await client.delete_stream(stream.id)
 
 
-async def test_streams_without_room_send_nothing_until_there_is_some(
+async def test_streams_without_room_wait_and_go_on_when_there_is_some(
     client: EngineClient, small_engine: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
-    holder = await client.open_stream(text=words(4000, 1))
-    await wait_until_prefilled(client, holder.id, 3999)
-    waiting = [await client.open_stream(text=words(900, 10 + number)) for number in range(12)]
+    holder = await client.open_stream(text=words(4000, 1), ttl_seconds=300)
+    await complete_stream(client, holder.id)
+    texts = [words(900, 10 + number) for number in range(12)]
+    waiting = [await client.open_stream(text=text, ttl_seconds=300) for text in texts]
     async with httpx.AsyncClient(base_url=small_engine.url, timeout=60) as http:
-        for stream in waiting:
-            with anyio.fail_after(30):
-                while not (await state(http, stream.id))["waits_for_room"]:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
-        # None of them tries again.
-        states = [await state(http, stream.id) for stream in waiting]
-        assert not any(state["prefilling"] or state["prefilled_tokens"] for state in states)
-    # When the first stream's KV is free, the others are notified, and filled while there is room.
+        with anyio.fail_after(30):
+            while not any([(await state(http, s.id))["waits_for_room"] for s in waiting]):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        # They have taken what room there was, but for some that is left for requests.
+        before = [await state(http, stream.id) for stream in waiting]
+        assert 0 < sum(state["prefilled_tokens"] for state in before) < POOL - 4000
+        gave_way = (await fetch_kv_state(client)).gave_way
+        _, usage = await generate(client, words(100, 30), 60)
+        assert usage.completion_tokens == 60
+        assert (await fetch_kv_state(client)).gave_way == gave_way
+        # Steps for this request have not made increments that would have no room.
+        after = [await state(http, stream.id) for stream in waiting]
+        assert [state["increments"] for state in after] == [s["increments"] for s in before]
+    # When the first stream's KV is free, the others are filled while there is room.
     await client.delete_stream(holder.id)
     for stream in waiting[:3]:
-        await wait_until_prefilled(client, stream.id, 899)
-    _, usage = await generate(client, words(900, 10) + " of", 4, waiting[0].id)
-    assert usage.late_tokens is not None and usage.late_tokens < 16
+        await wait_until_prefilled(client, stream.id, 900 - LAG)
+    linked, usage = await generate(client, texts[0] + " of", 4, waiting[0].id)
+    assert usage.late_tokens is not None and usage.late_tokens <= LAG + 2
     for stream in waiting[1:]:
         await client.delete_stream(stream.id)
+    await client.flush_cache()
+    assert linked == (await generate(client, texts[0] + " of", 4))[0]
 
 
 async def state(http: httpx.AsyncClient, stream_id: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    LAG,
+    RIDING,
     fetch_kv_state,
     generate,
     start_special_engine,
@@ -22,6 +24,7 @@ from tests.integration.support import (
 )
 
 pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,7 @@ async def order_of_ends(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) 
     return done[1:]
 
 
-async def test_the_shortest_job_runs_first(
-    one_at_a_time: LocalEngine, words: Callable[[int, int], str]
-) -> None:
+async def test_the_shortest_job_runs_first(one_at_a_time: LocalEngine, words: Words) -> None:
     order = await order_of_ends(
         one_at_a_time,
         {
@@ -82,9 +83,7 @@ async def test_the_shortest_job_runs_first(
     assert order[2:] == ["middling", "long"]
 
 
-async def test_priorities_come_before_sizes(
-    one_at_a_time: LocalEngine, words: Callable[[int, int], str]
-) -> None:
+async def test_priorities_come_before_sizes(one_at_a_time: LocalEngine, words: Words) -> None:
     order = await order_of_ends(
         one_at_a_time,
         {
@@ -96,7 +95,7 @@ async def test_priorities_come_before_sizes(
 
 
 async def test_a_pool_for_half_of_the_streams_serves_them_all(
-    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+    engines: LocalEngines, model: Path, words: Words
 ) -> None:
     """32 streams of 600 tokens in a pool for 16 are all answered, in time."""
     answers: dict[int, str] = {}
@@ -153,7 +152,7 @@ def retractions(engine: LocalEngine) -> list[str]:
 
 
 async def test_streams_fill_next_to_answers_that_may_become_long(
-    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+    engines: LocalEngines, model: Path, words: Words
 ) -> None:
     """There is room for a stream only because SGLang expects short answers. When they become long,
     the stream gives way, and no request is retracted."""
@@ -165,7 +164,7 @@ async def test_streams_fill_next_to_answers_that_may_become_long(
         done.append(usage.completion_tokens)
 
     async with (
-        start_special_engine(engines, model, *args, pool=4000) as engine,
+        start_special_engine(engines, model, *args, pool=4000, environment=RIDING) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
         async with anyio.create_task_group() as group:
@@ -173,47 +172,41 @@ async def test_streams_fill_next_to_answers_that_may_become_long(
                 begun = anyio.Event()
                 group.start_soon(chat, number, begun)
                 await begun.wait()
-            stream = await client.open_stream(text=words(800, 510), ttl_seconds=300)
-            await wait_until_prefilled(client, stream.id, 790)
+            stream = await client.open_stream(text=words(600, 510), ttl_seconds=300)
+            await client.append(stream.id, 0, text=words(200, 512)[3:], end=True)
+            state = await wait_until_prefilled(client, stream.id, 799 - LAG)
             await generate(client, words(20, 511), 8)
-            state = await fetch_kv_state(client)
+            kv = await fetch_kv_state(client)
             assert not done
-            assert (state.pinned_streams, state.gave_way) == (1, 0)
+            assert (kv.pinned_streams, kv.gave_way) == (1, 0)
         assert done == [850] * 4
-        assert (await fetch_kv_state(client)).gave_way == 1
+        assert (await fetch_kv_state(client)).gave_way >= 1
+        # Room that may be needed again is not filled over and over.
+        assert (await client.stream_state(stream.id)).computed_tokens < 2 * state.received_tokens
         assert not retractions(engine)
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
 
 
-async def test_an_increment_in_chunks_leaves_the_room_that_decodes_need(
-    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+async def test_a_stream_in_small_forwards_leaves_the_room_that_decodes_need(
+    engines: LocalEngines, model: Path, words: Words
 ) -> None:
-    """A stream cannot give way before it is complete, so it is completed before room is short."""
+    """No increment is larger than a chunk, and the stream gives way when an answer needs room."""
     args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
-    # Tokens do not ride along with a request for log-probabilities. So the stream is prefilled in
-    # 13 chunks, with pauses.
-    body: dict[str, Any] = {"text": words(20, 520), "return_logprob": True}
-    body["sampling_params"] = {"temperature": 0, "max_new_tokens": 930, "min_new_tokens": 930}
-    metas: list[dict[str, Any]] = []
-
-    async def chat() -> None:
-        metas.append((await http.post("/generate", json=body)).json()["meta_info"])
-
     async with (
         start_special_engine(engines, model, *args, pool=1000) as engine,
         EngineClient(engine.url, timeout=120) as client,
-        httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
     ):
-        async with anyio.create_task_group() as group:
-            group.start_soon(chat)
-            while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
-                await anyio.sleep(0.01)
-            stream = await client.open_stream(text=words(400, 521))
-            await wait_until_prefilled(client, stream.id, 390)
-            assert not metas
-        assert metas[0]["completion_tokens"] == 930
-        assert (await fetch_kv_state(client)).gave_way == 1
+        stream = await client.open_stream(text=words(400, 521), ttl_seconds=300)
+        await client.append(stream.id, 0, text=words(9, 522)[3:], end=True)
+        state = await wait_until_prefilled(client, stream.id, 408)
+        assert state.increments >= 408 // 32
+        assert (await fetch_kv_state(client)).pinned_streams == 1
+        usage = await decode(client, words(20, 520), 930, anyio.Event())
+        assert usage.completion_tokens == 930
+        assert (await fetch_kv_state(client)).gave_way >= 1
+        # Room that may be needed again is not filled over and over.
+        assert (await client.stream_state(stream.id)).computed_tokens < 2 * state.received_tokens
         assert not retractions(engine)
         await client.delete_stream(stream.id)
         await wait_until_idle(client)

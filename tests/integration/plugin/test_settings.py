@@ -16,13 +16,19 @@ from flashmoa.engine import EngineClient, EngineError, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.baseline import Baseline
 from tests.integration.models import build_adapter, build_sliding_window_model
-from tests.integration.support import GREEDY, fetch_kv_state, generate, start_special_engine
+from tests.integration.support import (
+    GREEDY,
+    RIDING,
+    fetch_kv_state,
+    generate,
+    start_special_engine,
+)
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
-# Streams may ride along with every decode step, and the longer prompts are computed in chunks.
-COMMON = ("--flashmoa-stream-share", "1.0", "--chunked-prefill-size", "256")
+# The longer prompts are computed in chunks.
+COMMON = ("--chunked-prefill-size", "1024")
 # The ranks need not be on different cores. They would wait for each other's core otherwise.
 BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
 PAIRS = 8
@@ -46,7 +52,7 @@ class Case:
     def second(self, pair: int, answer: object) -> dict[str, Any]:
         """Return the fields of a pair's second request; half of them begin alike."""
         role = self._words(200, 9100 if pair % 2 else 9101 + pair)
-        question = f"{self._words(100 * pair, 9200 + pair)} {answer} {self._words(9, 9300)}"
+        question = f"{self._words(150 * pair, 9200 + pair)} {answer} {self._words(9, 9300)}"
         return self._request(pair, [("system", role), ("user", question)], 16)
 
     def alike(self) -> list[str]:
@@ -150,7 +156,7 @@ async def test_linked_equals_unlinked_and_all_kv_comes_back(
 ) -> None:
     arguments = [*COMMON, "--page-size", str(page), "--tp-size", str(ranks)]
     arguments += [] if overlap else ["--disable-overlap-schedule"]
-    environment = BOTH_ON_ONE_CORE if ranks > 1 else {}
+    environment = {**RIDING, **(BOTH_ON_ONE_CORE if ranks > 1 else {})}
     async with start_special_engine(engines, model, *arguments, environment=environment) as engine:
         rode_along = await check(engine, Case(words), words)
     # Without this, increments would only have run in forwards of their own.
@@ -163,7 +169,7 @@ async def test_requests_of_several_adapters_are_linked_exactly(
 ) -> None:
     paths = [f"{name}={build_adapter(tmp_path / name, model, ord(name))}" for name in "ab"]
     arguments = [*COMMON, "--lora-paths", *paths, "--lora-backend", "torch_native"]
-    async with start_special_engine(engines, model, *arguments) as engine:
+    async with start_special_engine(engines, model, *arguments, environment=RIDING) as engine:
         await check(engine, Case(words, ("a", None, "b")), words)
 
 
@@ -179,7 +185,7 @@ async def test_a_model_with_sliding_windows_is_linked_exactly(
     """On a CPU there is one pool, also for a model that has another one for its windows' KV."""
     windows = build_sliding_window_model(tmp_path / "windows", model, hybrid=hybrid)
     arguments = [*COMMON, "--page-size", str(page)]
-    async with start_special_engine(engines, windows, *arguments) as engine:
+    async with start_special_engine(engines, windows, *arguments, environment=RIDING) as engine:
         await check(engine, Case(words), words)
         async with EngineClient(engine.url, timeout=60) as client:
             assert (await fetch_kv_state(client)).shares

@@ -14,6 +14,8 @@ from flashmoa.engine import EngineClient, StreamGone
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    LAG,
+    complete_stream,
     fetch_kv_state,
     generate,
     start_special_engine,
@@ -45,7 +47,7 @@ async def test_fifty_random_pairs_give_the_unlinked_answers(
             start = end
         if dice.random() < 0.5:
             await wait_until_prefilled(
-                downstream_client, opened.id, max(0, opened.received_tokens - 8)
+                downstream_client, opened.id, max(0, opened.received_tokens - LAG)
             )
         answer, linked = await generate(downstream_client, prompt, 12, opened.id)
         assert answer == expected, pair
@@ -93,7 +95,7 @@ async def test_after_a_wrong_prediction_the_common_part_is_used(
     expected, _ = await generate(client, f"{shared} {right}", 10)
     await client.flush_cache()
     opened = await client.open_stream(text=f"{shared} {wrong}")
-    await wait_until_prefilled(client, opened.id, 290)
+    await complete_stream(client, opened.id)
     got, usage = await generate(client, f"{shared} {right}", 10, opened.id)
     assert got == expected
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "mispredicted"
@@ -126,7 +128,7 @@ async def test_chat_uses_a_stream_whether_its_answer_is_streamed_or_not(
         for streaming in (False, True):
             await client.flush_cache()
             opened = await client.open_stream(text=text, add_special_tokens=False)
-            await wait_until_prefilled(client, opened.id, 290)
+            await complete_stream(client, opened.id)
             linked = {**body, "prompt_stream_id": opened.id, "stream": streaming}
             if streaming:
                 linked["stream_options"] = {"include_usage": True}
@@ -156,7 +158,7 @@ async def test_deleted_and_expired_streams_release_their_kv(
 ) -> None:
     before = await wait_until_idle(client)
     opened = await client.open_stream(text=words(300, 51))
-    await wait_until_prefilled(client, opened.id, 290)
+    await complete_stream(client, opened.id)
     held = (await client.info()).kv[0]
     assert held.pinned_streams == 1
     assert held.protected >= 290
@@ -180,7 +182,7 @@ async def test_a_disconnected_clients_request_releases_its_kv(
 ) -> None:
     prefix = words(300, 61)
     opened = await client.open_stream(text=prefix)
-    await wait_until_prefilled(client, opened.id, 290)
+    await complete_stream(client, opened.id)
     sampling = {**GREEDY, "max_new_tokens": 4000}
     async with client.generate(
         text=prefix + " go", sampling=sampling, prompt_stream_id=opened.id
@@ -240,7 +242,7 @@ async def test_the_cache_can_be_flushed_while_streams_are_open(
     client: EngineClient, words: Words
 ) -> None:
     opened = await client.open_stream(text=words(200, 71))
-    await wait_until_prefilled(client, opened.id, 190)
+    await wait_until_prefilled(client, opened.id, 200 - LAG)
     await client.flush_cache()
     await client.append(opened.id, 0, text=" and a lot more text for it to grow by")
     got, usage = await generate(client, words(200, 71), 3, opened.id)

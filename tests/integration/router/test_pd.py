@@ -28,6 +28,7 @@ from tests.integration.router.http_calls import (
 )
 from tests.integration.router.stock_router import start_stock_router
 from tests.integration.support import (
+    LAG,
     STRICT,
     fetch_kv_state,
     wait_for_streams,
@@ -145,7 +146,7 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
         assert answers["reader"]["output_ids"] == expected["output_ids"]
         usage = answers["reader"]["meta_info"]
     length = usage["prompt_tokens"]
-    assert usage["cached_tokens"] >= 0.99 * length
+    assert usage["cached_tokens"] >= length - LAG
     # The KV of the two requests' prompts was transferred, each once.
     assert transferred * (1 << 20) == pytest.approx((own + length) * bytes_per_token(pair.model))
 

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Generator
+from types import SimpleNamespace
 
 import pytest
-from flashmoa_sglang.scheduler import queue
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler import streams
 
 
-@pytest.fixture
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reason for each request that is dropped from a fake scheduler's queue."""
-    reasons: list[str] = []
-
-    def drop(scheduler: Any, positions: set[int], reason: str) -> None:
-        reasons.extend([reason] * len(positions))
-        scheduler.waiting_queue = queue._without(scheduler.waiting_queue, positions)
-
-    monkeypatch.setattr(queue, "_drop", drop)
-    return reasons
+@pytest.fixture(scope="module")
+def fake_release() -> Generator[None]:
+    """Let ``FakeScheduler`` do without SGLang, which takes seconds to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        messages = SimpleNamespace(AbortReq=SimpleNamespace)
+        patch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
+        results = SimpleNamespace(NO_TOKEN="no token", OTHER="other", CONTINUE="continue")
+        policy = SimpleNamespace(AddReqResult=results)
+        patch.setitem(sys.modules, "sglang.srt.managers.schedule_policy", policy)
+        patch.setattr(RELEASE, "tokenizer_channel", lambda scheduler: scheduler)
+        patch.setattr(RELEASE, "to_tokenizer", lambda scheduler, sent: scheduler.sent.append(sent))
+        patch.setattr(RELEASE, "running_batch", lambda scheduler, _arguments: scheduler.running)
+        patch.setattr(RELEASE, "split_batches", lambda _scheduler, result: result)
+        patch.setattr(RELEASE, "no_batch", lambda running: (None, running))
+        patch.setattr(RELEASE, "pipeline_stages", lambda _: 1)
+        patch.setattr(RELEASE, "check_host_cache", lambda _: None)
+        patch.setattr(RELEASE, "release_prefetch", lambda *_: None)
+        patch.setattr(RELEASE, "cached_tokens", lambda _: 0)
+        patch.setattr(RELEASE, "computed_until", lambda req: req.computed)
+        patch.setattr(RELEASE, "uncached_tokens", lambda _tree, req: req.flashmoa.uncached)
+        patch.setattr(RELEASE, "key_of", lambda tokens, _req: list(tokens))
+        patch.setattr(streams, "match_and_pin", lambda tree, key: tree.match_and_pin(key))
+        yield

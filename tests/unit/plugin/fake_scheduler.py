@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import takewhile
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.costs import UNMEASURED
-from flashmoa_sglang.messages import RequestMark
+from flashmoa_sglang.messages import RequestMark, StreamTokens
 from flashmoa_sglang.options import Options
-from flashmoa_sglang.scheduler.pins import StreamPins
+from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import RequestState
+from flashmoa_sglang.scheduler.state import SchedulerState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Tree:
-    """A radix tree in which each pin holds 1,000 tokens."""
+    """A radix tree in which each pin holds 1,000 tokens.
+
+    Attributes:
+        free: slots of its pool that are free, in tokens.
+        cached: prompts whose KV it has.
+        locks: number of locks on its nodes.
+    """
 
     def __init__(self, free: int) -> None:
         self.free = free
+        self.cached: list[list[int]] = []
+        self.locks = 0
         self.token_to_kv_pool_allocator = self
+
+    def match_and_pin(self, tokens: list[int]) -> tuple[Pin, int]:
+        """Lock the longest cached beginning; stands for ``pins.match_and_pin``."""
+        self.locks += 1
+        self.free -= 1000
+        same = (
+            sum(1 for _ in takewhile(_are_equal, zip(tokens, one, strict=False)))
+            for one in self.cached
+        )
+        return Pin(None, None), max(same, default=0)
 
     def available_size(self) -> int:
         return self.free
@@ -26,7 +49,12 @@ class Tree:
         return 0
 
     def dec_lock_ref(self, _node: object, _unlock: object) -> None:
+        self.locks -= 1
         self.free += 1000
+
+
+def _are_equal(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 class Grammars:
@@ -43,52 +71,125 @@ class Grammars:
         return ready
 
 
-def request(tokens: int, output: int, written: int = 0, stream: str | None = None) -> Any:
-    """Make a waiting request; with a ``stream``, an increment of that stream."""
+def request(
+    tokens: int,
+    output: int,
+    written: int = 0,
+    stream: str | None = None,
+    *,
+    final: bool = False,
+) -> Any:
+    """Make a request; with a ``stream``, its ``final`` request or an increment of it."""
     sampling = SimpleNamespace(max_new_tokens=output, ignore_eos=False)
-    mark = RequestMark(stream) if stream is not None else None
+    mark = RequestMark(stream, final=final) if stream is not None else None
     return SimpleNamespace(
         rid="some",
         origin_input_ids=[1] * tokens,
         output_ids=[1] * written,
         sampling_params=sampling,
+        cached_tokens=0,
+        computed=tokens,
         flashmoa=RequestState(mark, uncached=tokens),
     )
 
 
-class FakeScheduler:
-    """A scheduler with a queue, running requests and a radix tree."""
+def opening(stream: str) -> Any:
+    """Make the message of a request that opens a stream."""
+    mark = RequestMark(stream, opens=True).to_custom_params()
+    sampling = SimpleNamespace(custom_params=mark, max_new_tokens=0)
+    return SimpleNamespace(rid=f"open-{stream}", input_ids=[0], sampling_params=sampling)
 
-    def __init__(self, free: int, ratio: float, running: list[Any], total: int = 60_000) -> None:
-        self.tree_cache = Tree(free)
+
+def new_tokens(
+    stream: str, tokens: Sequence[int], *, grows: bool = True, ended: bool = False
+) -> StreamTokens:
+    """Make the message with new tokens of one stream, and its end if it has ``ended``."""
+    ids = ((stream, array("q", tokens).tobytes(), grows),) if tokens else ()
+    return StreamTokens(ids, (stream,) if ended else ())
+
+
+class FakeScheduler:
+    """A scheduler with a queue, running requests, streams and a radix tree.
+
+    It needs the fixture ``fake_release``.
+    """
+
+    def __init__(
+        self,
+        free: int = 50_000,
+        ratio: float = 0.1,
+        running: list[Any] | None = None,
+        total: int = 60_000,
+    ) -> None:
+        reqs = running or []
+        self.tree_cache: Any = Tree(free)
         self.waiting_queue: list[Any] = []
         self.chunked_req: Any = None
-        self.chunked_prefill_size = 8192
+        self.chunked_prefill_size: int | None = 8192
+        self.max_prefill_tokens = 16384
         self.is_mixed_chunk = False
         self.page_size = 1
         self.max_total_num_tokens = total
         self.max_running_requests = 64
+        self.enable_overlap = True
         self.enable_hierarchical_cache = False
         self.enable_priority_preemption = False
+        self.disable_radix_cache = False
+        self.require_mlp_sync = False
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+        self.server_args = SimpleNamespace(disaggregation_mode="null")
         self.grammar_manager = Grammars()
+        self.req_to_token_pool = SimpleNamespace(available_size=lambda: 16)
         # SGLang 0.5.12 has the first attribute, later releases the second.
         self.new_token_ratio = ratio
         self.new_token_ratio_tracker = SimpleNamespace(current=ratio)
         self.running = SimpleNamespace(
-            reqs=running, batch_is_full=True, is_prefill_only=False, is_empty=lambda: not running
+            reqs=reqs,
+            batch_is_full=False,
+            is_prefill_only=False,
+            return_logprob=False,
+            is_empty=lambda: not reqs,
         )
-        self.flashmoa: Any = SimpleNamespace(
-            options=Options(),
-            pins=StreamPins(self.tree_cache),
-            costs=UNMEASURED,
-            saturation_gate=None,
-            shared=None,
-            work=0.0,
-            pause=0,
-            refused={},
-            start_sharing=lambda _: None,
-            report_counts=lambda _: None,
-        )
+        # All of them were in the batch before.
+        self.last_batch: Any = SimpleNamespace(reqs=list(reqs))
+        # Streams whose requests SGLang refuses, and how many requests it lets wait.
+        self.refused: set[str] = set()
+        self.max_queued = 100
+        # What it has sent to the HTTP process.
+        self.sent: list[Any] = []
+        self.flashmoa = SchedulerState(self)
+        self.flashmoa.options = Options(intra_turn="off")
+        self.tree_cache.flashmoa = self.flashmoa
+
+    def get_num_allocatable_reqs(self, running: int) -> int:
+        return self.max_running_requests - running
 
     def _add_request_to_queue(self, req: Any) -> None:
         self.waiting_queue.append(req)
+
+    def make_request(self, message: Any) -> None:
+        """Put a request into the queue that was made from a message, as SGLang does."""
+        mark = RequestMark.read(message.sampling_params.custom_params)
+        assert mark is not None and not mark.opens
+        if mark.stream in self.refused or len(self.waiting_queue) >= self.max_queued:
+            return
+        req = request(len(message.input_ids), 0, stream=mark.stream)
+        req.rid, req.origin_input_ids = message.rid, list(message.input_ids)
+        self.waiting_queue.append(req)
+
+    def send_output(self, message: Any, _req: Any) -> None:
+        self.sent.append(message)
+
+    def open_stream(
+        self,
+        stream: str,
+        tokens: int = 0,
+        *,
+        grows: bool = True,
+        ended: bool = False,
+        output: int = 0,
+    ) -> None:
+        """Open a stream with the tokens 0, 1, 2 and so on."""
+        streams = self.flashmoa.streams
+        streams.open(stream, opening(stream), self.make_request, output)
+        streams.extend(new_tokens(stream, range(tokens), grows=grows, ended=ended))

@@ -1,4 +1,4 @@
-"""Room in the KV pool: requests come before streams, which are notified when there is room."""
+"""Room in the KV pool: requests come before streams, whose pins give way to them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler import admission, queue
+from flashmoa_sglang.messages import StreamProgress
+from flashmoa_sglang.scheduler import admission
 from flashmoa_sglang.scheduler.pins import Pin, StreamPins
-from flashmoa_sglang.scheduler.state import SchedulerState
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, Tree, request
 
-pytestmark = pytest.mark.usefixtures("dropped")
+pytestmark = pytest.mark.usefixtures("fake_release")
 
 
 class Adder:
     """Stands for SGLang's ``PrefillAdder``: each request takes its tokens from those free."""
 
-    def __init__(self, tree: Tree, state: Any) -> None:
+    def __init__(self, tree: Any) -> None:
         self.tree_cache = tree
-        self.tree_cache.flashmoa = state  # type: ignore[attr-defined]
         self.can_run_list: list[Any] = []
         self.taken = 0
         self.asked = 0
+        self.rem_chunk_tokens: int | None = None
 
     page_size = 1
 
@@ -50,29 +49,36 @@ class Adder:
 
 
 @pytest.fixture
-def adder(monkeypatch: pytest.MonkeyPatch) -> Adder:
+def gave_way() -> list[str]:
+    """The streams whose pins were given up."""
+    return []
+
+
+@pytest.fixture
+def adder(gave_way: list[str]) -> Adder:
     """An adder for a pool in which 1,000 tokens are free and eight streams hold 1,000 each."""
-    monkeypatch.setattr(admission, "lacks_room", lambda result: result == "no token")
-    monkeypatch.setattr(RELEASE, "cached_tokens", lambda _: 0)
-    tree = Tree(1000)
-    pins = StreamPins(tree)
+    tree: Any = Tree(1000)
+    pins = StreamPins(tree, gave_way.append)
     for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
-    return Adder(tree, SimpleNamespace(pins=pins, shared=None))
+    tree.flashmoa = SimpleNamespace(pins=pins, shared=None)
+    return Adder(tree)
 
 
-def test_requests_that_arrive_together_get_the_room_that_streams_hold(adder: Adder) -> None:
+def test_requests_that_arrive_together_get_the_room_that_streams_hold(
+    adder: Adder, gave_way: list[str]
+) -> None:
     waiting_requests = [request(150, 850) for _ in range(6)]
     for req in waiting_requests:
         assert admission.admit(Adder.add, adder, req) == "continue"
     assert adder.can_run_list == waiting_requests
     # The sixth request left nothing free, so one more stream gave way for the request after it.
-    assert len(adder.tree_cache.flashmoa.pins) == 2  # type: ignore[attr-defined]
+    assert gave_way == [*"abcdef"]
 
 
-def test_no_more_streams_give_way_than_requests_need(adder: Adder) -> None:
+def test_no_more_streams_give_way_than_requests_need(adder: Adder, gave_way: list[str]) -> None:
     assert admission.admit(Adder.add, adder, request(500, 499)) == "continue"
-    assert len(adder.tree_cache.flashmoa.pins) == 8  # type: ignore[attr-defined]
+    assert gave_way == []
 
 
 def test_sglangs_adder_is_called_only_once_more_if_many_streams_give_way(adder: Adder) -> None:
@@ -81,84 +87,41 @@ def test_sglangs_adder_is_called_only_once_more_if_many_streams_give_way(adder: 
     assert adder.asked == 2
 
 
-def test_an_increment_without_room_is_dropped_and_makes_no_stream_give_way(
-    adder: Adder, dropped: list[str]
+def test_an_increment_without_room_ends_no_batch_and_makes_no_stream_give_way(
+    adder: Adder, gave_way: list[str]
 ) -> None:
-    increment = request(1500, 0, stream="z")
-    assert admission.admit(Adder.add, adder, increment) == "no token"
-    state: Any = adder.tree_cache.flashmoa  # type: ignore[attr-defined]
-    assert len(state.pins) == 8
-    assert state.lack_concerns_streams
-    # There only seems to be room, because the stream's own cached prefix counts as evictable.
-    scheduler = FakeScheduler(50_000, 0.1, [])
-    scheduler.waiting_queue = [increment]
-    queue.prepare(scheduler, scheduler.running)
-    assert dropped == ["no room in the KV pool"]
-    assert scheduler.flashmoa.refused == {"z": 1500}
+    """There only seems to be room: the stream's own cached prefix counts as evictable."""
+    assert admission.admit(Adder.add, adder, request(1500, 0, stream="z")) == "other"
+    assert gave_way == [] and adder.can_run_list == []
+    assert admission.admit(Adder.add, adder, request(900, 0, stream="y")) == "continue"
+
+
+def test_an_increment_is_not_cut_into_chunks(adder: Adder) -> None:
+    adder.rem_chunk_tokens = 500
+    assert admission.admit(Adder.add, adder, request(501, 0, stream="z")) == "other"
+    assert adder.asked == 0
+    assert admission.admit(Adder.add, adder, request(500, 0, stream="z")) == "continue"
+    # Requests of clients are.
+    assert admission.admit(Adder.add, adder, request(501, 0)) != "other"
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_the_kv_of_what_a_pairs_prefill_engine_sends_nowhere_is_kept(
+    adder: Adder, final: bool
+) -> None:
+    """SGLang takes such a prefill for one of its own warm-ups; a final request is sent on."""
+    req = request(100, 0, stream="z", final=final)
+    req.skip_radix_cache_insert = True
+    admission.admit(Adder.add, adder, req)
+    assert req.skip_radix_cache_insert == final
 
 
 def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:
     assert admission.admit(Adder.add, adder, request(9500, 0)) == "no token"
 
 
-@pytest.fixture
-def notified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The streams of each message that there is room."""
-    streams: list[tuple[str, ...]] = []
-    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda _, message: streams.append(message.streams))
-    return streams
-
-
-def test_streams_without_room_are_notified_once_when_there_is_some(
-    dropped: list[str], notified: list[tuple[str, ...]]
-) -> None:
-    scheduler = FakeScheduler(500, 0.1, [], total=16_000)
-    scheduler.waiting_queue = [request(400, 0, stream="a"), request(900, 0, stream="b")]
-    queue.prepare(scheduler, scheduler.running)
-    # Increments leave a sixteenth of the pool free, which is more than what is free here.
-    assert len(dropped) == 2
-    for free in (600, 1399, 1400, 1400, 2299, 2300, 9000):
-        scheduler.tree_cache.free = free
-        admission.offer_room(scheduler, scheduler.running)
-    assert notified == [("a",), ("b",)]
-
-
-def test_a_large_increment_without_room_does_not_hold_up_a_smaller_one(
-    dropped: list[str], notified: list[tuple[str, ...]]
-) -> None:
-    scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
-    scheduler.waiting_queue = [request(5000, 0, stream="a"), request(50, 0, stream="b")]
-    queue.prepare(scheduler, scheduler.running)
-    assert len(dropped) == 1
-    scheduler.flashmoa.refused["b"] = 50
-    admission.offer_room(scheduler, scheduler.running)
-    assert notified == [("b",)]
-
-
-def test_room_that_a_queued_increment_takes_is_not_offered(
-    dropped: list[str], notified: list[tuple[str, ...]]
-) -> None:
-    """Otherwise the other stream would send an increment, be refused, be notified, and so on."""
-    scheduler = FakeScheduler(3000, 0.1, [], total=16_000)
-    scheduler.waiting_queue = [request(1500, 0, stream="a"), request(1000, 0, stream="b")]
-    queue.prepare(scheduler, scheduler.running)
-    assert len(dropped) == 1
-    for _ in range(3):
-        admission.offer_room(scheduler, scheduler.running)
-    assert notified == []
-
-
-def test_room_for_a_stream_that_has_ended_is_not_offered(dropped: list[str]) -> None:
-    scheduler = FakeScheduler(100, 0.1, [])
-    scheduler.flashmoa.pins.release("a")
-    scheduler.waiting_queue = [request(5000, 0, stream="a")]
-    queue.prepare(scheduler, scheduler.running)
-    assert len(dropped) == 1
-    assert scheduler.flashmoa.refused == {}
-
-
 def test_streams_give_way_before_requests_are_preempted() -> None:
-    scheduler = FakeScheduler(500, 0.1, [])
+    scheduler = FakeScheduler(500)
     for stream in "abc":
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
     scheduler.waiting_queue = [request(1500, 0)]
@@ -166,10 +129,80 @@ def test_streams_give_way_before_requests_are_preempted() -> None:
     assert len(scheduler.flashmoa.pins) == 1
 
 
-def test_a_stream_that_has_ended_is_not_notified(notified: list[tuple[str, ...]]) -> None:
-    scheduler = FakeScheduler(9000, 0.1, [])
-    state: Any = SimpleNamespace(refused={"a": 100}, pins=scheduler.flashmoa.pins)
-    SchedulerState.end_stream(state, "a")
-    scheduler.flashmoa.refused = state.refused
-    admission.offer_room(scheduler, scheduler.running)
-    assert notified == []
+def test_streams_give_way_before_a_decode_is_retracted() -> None:
+    scheduler = FakeScheduler(100)
+    for stream in "abc":
+        scheduler.flashmoa.pins.replace(stream, Pin(None, None))
+    batch = SimpleNamespace(
+        tree_cache=scheduler.tree_cache, new_tokens_required_next_decode=lambda: 1500
+    )
+    fits = admission.check_decode_memory(lambda _: scheduler.tree_cache.free >= 1500, batch)
+    assert fits and len(scheduler.flashmoa.pins) == 1
+
+
+def test_a_stream_whose_pin_gives_way_is_prefilled_again() -> None:
+    scheduler = FakeScheduler(0)
+    scheduler.tree_cache.cached = [[*range(100)]]
+    scheduler.open_stream("a", 100)
+    streams = scheduler.flashmoa.streams
+    assert streams.make(100, 1, 100, 16) == [] and not streams.want()
+    scheduler.flashmoa.pins.make_room(1000)
+    assert streams.waiting_tokens() == 100
+    scheduler.flashmoa.report_counts(scheduler)
+    assert [one.gave_way for one in scheduler.sent[1:] if not isinstance(one, StreamProgress)] == [
+        1
+    ]
+
+
+def room(scheduler: FakeScheduler) -> int:
+    return admission.room_for_streams(scheduler, scheduler.running)
+
+
+def chats(count: int, ratio: float) -> FakeScheduler:
+    """Make a pool of 60,000 tokens and chats with almost no limit and short answers so far."""
+    return FakeScheduler(
+        60_000 - count * 600, ratio, [request(500, 100_000, 100) for _ in range(count)]
+    )
+
+
+def test_chats_without_a_limit_leave_room_for_streams() -> None:
+    assert room(chats(16, ratio=0.1)) > 2000
+
+
+def test_chats_expected_to_become_long_leave_streams_no_room() -> None:
+    assert room(chats(16, ratio=1.0)) < 0
+
+
+def test_a_lone_stream_may_take_the_whole_pool() -> None:
+    scheduler = FakeScheduler(5000, total=16_000)
+    scheduler.open_stream("a")
+    assert room(scheduler) == 5000
+    # Others leave a sixteenth of it for requests to come.
+    scheduler.open_stream("b")
+    assert room(scheduler) == 4000
+
+
+def test_waiting_requests_come_before_streams() -> None:
+    scheduler = FakeScheduler(5000)
+    # SGLang requires two more slots for each than it takes.
+    scheduler.waiting_queue = [request(1500, 100), request(400, 0)]
+    assert room(scheduler) == 5000 - 1602 - 402
+
+
+def test_room_is_kept_for_what_a_final_request_lacks() -> None:
+    scheduler = FakeScheduler(5000)
+    scheduler.flashmoa.pins.replace("a", Pin(None, None))
+    final = request(1500, 100, stream="a", final=True)
+    final.flashmoa.uncached = 300
+    scheduler.waiting_queue = [final]
+    assert room(scheduler) == 5000 - 402
+    # The KV of a stream whose pin gave way may be evicted before its request runs.
+    scheduler.flashmoa.pins.give_way()
+    assert room(scheduler) == 6000 - 1602
+
+
+def test_room_for_the_rest_of_a_chunked_prompt_is_kept() -> None:
+    scheduler = FakeScheduler(7000)
+    scheduler.chunked_req = chunked = request(9000, 50)
+    chunked.computed = 4000
+    assert room(scheduler) == 7000 - 5000 - 50 - 2

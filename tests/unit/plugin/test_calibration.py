@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_sglang.http import calibration
 from flashmoa_sglang.http.calibration import calibrate, measure
 from flashmoa_sglang.messages import ForwardTime
 
@@ -13,19 +16,30 @@ pytestmark = pytest.mark.anyio
 
 
 class FakeEngine:
-    """An engine whose forwards take given times.
+    """An engine whose forwards take given times, and which measures them itself.
 
-    ``seconds``: by the tokens of a forward, and how many of that length there were before.
+    Args:
+        seconds: by the tokens of a forward, and how many of that length there were before.
+        most_decodes: the most requests that decode in a forward that also prefills.
     """
 
     max_unchunked_prompt = 2048
     vocabulary = 100
     role = "null"
+    # The most requests that decode together, of each data-parallel rank.
+    max_running = (64, 32)
 
     def __init__(
-        self, seconds: Callable[[int, int], float], *, steps_together: bool = False
+        self,
+        seconds: Callable[[int, int], float],
+        *,
+        steps_together: bool = False,
+        most_decodes: int = 0,
     ) -> None:
         self.steps_together = steps_together
+        self._most_decodes = most_decodes
+        self.decodes = 0
+        self.rides: list[tuple[int, int]] = []
         self._seconds = seconds
         self.asked: list[int] = []
 
@@ -38,18 +52,40 @@ class FakeEngine:
     def use_costs(self, costs: Any, waits_for: int | None) -> None:
         self.costs, self.waits_for = costs, waits_for
 
+    async def kv(self) -> list[Any]:
+        return [SimpleNamespace(max_running=most, total=8000) for most in self.max_running]
+
     async def time_answer(self, tokens: int) -> float:
         return 0.01 + 0.002 * tokens
 
-    async def time_forward(self, input_ids: Sequence[int]) -> ForwardTime:
+    @asynccontextmanager
+    async def decoding(self, requests: int) -> AsyncGenerator[None]:
+        assert not self.decodes
+        self.decodes = requests
+        yield
+        self.decodes = 0
+
+    async def time_forward(self, input_ids: Sequence[int], rides: bool = False) -> ForwardTime:
         tokens = len(input_ids)
-        self.asked.append(tokens)
-        return ForwardTime("", self._seconds(tokens, self.asked.count(tokens) - 1), None)
+        if not rides:
+            assert not self.decodes
+            self.asked.append(tokens)
+            return ForwardTime("", self._seconds(tokens, self.asked.count(tokens) - 1), None)
+        assert self.decodes
+        mixed = min(self.decodes, self._most_decodes)
+        step = 0.01 + 0.001 * mixed
+        self.rides.append((self.decodes, tokens))
+        # The first result comes late, and makes the steps before look shorter.
+        first = sum(decodes == self.decodes for decodes, _ in self.rides) == 1
+        early = step / 2 if first else 0.0
+        return ForwardTime("", step + 1e-4 * tokens, None, mixed, step - early)
 
 
-async def costs(seconds: Callable[[int, int], float]) -> tuple[Any, FakeEngine]:
-    engine = FakeEngine(seconds)
-    measured, layers = await measure(engine)  # type: ignore[arg-type]
+async def costs(
+    seconds: Callable[[int, int], float], most_decodes: int = 0
+) -> tuple[Any, FakeEngine]:
+    engine: Any = FakeEngine(seconds, most_decodes=most_decodes)
+    measured, layers = await measure(engine, engine)
     assert not layers
     return measured, engine
 
@@ -66,14 +102,54 @@ async def test_costs_are_the_least_of_several_rounds() -> None:
     found, engine = await costs(lambda tokens, before: 1e-3 + 1e-5 * tokens + 0.001 * (before == 1))
     assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
     assert found.decode_step == pytest.approx(0.002)
-    assert engine.asked == [1, 4, 16, 64, 256, 1024] * 3
+    # Each round begins with a forward that is not timed.
+    assert engine.asked == [1, 1, 4, 16, 64, 256, 1024] * 3
 
 
 async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
     found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
     assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 256]
     found, engine = await costs(lambda _tokens, _before: 0.5)
-    assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 6
+    assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 9
+
+
+async def test_steps_in_which_tokens_ride_are_measured() -> None:
+    found, engine = await costs(lambda tokens, _: 1e-5 * tokens, most_decodes=8)
+    # It never decodes 32 requests in a forward that also prefills.
+    assert {step[:2] for step in found.mixed} == {
+        (decodes, tokens) for decodes in (1, 8) for tokens in (0, 16, 64, 256)
+    }
+    for decodes in (1, 8):
+        assert found.decode(decodes) == pytest.approx(0.01 + 0.001 * decodes)
+        assert found.added(decodes, 64) == pytest.approx(0.0064)
+    assert set(engine.rides) == {(n, k) for n in (1, 8) for k in (16, 64, 256)} | {(32, 16)}
+
+
+async def test_an_engine_that_mixes_nothing_has_no_mixed_steps() -> None:
+    found, engine = await costs(lambda tokens, _: 1e-5 * tokens)
+    assert found.mixed == ()
+    # More requests are not tried.
+    assert set(engine.rides) == {(1, 16)}
+    assert found.decode(1) == pytest.approx(0.002)
+
+
+async def test_no_more_requests_decode_than_may() -> None:
+    class SmallEngine(FakeEngine):
+        max_running = (32, 31)
+
+    engine: Any = SmallEngine(lambda tokens, _: 1e-5 * tokens, most_decodes=32)
+    measured, _ = await measure(engine, engine)
+    assert {decodes for decodes, _, _ in measured.mixed} == {1, 8}
+    assert {decodes for decodes, _ in engine.rides} == {1, 8}
+
+
+async def test_no_larger_prefill_rides_than_was_measured_alone() -> None:
+    class SmallEngine(FakeEngine):
+        max_unchunked_prompt = 100
+
+    engine: Any = SmallEngine(lambda tokens, _: 1e-5 * tokens, most_decodes=32)
+    measured, _ = await measure(engine, engine)
+    assert {tokens for _, tokens, _ in measured.mixed} == {0, 16, 64}
 
 
 async def test_noisy_rounds_are_measured_again() -> None:
@@ -87,6 +163,7 @@ async def test_an_engine_says_for_how_many_tokens_prefills_wait(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-    engine = FakeEngine(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
-    await calibrate(engine)  # type: ignore[arg-type]
+    monkeypatch.setattr(calibration, "TimedRequests", lambda engine: engine)
+    engine: Any = FakeEngine(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
+    await calibrate(engine)
     assert engine.waits_for == expected

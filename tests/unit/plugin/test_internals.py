@@ -26,18 +26,19 @@ USED = {
         has_waiting_grammars _add_request_to_queue send_to_tokenizer send_output send_to_detokenizer
         _request_dispatcher _result_dispatcher _mapping
         origin_input_ids sampling_params custom_params max_new_tokens to_finish last_node
-        multimodal_inputs positional_embed_overrides
+        multimodal_inputs positional_embed_overrides skip_radix_cache_insert is_extend
+        get_num_allocatable_reqs max_prefill_tokens rem_chunk_tokens pop_bootstrapped RadixKey
         batch_is_full extend_num_tokens new_tokens_required_next_decode can_run_list priority_sign
         inc_lock_ref to_dec_params evictable_size available_size
         rid_to_state num_reserved_tokens auto_create_handle_loop context_len vocab_size
-        routed_dp_rank log_metrics AbortReq abort_message AddReqResult CONTINUE RadixKey
+        routed_dp_rank log_metrics AbortReq finished_reason AddReqResult CONTINUE OTHER
         disaggregation_mode extra_metric_labels moe_a2a_backend
         _process_messages image_data ChatCompletionRequest openai_serving_chat finish_reason
         get_offloader HookRegistry prepare_server_args kill_process_tree
     """,
     internals.ASYNCEP: "run_moe_core num_local_experts wrap_modules NoopOffloader",
     internals.KV_OFF: "layer_num k_buffer tp_worker RadixAttention",
-    internals.PD: "FAKE_BOOTSTRAP_HOST skip_radix_cache_insert bootstrap_room",
+    internals.PD: "FAKE_BOOTSTRAP_HOST bootstrap_room",
     internals.CPU: """
         init_disaggregation get_dispatch_key_name PlatformEnum merge_and_sort_free alloc_extend
         set_kv_buffer is_decode_or_idle tp_q_head_num sleep_on_idle register_attention_backend

@@ -39,8 +39,8 @@ def test_help_shows_every_default(parser: argparse.ArgumentParser) -> None:
 def test_arguments_reach_every_process_through_the_environment(
     parser: argparse.ArgumentParser,
 ) -> None:
-    parser.parse_args(["--flashmoa-schedule", "sjf", "--flashmoa-stream-share", "0.5"])
-    assert Options.from_environment() == Options(schedule="sjf", stream_share=0.5)
+    parser.parse_args(["--flashmoa-schedule", "sjf", "--flashmoa-itl-budget", "1.5"])
+    assert Options.from_environment() == Options(schedule="sjf", itl_budget=1.5)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_arguments_reach_every_process_through_the_environment(
     [
         ("--flashmoa-schedule", "fifo"),
         ("--flashmoa-intra-turn", "on"),
-        ("--flashmoa-stream-share", "0"),
-        ("--flashmoa-stream-share", "much"),
+        ("--flashmoa-itl-budget", "0"),
+        ("--flashmoa-itl-budget", "much"),
         ("--flashmoa-asyncep", "nvlink"),
         ("--flashmoa-asyncep-slots", "0"),
         ("--flashmoa-asyncep-replica", "2/2"),

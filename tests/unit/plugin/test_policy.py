@@ -4,88 +4,218 @@ from __future__ import annotations
 
 import pytest
 from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as SMALLEST
+from flashmoa_sglang.scheduler.policy import _RIDES as RIDES
 from flashmoa_sglang.scheduler.policy import (
-    HELD_STEPS,
+    Growth,
     Job,
-    WaitingRequest,
-    choose_held_back,
-    chunk_tokens,
-    find_superseded,
-    pause_steps,
+    choose_increments,
+    fill_tokens,
+    least_tokens,
+    most_riding,
     ride_tokens,
     shortest_first,
+    stream_chunk,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 # A decode step takes 10 ms, and each further token 0.1 ms.
 COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
-ANY_COSTS = st.lists(
-    st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0)),
-    min_size=2,
-    max_size=6,
-    unique_by=lambda point: point[0],
-).map(lambda points: Costs(tuple(points), decode_step=min(seconds for _, seconds in points)))
-QUEUES = st.lists(
-    st.builds(
-        WaitingRequest,
-        stream=st.sampled_from([None, "a", "b"]),
-        increment=st.booleans(),
-        late=st.one_of(st.none(), st.integers(0, 5000)),
-        length=st.integers(1, 5000),
-        held=st.integers(0, 2 * HELD_STEPS),
-    ),
-    max_size=8,
+# Up to 64 tokens are as fast as one, and each further token takes 0.1 ms.
+FLAT = Costs(((1, 0.01), (64, 0.01), (1064, 0.11)), decode_step=0.01)
+PAGES = st.sampled_from([1, 16, 64])
+BUDGETS = st.one_of(st.just(1.0), st.floats(0.5, 5))
+
+
+@st.composite
+def any_costs(draw: st.DrawFn) -> Costs:
+    point = st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0))
+    points = draw(st.lists(point, min_size=2, max_size=6, unique_by=lambda one: one[0]))
+    mixed: list[tuple[int, int, float]] = []
+    for decodes in draw(st.sets(st.sampled_from([1, 8, 32]))):
+        seconds = sorted(draw(st.lists(st.floats(1e-4, 2.0), min_size=3, max_size=3)))
+        mixed += [(decodes, *one) for one in zip((0, 16, 256), seconds, strict=True)]
+    return Costs(tuple(points), min(seconds for _, seconds in points), tuple(mixed))
+
+
+@st.composite
+def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
+    """Draw a page size and streams that have grown by whole pages."""
+    page = draw(PAGES)
+    stream = st.builds(
+        Growth,
+        prefilled=st.integers(0, 50).map(lambda pages: pages * page),
+        new=st.integers(1, 40).map(lambda pages: pages * page),
+        ended=st.booleans(),
+    )
+    return page, draw(st.lists(stream, max_size=8))
+
+
+@given(growing=growing(), tokens=st.integers(0, 600), least=st.integers(1, 200))
+def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
+    growing: tuple[int, list[Growth]], tokens: int, least: int
+) -> None:
+    page, streams = growing
+    chosen = choose_increments(streams, tokens, least, page)
+    sizes = {position: end - streams[position].prefilled for position, end in chosen}
+    assert len(sizes) == len(chosen)
+    assert all(size > 0 and size % page == 0 for size in sizes.values())
+    assert all(size <= streams[position].new for position, size in sizes.items())
+    left = tokens - sum(sizes.values())
+    assert left >= 0
+    # Streams come in the order of what they lack, and only the last may not be completed.
+    news = [streams[position].new for position in sizes]
+    assert news == sorted(news)
+    assert all(sizes[position] == streams[position].new for position in [*sizes][:-1])
+    if sum(stream.new for stream in streams) < least and not any(s.ended for s in streams):
+        assert not chosen
+        return
+
+    def is_worth(stream: Growth, size: int) -> bool:
+        return size > 0 and (size >= min(SMALLEST, least) or (stream.ended and size == stream.new))
+
+    assert all(is_worth(streams[position], size) for position, size in sizes.items())
+    # The tokens that are left are enough for no stream that was left out, and one that was left
+    # out lacks at least as many tokens as the last that was not.
+    for position, stream in enumerate(streams):
+        if position not in sizes:
+            most = min(stream.new, left)
+            assert not is_worth(stream, most - most % page)
+            assert not sizes or stream.new >= news[-1] or not is_worth(stream, stream.new)
+
+
+def test_streams_gather_tokens_until_there_are_enough_of_all() -> None:
+    streams = [Growth(0, 90), Growth(100, 60), Growth(0, SMALLEST - 1)]
+    most = 150 + SMALLEST - 1
+    assert choose_increments(streams, 1000, most + 1, 1) == []
+    # The tokens of the last one are too few for an increment, but they count.
+    assert choose_increments(streams, 1000, most, 1) == [(1, 160), (0, 90)]
+    assert choose_increments(streams, 60 + SMALLEST, most, 1) == [(1, 160), (0, SMALLEST)]
+    assert choose_increments(streams, 59 + SMALLEST, most, 1) == [(1, 160)]
+
+
+def test_the_end_of_a_stream_is_computed_however_short_it_is() -> None:
+    streams = [Growth(0, 90), Growth(96, 3, ended=True)]
+    assert choose_increments(streams, 1000, 100, 1) == [(1, 99), (0, 90)]
+    assert choose_increments(streams[1:], 2, 100, 1) == []
+
+
+@given(costs=any_costs(), pages=st.integers(0, 10_000), page=PAGES)
+def test_a_forward_for_streams_is_as_large_as_makes_it_efficient(
+    costs: Costs, pages: int, page: int
+) -> None:
+    size = next(
+        size
+        for size in (128, 256, 512, 1024, 2048, 4096, 8192)
+        if size == 8192 or 2 * costs.prefill(size) <= 1.1 * costs.prefill(2 * size)
+    )
+    waiting = pages * page
+    # What would not be worth another forward joins this one.
+    joins = 0 < waiting - size < least_tokens(costs, page)
+    assert stream_chunk(costs, waiting, page) == (waiting if joins else size)
+
+
+def test_a_forward_for_streams_is_at_least_a_page() -> None:
+    assert stream_chunk(Costs(((1, 0.1), (1000, 10.0)), 0.1), 5000, 1024) == 1024
+    assert stream_chunk(COSTS, 5000, 96) == 480
+
+
+def test_a_forward_for_streams_leaves_no_short_rest() -> None:
+    assert stream_chunk(FLAT, 256 + 73, 1) == 256 + 73
+    assert stream_chunk(FLAT, 256 + 74, 1) == 256
+
+
+def nearly_free(costs: Costs, most: int) -> int:
+    """Return the most tokens, of at most ``most``, that take 1.1 times as long as very few."""
+    longest = 1.1 * costs.prefill(SMALLEST)
+    allowed = [n for n in range(1, most + 1) if costs.prefill(n) <= longest]
+    return max(allowed, default=0)
+
+
+@given(costs=any_costs(), page=PAGES)
+def test_tokens_that_a_final_request_computes_as_fast_are_left_to_it(
+    costs: Costs, page: int
+) -> None:
+    assert least_tokens(costs, page) == max(page, SMALLEST, nearly_free(costs, 128))
+
+
+def test_fewer_tokens_are_worth_a_forward_that_computes_them_slowly() -> None:
+    assert least_tokens(FLAT, 1) == 74
+    assert least_tokens(Costs(((1, 0.001), (1001, 1.001)), 0.01), 1) == SMALLEST + 3
+    assert least_tokens(Costs(((1, 0.01), (1001, 0.01)), 0.01), 1) == 128
+    assert least_tokens(COSTS, 64) == 64
+
+
+@given(costs=any_costs(), prefilling=st.integers(0, 300), page=PAGES)
+def test_streams_fill_a_forward_of_clients_while_that_is_nearly_free(
+    costs: Costs, prefilling: int, page: int
+) -> None:
+    tokens = fill_tokens(costs, prefilling, page)
+    assert tokens >= 0 and tokens % page == 0
+    most = nearly_free(costs, 1000)
+    if most < 1000:
+        left = max(0, most - prefilling)
+        assert tokens == left - left % page
+    else:
+        assert tokens + page > 1000 - prefilling
+
+
+def allowed_rides(costs: Costs, decoding: int, budget: float, page: int) -> set[int]:
+    """Return the sizes of rides that make a step at most ``budget`` times as long."""
+    step = costs.decode(decoding)
+    sizes = {ride // page * page for ride in RIDES} - {0} if budget > 1 else set[int]()
+    return {size for size in sizes if costs.added(decoding, size) <= (budget - 1) * step}
+
+
+@given(
+    costs=any_costs(),
+    decoding=st.integers(1, 64),
+    waiting=st.integers(1, 5000),
+    steps=st.floats(1, 500),
+    budget=BUDGETS,
+    page=PAGES,
 )
-
-
-@given(costs=ANY_COSTS, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
-def test_costs_increase_with_tokens_and_can_be_inverted(
-    costs: Costs, tokens: int, seconds: float
+def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
+    costs: Costs, decoding: int, waiting: int, steps: float, budget: float, page: int
 ) -> None:
-    assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
-    most = costs.tokens_within(seconds)
-    if 0 < most < 1 << 20:
-        assert costs.prefill(most) <= seconds + 1e-9
-    if most < 1 << 19:
-        assert costs.prefill(most + 1) > seconds - 1e-9
+    tokens, forward = costs.points[-1]
+
+    def seconds(ride: int) -> float:
+        used = min(steps, max(1.0, waiting / ride)) if ride else 0.0
+        left = max(0.0, waiting - used * ride)
+        return used * costs.added(decoding, ride) + left * forward / tokens
+
+    chosen = ride_tokens(costs, decoding, waiting, steps, budget, page)
+    allowed = allowed_rides(costs, decoding, budget, page)
+    assert chosen in allowed | {0}
+    least = min(map(seconds, allowed | {0}))
+    assert seconds(chosen) == pytest.approx(least, rel=1e-6, abs=1e-9)
 
 
-def test_costs_need_two_sizes() -> None:
-    with pytest.raises(ValueError, match="two different sizes"):
-        Costs(((5, 0.1), (5, 0.2)), 0.1)
-
-
-@given(queue=QUEUES)
-def test_only_increments_are_dropped_and_never_the_longest_of_a_stream(
-    queue: list[WaitingRequest],
+@given(costs=any_costs(), decoding=st.integers(1, 64), budget=BUDGETS, page=PAGES)
+def test_a_final_request_may_ride_with_as_many_tokens_as_streams_may(
+    costs: Costs, decoding: int, budget: float, page: int
 ) -> None:
-    dropped = find_superseded(queue)
-    assert all(queue[position].increment for position in dropped)
-    for stream in {request.stream for request in queue} - {None}:
-        kept = [r for p, r in enumerate(queue) if r.stream == stream and p not in dropped]
-        assert kept
-        increments = [request.length for request in kept if request.increment]
-        assert len(set(increments)) <= 1
-        assert not increments or len(increments) == len(kept)
+    allowed = allowed_rides(costs, decoding, budget, page)
+    assert most_riding(costs, decoding, budget, page) == max(allowed, default=0)
 
 
-@given(queue=QUEUES)
-def test_some_request_goes_and_none_is_held_back_for_long(queue: list[WaitingRequest]) -> None:
-    held = choose_held_back(queue)
-    assert len(held) < max(1, len(queue))
-    assert all(queue[position].held < HELD_STEPS for position in held)
-    if all(request.increment for request in queue):
-        assert not held
-    runs = [r for p, r in enumerate(queue) if p not in held and r.held < HELD_STEPS]
-    if any(not request.increment for request in queue):
-        assert not any(request.increment for request in runs)
+def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
+    # The first 64 tokens take 0.05 ms each in a step, and further ones 0.1 ms. Later, each would
+    # take 0.11 ms.
+    mixed = ((1, 0, 0.01), (1, 16, 0.0102), (1, 64, 0.0132), (1, 256, 0.0324))
+    costs = Costs(COSTS.points, 0.01, mixed)
+    assert ride_tokens(costs, 1, 160, steps=100, budget=4, page=1) == 32
+    assert ride_tokens(costs, 1, 1600, steps=5, budget=4, page=1) > 64
+    assert ride_tokens(costs, 1, 1600, steps=5, budget=1.35, page=1) == 64
+    assert ride_tokens(costs, 1, 1600, steps=5, budget=1.0, page=1) == 0
 
 
-def test_a_request_whose_stream_is_ready_does_not_wait_for_one_whose_is_not() -> None:
-    ready, late = WaitingRequest(stream="a", late=10), WaitingRequest(stream="b", late=3000)
-    assert choose_held_back([late, ready]) == {0}
-    assert choose_held_back([late, WaitingRequest()]) == set()
+def test_tokens_do_not_ride_where_that_costs_more_than_a_forward_of_their_own() -> None:
+    mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
+    costs = Costs(COSTS.points, 0.01, mixed)
+    assert ride_tokens(costs, 1, 1000, steps=100, budget=100, page=1) == 0
 
 
 JOBS = st.lists(
@@ -120,37 +250,3 @@ def test_a_job_is_overtaken_for_no_longer_than_it_takes(
 def test_shorter_jobs_run_first_and_equal_ones_in_their_order() -> None:
     assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
     assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]
-
-
-@given(
-    costs=ANY_COSTS,
-    decoding=st.integers(1, 64),
-    share=st.floats(0.01, 1.0),
-    page=st.sampled_from([1, 16, 64]),
-)
-def test_tokens_that_ride_along_stay_within_their_share(
-    costs: Costs, decoding: int, share: float, page: int
-) -> None:
-    tokens = ride_tokens(costs, decoding, share, page)
-    assert tokens == 0 or (tokens >= page and tokens % page == 0)
-    if tokens and share < 1:
-        longer = costs.prefill(decoding + tokens)
-        assert longer - costs.decode(decoding) <= share * longer + 1e-9
-
-
-def test_a_share_of_one_step_and_of_many() -> None:
-    # With a step of 10 ms, 67 tokens are 40 % of 16.7 ms.
-    assert ride_tokens(COSTS, 1, 0.4, 1) == pytest.approx(66, abs=1)
-    # Fewer than 32 tokens are not worth a ride.
-    assert ride_tokens(COSTS, 1, 0.2, 1) == 0
-    # A forward of 1 s is 20 % of 5 s, in which there are also 400 steps of 10 ms.
-    assert pause_steps(COSTS, 9900, 1, 0.2) == pytest.approx(400, abs=1)
-    assert pause_steps(COSTS, 100, 1, 0.2) == 256
-    assert pause_steps(COSTS, 100, 1, 1.0) == 0
-
-
-def test_chunks_follow_the_cost_and_are_whole_pages() -> None:
-    assert chunk_tokens(COSTS, 1) == pytest.approx(3400, rel=0.01)
-    assert chunk_tokens(COSTS, 64) % 64 == 0
-    slow = Costs(((1, 0.1), (1000, 10.0)), 0.1)
-    assert chunk_tokens(slow, 1) == 128

@@ -10,7 +10,7 @@ from flashmoa_sglang import asyncep
 from flashmoa_sglang.cpu import torchvision_ops
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler import batches
+from flashmoa_sglang.scheduler import batches, results
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import RequestState
 from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill, _Follower
@@ -38,7 +38,9 @@ def increment(stream: str = "s") -> Any:
         sampling_params=SimpleNamespace(custom_params=mark, max_new_tokens=0),
         finished=lambda: False,
         to_finish=None,
+        origin_input_ids=[1] * 5,
         output_ids=[],
+        cached_tokens=2,
         return_logprob=False,
         is_prefill_only=False,
     )
@@ -50,7 +52,9 @@ def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(RELEASE, "tokenizer_channel", lambda _: None)
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: requests.append(req))
     monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("early", None))
-    monkeypatch.setattr(batches, "pin_finished", lambda *_: Pin("late", None))
+    monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)
+    monkeypatch.setattr(RELEASE, "to_tokenizer", lambda *_: None)
+    monkeypatch.setattr(results, "match_and_pin", lambda *_: (Pin("late", None), 5))
     return requests
 
 
@@ -71,7 +75,8 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     engine = scheduler(role, overlap)
     engine.flashmoa = state = SchedulerState(engine)
     req = increment()
-    batches._settle(engine, SimpleNamespace(reqs=[req], extend_num_tokens=5))
+    batch = SimpleNamespace(reqs=[req], extend_num_tokens=5, decoding_reqs=None)
+    batches._settle(engine, batch, batches.Step())
     assert published == ([req] if early else [])
     assert ("s" in state.pins) is early
     assert state.shares(engine) is early
@@ -79,7 +84,7 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
-    batches.stream_output(lambda *_: None, streamer, [req], False)
+    results.stream_output(lambda *_: None, streamer, [req], False)
     assert "s" in state.pins
     assert state.pins._pins["s"].node == ("early" if early else "late")
 
@@ -98,12 +103,12 @@ def test_a_timed_forward_is_reported_with_speculative_decoding(
     )
     req = increment()
     req.sampling_params.custom_params = RequestMark(timed=True).to_custom_params()
-    state.timer.start([req], 4)
+    state.timer.start([req], 4, 0)
     channels: list[Any] = []
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"
     )
-    batches.stream_output(
+    results.stream_output(
         lambda streamer, *_: channels.append(streamer.send_to_detokenizer), streamer, [req], False
     )
     assert [message.rid for message in messages] == ["r"]

@@ -14,94 +14,50 @@ from flashmoa_sglang.scheduler.state import SchedulerState
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, request
 
-pytestmark = pytest.mark.usefixtures("dropped")
+pytestmark = pytest.mark.usefixtures("fake_release")
 
 
-@pytest.fixture(autouse=True)
-def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RELEASE, "check_host_cache", lambda _: None)
-    monkeypatch.setattr(RELEASE, "running_batch", lambda scheduler, _arguments: scheduler.running)
-
-
-def chats(count: int, ratio: float) -> FakeScheduler:
-    """Make a pool of 60,000 tokens and chats with almost no limit and short answers so far."""
-    return FakeScheduler(
-        60_000 - count * 600, ratio, [request(500, 100_000, 100) for _ in range(count)]
+def policy(scheduler: FakeScheduler, *, priorities: bool = False) -> Any:
+    return SimpleNamespace(
+        tree_cache=scheduler.tree_cache, enable_priority_scheduling=priorities, priority_sign=-1
     )
 
 
-def test_chats_without_a_limit_leave_room_for_streams(dropped: list[str]) -> None:
-    scheduler = chats(16, ratio=0.1)
-    scheduler.waiting_queue = [request(2000, 0, stream="a")]
-    queue.prepare(scheduler, scheduler.running)
-    assert not dropped
-
-
-def test_chats_expected_to_become_long_leave_streams_no_room(dropped: list[str]) -> None:
-    scheduler = chats(16, ratio=1.0)
-    scheduler.waiting_queue = [request(2000, 0, stream="a")]
-    queue.prepare(scheduler, scheduler.running)
-    assert dropped == ["no room in the KV pool"]
-
-
-def test_requests_are_queued_before_increments(dropped: list[str]) -> None:
-    scheduler = FakeScheduler(50_000, 0.1, [])
+def test_requests_are_queued_before_increments() -> None:
+    scheduler = FakeScheduler()
     increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
-    # It has been held back so often that it is not held back again.
-    increment.flashmoa.held = 99
-    scheduler.waiting_queue = [increment, first, second]
-    queue.prepare(scheduler, scheduler.running)
-    assert scheduler.waiting_queue == [first, second, increment]
+    waiting = [increment, first, second]
+    queue.order_queue(None, policy(scheduler), waiting)
+    assert waiting == [first, second, increment]
 
 
-def test_a_request_that_is_held_back_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = FakeScheduler(50_000, 0.1, [])
-    requests = [request(10 + n, 5) for n in range(5)]
-    scheduler.waiting_queue = list(requests)
-
-    def prepare(scheduler: Any, _running: Any) -> list[Any]:
-        scheduler.waiting_queue = requests[:1] + requests[2:4]
-        return [requests[1], requests[4]]
-
-    def build(scheduler: Any, **_: Any) -> Any:
-        scheduler.waiting_queue = [scheduler.waiting_queue[2], newcomer]
-        return None, scheduler.running
-
-    newcomer = request(3, 3)
-    monkeypatch.setattr("flashmoa_sglang.scheduler.batches.prepare", prepare)
-    monkeypatch.setattr(RELEASE, "split_batches", lambda *_: (None, scheduler.running))
-    next_prefill_batch(build, scheduler)
-    assert scheduler.waiting_queue == [requests[1], requests[3], requests[4], newcomer]
+def test_the_shortest_job_goes_first_if_that_is_asked_for() -> None:
+    scheduler = FakeScheduler()
+    scheduler.flashmoa.options = Options(schedule="sjf")
+    increment, long, short = request(9, 0, stream="a"), request(800, 500), request(7, 5)
+    waiting = [increment, long, short]
+    queue.order_queue(None, policy(scheduler), waiting)
+    assert waiting == [short, long, increment]
+    long.priority, short.priority = 5, 1
+    queue.order_queue(None, policy(scheduler, priorities=True), waiting)
+    assert waiting == [long, short, increment]
 
 
-def test_room_for_the_rest_of_a_chunked_prompt_is_kept(dropped: list[str]) -> None:
-    scheduler = FakeScheduler(7000, 0.5, [])
-    scheduler.chunked_req = request(9000, 0, stream="a")
-    scheduler.chunked_req.fill_ids = [1] * 4000
-    scheduler.chunked_req.extend_range = SimpleNamespace(end=4000)
-    scheduler.chunked_req.extend_end = 4000
-    scheduler.waiting_queue = [request(2500, 0, stream="b")]
-    queue.prepare(scheduler, scheduler.running)
-    assert dropped
-
-
-def test_a_compiled_grammar_is_noticed_while_streams_wait_for_room() -> None:
-    """Memory is short, so that the stream waits while others decode."""
-    scheduler = FakeScheduler(500, 0.1, [request(500, 1000, 10)], total=1600)
-    increment, structured = request(10, 0, stream="a"), request(20, 5)
-    scheduler.waiting_queue = [increment]
-    scheduler.grammar_manager.ready = [structured]
-    assert next_prefill_batch(_never, scheduler) in (None, (None, scheduler.running))
-    assert scheduler.waiting_queue == [increment, structured]
+def test_the_queue_of_a_scheduler_without_the_plugin_is_left_alone() -> None:
+    waiting = [request(9, 0, stream="a"), request(8, 5)]
+    before = [*waiting]
+    queue.order_queue(None, SimpleNamespace(tree_cache=SimpleNamespace()), waiting)
+    assert waiting == before
 
 
 def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> None:
-    scheduler = FakeScheduler(50_000, 0.1, [request(500, 1000, 10)])
+    scheduler = FakeScheduler(running=[request(500, 1000, 10)])
     first, structured = request(10, 5), request(20, 5)
     scheduler.waiting_queue, scheduler.grammar_manager.ready = [first], [structured]
-    scheduler.flashmoa.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
-    scheduler.flashmoa.queued = SimpleNamespace(count=lambda *_: 10)
-    assert next_prefill_batch(_never, scheduler) in (None, (None, scheduler.running))
+    state: Any = scheduler.flashmoa
+    state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
+    state.queued = SimpleNamespace(count=lambda *_: 10)
+    assert next_prefill_batch(_never, scheduler) == (None, scheduler.running)
     assert scheduler.waiting_queue == [first, structured]
 
 
@@ -138,7 +94,7 @@ def test_0_5_23_releases_a_prefetch_itself() -> None:
 
 @pytest.mark.parametrize("release", [Release0512(), Release0518(), Release0523()])
 def test_room_is_kept_for_the_share_of_output_that_sglang_expects(release: Release) -> None:
-    scheduler = FakeScheduler(0, 0.3, [])
+    scheduler = FakeScheduler(ratio=0.3)
     assert release.reserved_output(scheduler, request(1, 1)) == 0.3
     fixed = request(1, 1)
     fixed.sampling_params.ignore_eos = True

@@ -44,7 +44,29 @@ def test_each_tested_release_has_its_own_class() -> None:
 @pytest.mark.parametrize("release", [Release0512, Release0518, Release0523])
 def test_a_release_overrides_only_methods_of_the_base_class(release: type[Release]) -> None:
     own = {name for name in vars(release) if not name.startswith("_")}
-    assert own <= vars(Release).keys()
+    assert own <= {*dir(Release)}
+
+
+@pytest.mark.parametrize(
+    ("backends", "architecture", "draft", "shares"),
+    [
+        (("fa3", None), "MHA", False, True),
+        (("flashinfer", "trtllm_mha"), "MHA", False, True),
+        (("fa3", "flashinfer"), "MHA", False, False),
+        (("fa3", None), "MLA", False, False),
+        (("fa3", None), "MHA", True, False),
+    ],
+)
+def test_requests_share_within_a_forward_if_the_prefill_backend_writes_before_it_reads(
+    backends: tuple[str, str | None], architecture: str, draft: bool, shares: bool
+) -> None:
+    both, prefill = backends
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(attention_backend=both, prefill_attention_backend=prefill),
+        model_config=SimpleNamespace(attention_arch=SimpleNamespace(name=architecture)),
+        spec_algorithm=SimpleNamespace(is_none=lambda: not draft),
+    )
+    assert Release0518().shares_within_forward(scheduler) == shares
 
 
 class HybridTree:

@@ -1,9 +1,9 @@
-"""The stream table with an engine that is slow, or that raises what it should not."""
+"""The stream table with an engine that is slow, that refuses, or that has a bug."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,132 +13,161 @@ from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang.costs import UNMEASURED  # noqa: E402
 from flashmoa_sglang.http import bodies  # noqa: E402
-from flashmoa_sglang.http.engine import Engine, Prefilled  # noqa: E402
-from flashmoa_sglang.http.errors import EngineDraining  # noqa: E402
-from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
+from flashmoa_sglang.http.engine import Engine  # noqa: E402
+from flashmoa_sglang.http.errors import EngineBusy, EngineDraining, EngineFailed  # noqa: E402
+from flashmoa_sglang.http.stream import Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
+from flashmoa_sglang.messages import STREAM_OPENED, RequestMark  # noqa: E402
 from flashmoa_sglang.releases import RELEASE, Release0523  # noqa: E402
+
+from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
 
-class SlowEngine:
-    """A fake engine whose prefills last until ``go_on`` is set."""
-
-    max_prompt_tokens = 1000
-    costs = UNMEASURED
-    draining = False
-
-    def __init__(self) -> None:
-        self.go_on = asyncio.Event()
-        self.started = asyncio.Event()
-        self.aborted: list[str] = []
-        self.mistake: Exception | None = None
-
-    async def prefill(self, input_ids: list[int], **_: Any) -> Prefilled:
-        self.started.set()
-        await self.go_on.wait()
-        return Prefilled(len(input_ids), 0, 0.1)
-
-    def others_active(self) -> bool:
-        return False
-
-    @property
-    def page_size(self) -> int:
-        """Raise the mistake; only the prefilling task reads this."""
-        if self.mistake is not None:
-            raise self.mistake
-        return 1
-
-    def abort(self, rid: str) -> None:
-        self.aborted.append(rid)
-        self.go_on.set()
-
-    def release(self, stream: str) -> None: ...
-
-    def when_room(self, _callback: object) -> None: ...
-
-
-def open_stream(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
-    stream = PromptStream(ttl_seconds=ttl, buffer=None)
-    table.add(stream, [5] * tokens)
-    table.open(stream)
-    return stream
-
-
-async def wait_for_end(stream: PromptStream) -> str | None:
-    """Return how a stream ended, once it has."""
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something is true."""
     with anyio.fail_after(5):
-        while stream.closed is None:  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(0.01)
-    return stream.closed
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(0.005)
 
 
 @pytest.fixture
-async def engine() -> SlowEngine:
-    return SlowEngine()
+async def engine() -> FakeEngine:
+    return FakeEngine()
 
 
-async def test_a_stream_expires_while_another_one_is_prefilled(engine: SlowEngine) -> None:
-    table = StreamTable(engine)  # type: ignore[arg-type]
+@pytest.fixture
+async def table(engine: FakeEngine) -> StreamTable:
+    return StreamTable(engine)  # type: ignore[arg-type]
+
+
+async def test_a_stream_is_opened_in_its_scheduler_and_released_once(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    stream = open_stream(table)
+    await until(lambda: engine.tokens_of(stream.id) == [*range(100)])
+    assert engine.opened == [stream.id] and engine.released == []
+    for _ in range(2):
+        table.close(stream, "deleted")
+    assert engine.released == [stream.id]
+
+
+async def test_a_stream_expires_while_another_one_is_being_opened(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    engine.opens.clear()
     busy = open_stream(table)
-    await engine.started.wait()
     silent = open_stream(table, ttl=0.05, tokens=1)
-    assert await wait_for_end(silent) == "expired"
-    assert busy.closed is None and not engine.go_on.is_set()
+    await until(lambda: silent.closed == "expired")
+    assert busy.closed is None and engine.released == [silent.id]
+    engine.opens.set()
     table.close(busy, "deleted")
 
 
-async def test_draining_stops_a_running_prefill(engine: SlowEngine) -> None:
-    table = StreamTable(engine)  # type: ignore[arg-type]
-    busy = open_stream(table)
-    await engine.started.wait()
+async def test_a_stream_that_its_request_uses_does_not_expire(table: StreamTable) -> None:
+    used, other = open_stream(table, ttl=0.05), open_stream(table, ttl=0.1)
+    table.claim(used)
+    await until(lambda: other.closed)
+    assert used.closed is None and used.deadline < other.deadline
+    table.unclaim(used)
+    await until(lambda: used.closed == "expired")
+
+
+async def test_draining_ends_all_streams_that_no_request_uses(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    idle, used = open_stream(table), open_stream(table)
+    table.claim(used)
     engine.draining = True
-    assert await wait_for_end(busy) == "drained"
-    assert len(engine.aborted) == 1
+    await until(lambda: idle.closed == "drained")
+    assert used.closed is None and engine.released == [idle.id]
     with pytest.raises(EngineDraining):
         open_stream(table)
+    table.close(used, "used")
+
+
+async def test_no_stream_is_open_while_the_engine_is_changed(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    stream = open_stream(table)
+    async with table.closed():
+        assert stream.closed == "drained" and engine.released == [stream.id]
+        # A report comes after what the scheduler had begun.
+        assert engine.reports
+        with pytest.raises(EngineDraining, match="being changed"):
+            open_stream(table)
+    later = open_stream(table)
+    await until(lambda: engine.tokens_of(later.id))
+    table.close(later, "deleted")
+
+
+async def test_a_stream_that_cannot_be_opened_fails_and_stays_valid(
+    engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.refusal = EngineFailed("SGLang has aborted the prefill: no such adapter.")
+    stream = open_stream(table)
+    await until(lambda: stream.failure)
+    assert "no such adapter" in (stream.failure or "")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert stream.closed is None and table.find(stream.id) == (stream, "open")
+    before = engine.tokens_of(stream.id)
+    table.append(stream, 0, [7] * 50, end=True)
+    engine.refusal = None
+    # Others are prefilled, and this one is not handed over any more.
+    other = open_stream(table)
+    await until(lambda: engine.tokens_of(other.id))
+    assert engine.tokens_of(stream.id) == before
+    for one in (stream, other):
+        table.close(one, "deleted")
+
+
+async def test_a_stream_that_ends_before_it_is_refused_is_no_warning(
+    engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.opens.clear()
+    engine.refusal = EngineFailed("refused")
+    stream = open_stream(table)
+    await until(lambda: engine.opened)
+    table.close(stream, "deleted")
+    before = asyncio.all_tasks()
+    engine.opens.set()
+    await until(lambda: len(asyncio.all_tasks()) < len(before))
+    assert stream.failure is None and caplog.records == []
 
 
 async def test_a_bug_is_logged_once_and_later_streams_work(
-    engine: SlowEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine,
+    table: StreamTable,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
-    table = StreamTable(engine)  # type: ignore[arg-type]
     engine.mistake = ZeroDivisionError("a mistake of ours")
-    with caplog.at_level(logging.ERROR):
-        first = open_stream(table)
-        with anyio.fail_after(5):
-            while first.failure is None:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        await anyio.sleep(0.05)
-    assert "a mistake of ours" in first.failure
+    first = open_stream(table)
+    await until(lambda: first.failure)
+    again = open_stream(table)
+    await until(lambda: again.failure)
+    assert "a mistake of ours" in (first.failure or "")
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     engine.mistake = None
     # The stream that failed is not prefilled any more, but valid. The next one is prefilled.
     assert not first.may_grow() and first.closed is None
-    engine.go_on.set()
     second = open_stream(table)
-    with anyio.fail_after(5):
-        while second.prefilled < 100:  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-    for stream in (first, second):
+    await until(lambda: engine.tokens_of(second.id) == [*range(100)])
+    assert engine.tokens_of(first.id) == []
+    for stream in (first, again, second):
         table.close(stream, "deleted")
 
 
-async def test_the_tables_tasks_end_with_the_last_stream(engine: SlowEngine) -> None:
-    engine.go_on.set()
-    table = StreamTable(engine)  # type: ignore[arg-type]
+async def test_the_tables_tasks_end_with_the_last_stream(table: StreamTable) -> None:
     before = asyncio.all_tasks()
     for _ in range(3):
         stream = open_stream(table)
         assert asyncio.all_tasks() - before
         table.close(stream, "deleted")
-        with anyio.fail_after(5):
-            while asyncio.all_tasks() - before:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
+        await until(lambda: not asyncio.all_tasks() - before)
 
 
 class Manager(SimpleNamespace):
@@ -185,6 +214,27 @@ async def test_the_arguments_are_those_that_sglang_resolved(
     engine = Engine(Manager(server_args=arguments))
     assert engine.max_unchunked_prompt == 64
     assert engine.page_size == 16
+
+
+@pytest.mark.parametrize(
+    "raised", [None, EngineFailed("SGLang stops"), EngineBusy("SGLang cannot take this: full")]
+)
+async def test_a_stream_is_open_once_its_scheduler_says_so(raised: Exception | None) -> None:
+    engine = Engine(Manager())
+    marks: list[RequestMark] = []
+
+    async def generate(_tokens: object, mark: RequestMark, **_: object) -> None:
+        marks.append(mark)
+        # SGLang raises this when a scheduler ends a request.
+        raise raised or EngineBusy(f"SGLang cannot take this: {STREAM_OPENED}")
+
+    engine.generate = generate  # type: ignore[assignment]
+    if raised is None:
+        await engine.open_stream("a", Terms())
+    else:
+        with pytest.raises(type(raised), match=str(raised)):
+            await engine.open_stream("a", Terms())
+    assert marks == [RequestMark("a", opens=True)]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from tests.unit.plugin.used_names import names
 from tests.unit.plugin.used_names.walk import Walk
 
 _PLUGIN = Path(flashmoa_sglang.__file__).parent
-# The file with all that releases have in ways of their own.
-_BASE = "releases/base.py"
+# The files with all that releases have in ways of their own.
+_BASES = ("releases/base.py", "releases/requests.py")
 
 
 def uses(release: str) -> list[tuple[str, Use]]:
@@ -44,7 +44,7 @@ def walks(release: str) -> list[Walk]:
         file = path.relative_to(_PLUGIN).as_posix()
         if not file.startswith(names.APART):
             trees[file] = ast.parse(path.read_text(encoding="utf-8"))
-    of_releases = [f"releases/{served(release)}.py", _BASE]
+    of_releases = [f"releases/{served(release)}.py", *_BASES]
     others = {file for file in trees if re.match(r"releases/v", file)} - set(of_releases)
     reached = _reached(trees, of_releases, others)
     return [

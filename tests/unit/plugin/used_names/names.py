@@ -39,6 +39,9 @@ STATE = _srt("managers.tokenizer_manager:ReqState")
 ARGUMENTS = _srt("server_args:ServerArgs", "arg_groups.fields/*")
 MODEL_CONFIG = _srt("configs.model_config:ModelConfig")
 REQUEST = _srt("managers.io_struct:GenerateReqInput")
+TOKENIZED_REQUEST = _srt("managers.io_struct:TokenizedGenerateReqInput")
+SAMPLING = _srt("sampling.sampling_params:SamplingParams")
+BOOTSTRAP_QUEUE = _srt("disaggregation.prefill:PrefillBootstrapQueue")
 SENDER = _srt(
     "managers.scheduler_components.output_sender:SenderWrapper", "managers.scheduler:SenderWrapper"
 )
@@ -49,6 +52,7 @@ HTTP_SERVER = _srt("entrypoints.http_server")
 MODEL_RUNNER = _srt("model_executor.model_runner:ModelRunner")
 WORKER = _srt("managers.tp_worker:TpModelWorker")
 FORWARD_BATCH = _srt("model_executor.forward_batch_info:ForwardBatch")
+FORWARD_MODE = _srt("model_executor.forward_batch_info:ForwardMode")
 GRAPHS = _srt("model_executor.cuda_graph_config:CudaGraphConfig")
 EXPERTS = _srt("layers.moe.fused_moe_triton.layer:FusedMoE")
 OFFLOADER = _srt("utils.offloader:BaseOffloader")
@@ -129,9 +133,9 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
     "releases/base.py": {
         "attention": _srt("layers.attention.torch_native_backend:TorchNativeAttnBackend"),
         "forward_batch": FORWARD_BATCH,
-        "indices": PLAIN,
         "result": PLAIN,
     },
+    "releases/requests.py": {"indices": PLAIN},
     "releases/v0_5_18.py": {"get_memory()": ARGUMENTS, "logprobs": PLAIN, "stage": PLAIN},
     "releases/v0_5_23.py": {
         # It looks up what it is asked for among these.
@@ -140,17 +144,19 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         ),
         "resolved_view()": ARGUMENTS,
     },
+    "scheduler/state.py": {"recv_req": TOKENIZED_REQUEST},
+    "scheduler/streams.py": {"message": TOKENIZED_REQUEST},
 }
 
 # What attributes of these objects are, and what their methods return.
 MEMBERS: Mapping[str, Mapping[str, str]] = {
+    BATCH: {"forward_mode": FORWARD_MODE},
+    BOOTSTRAP_QUEUE: {"queue": f"[{REQ}]"},
     CHAT: {"_process_messages()": _srt("entrypoints.openai.protocol:MessageProcessingResult")},
     EXPERTS: {"_buffers": PLAIN, "_parameters": PLAIN},
     FORWARD_BATCH: {
-        "extend_seq_lens": PLAIN,
-        "forward_mode": _srt("model_executor.forward_batch_info:ForwardMode"),
-        "req_pool_indices": PLAIN,
-        "seq_lens": PLAIN,
+        "forward_mode": FORWARD_MODE,
+        **dict.fromkeys(("extend_seq_lens", "req_pool_indices", "seq_lens"), PLAIN),
     },
     GRAPHS: {
         phase: _srt("model_executor.cuda_graph_config:PhaseConfig")
@@ -168,11 +174,13 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     REQ: {
         "extend_range": _srt("managers.schedule_batch:Range"),
         "prefix_indices": PLAIN,
-        "sampling_params": _srt("sampling.sampling_params:SamplingParams"),
+        "sampling_params": SAMPLING,
     },
     REQUEST: {"sampling_params": PLAIN},
+    TOKENIZED_REQUEST: {"sampling_params": SAMPLING},
     SCHEDULER: {
         "chunked_req": REQ,
+        "disagg_prefill_bootstrap_queue": BOOTSTRAP_QUEUE,
         "grammar_manager": _srt("constrained.grammar_manager:GrammarManager"),
         "ipc_channels": IPC_CHANNELS,
         "last_batch": BATCH,
@@ -238,8 +246,8 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "v0_5_23": (
         # No request of a batch reads what another one of it computes.
         ("scheduler/shared_prefill.py:adopt", ""),
-        ("releases/base.py:Release.grow_prefix", ""),
-        ("releases/base.py:Release._set_prefix", ""),
+        ("releases/requests.py:RequestAccess.grow_prefix", ""),
+        ("releases/requests.py:RequestAccess._set_prefix", ""),
     ),
 }
 
@@ -257,7 +265,6 @@ _FEATURE: Mapping[str, str] = {
     "kv_free.py:bytes_of": EVERYBODY,
     "kv_free.py:peak_memory": EVERYBODY,
     "messages.py:unsent": PD,
-    "scheduler/queue.py:keep_kv": PD,
     "scheduler/queue.py:let_go": PD,
 }
 # The same for functions and methods of any release.

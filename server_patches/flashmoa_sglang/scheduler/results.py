@@ -1,0 +1,78 @@
+"""Hooks around what follows a forward: which requests go on, and how results are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler.pins import match_and_pin
+from flashmoa_sglang.scheduler.request import is_increment, state_of
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.scheduler.state import SchedulerState
+
+
+def drop_increments(original: Callable[..., None], batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Let increments go no further than their forward; wraps ``ScheduleBatch.filter_batch``.
+
+    Under the overlap schedule, SGLang does not know yet that they have ended when it makes the next
+    decode step of the requests of a mixed batch, and would decode a token of each.
+    """
+    original(batch, *args, **kwargs)
+    if batch.reqs and batch.forward_mode.is_extend():
+        kept = [i for i, req in enumerate(batch.reqs) if not is_increment(req)]
+        if len(kept) < len(batch.reqs):
+            original(batch, keep_indices=kept)
+
+
+def stream_output(
+    original: Callable[..., None],
+    streamer: Any,
+    reqs: list[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+) -> None:
+    """Send answers without text past the detokenizer; wraps ``RELEASE.STREAM_OUTPUT``.
+
+    Increments have no answer: the HTTP process only gets their number of tokens.
+
+    The HTTP process takes token ids, too, because a server without a tokenizer sends these.
+    """
+    state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
+    if state is None:
+        original(streamer, reqs, return_logprob, skip_req)
+        return
+    times = state.timer.stop(reqs)
+    increments = [req for req in reqs if is_increment(req)]
+    for req in increments:
+        stream = state_of(req).increment_of
+        if state.pins_results and stream is not None:
+            key = RELEASE.radix_key(req, len(req.origin_input_ids))
+            pin, _ = match_and_pin(streamer.tree_cache, key)
+            state.pins.replace(stream, pin)
+        state.streams.finish(req, times.get(req.rid, 0.0))
+    if increments:
+        state.increments_ended = True
+        state.streams.report()
+        reqs = [req for req in reqs if req not in increments]
+    direct = [req for req in reqs if _has_no_text(state, req)]
+    rest = [req for req in reqs if req not in direct] if direct else reqs
+    if rest or not (increments or direct):
+        original(streamer, rest, return_logprob, skip_req)
+    if direct:
+        send_to_detokenizer = streamer.send_to_detokenizer
+        streamer.send_to_detokenizer = state.tokenizer_channel
+        try:
+            original(streamer, direct, False, skip_req)
+        finally:
+            streamer.send_to_detokenizer = send_to_detokenizer
+
+
+def _has_no_text(state: SchedulerState, req: Any) -> bool:
+    mark = state_of(req).mark
+    if mark is None or mark.stream is not None or req.return_logprob:
+        return False
+    # SGLang's ``is_prefill_only`` is false with speculative decoding. A prefill engine of a PD pair
+    # samples one token even if none is requested.
+    return not req.sampling_params.max_new_tokens or state.role == "prefill"

@@ -1,0 +1,293 @@
+"""``SchedulerStreams``: the prompt streams of a scheduler, and the increments made of them.
+
+The HTTP process hands each new token over once. The scheduler makes increments when it builds a
+batch, from the latest tokens of all streams (FlashAgents §3.1 and Algorithm 2). An increment is an
+ordinary request of SGLang that generates nothing, so adapters, tensor parallelism and the radix
+tree work as for any request. It joins the batch that is being built, or is discarded.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler.pins import can_pin, match_and_pin
+from flashmoa_sglang.scheduler.policy import Growth, choose_increments
+from flashmoa_sglang.scheduler.queue import let_go
+from flashmoa_sglang.scheduler.request import state_of
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.scheduler.pins import StreamPins
+
+_REMEMBERED_ENDINGS = 4096
+# A stream that has grown by fewer tokens is not matched with the radix tree again: hardly any
+# other request can have computed just these.
+_WORTH_MATCHING = 64
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerStream:
+    """A prompt stream in a scheduler.
+
+    Attributes:
+        tokens: all tokens of the prompt so far.
+        message: SGLang's message of the request that opened the stream; ``None`` until it comes.
+        opener: that request. It is ended without being computed, because SGLang would wait for its
+            end before changes of the engine, and has the namespace of the stream's KV.
+        output: number of tokens that are expected in the answer to its final request; 0 if unknown.
+        prefilled: number of tokens at the beginning that have KV, or get it in a running forward.
+        grows: whether the agent before writes already, so that the stream's request may come soon.
+        ended: whether no more tokens come.
+        claimed: whether the final request has come, which computes the rest.
+        increment: the increment that was made and is not in the radix tree yet.
+    """
+
+    id: str
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    message: Any = None
+    opener: Any = None
+    output: int = 0
+    prefilled: int = 0
+    grows: bool = False
+    ended: bool = False
+    claimed: bool = False
+    increment: Any = None
+
+    def growth(self, page: int) -> int:
+        """Return how many tokens could be prefilled now: whole pages, since others are not kept."""
+        if self.opener is None or self.claimed or self.increment is not None:
+            return 0
+        return len(self.tokens) // page * page - self.prefilled
+
+
+class SchedulerStreams:
+    """The open prompt streams of a scheduler.
+
+    Tensor-parallel ranks get the same messages in the same steps, and so make the same increments.
+    """
+
+    def __init__(self, scheduler: Any, pins: StreamPins) -> None:
+        self._scheduler = scheduler
+        self._pins = pins
+        self._open: dict[str, SchedulerStream] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._numbers = count()
+        self._make: Callable[[Any], Any] | None = None
+        self._progress: list[tuple[str, int, int, float]] = []
+        # The streams without room for their tokens, and those of them that the HTTP process knows.
+        self._waiting: set[str] = set()
+        self._known_waiting: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def want(self) -> bool:
+        """Return whether some stream could be prefilled further."""
+        page = self._scheduler.page_size
+        return any(stream.growth(page) for stream in self._open.values())
+
+    def waiting_tokens(self, *, growing: bool = False) -> int:
+        """Return how many tokens could be prefilled of all streams, or only of those that grow."""
+        page = self._scheduler.page_size
+        return sum(s.growth(page) for s in self._open.values() if s.grows or not growing)
+
+    # What the HTTP process and SGLang say.
+
+    def extend(self, message: StreamTokens) -> None:
+        """Add tokens to streams."""
+        for id_, tokens, grows in message.tokens:
+            if id_ not in self._ended:
+                stream = self._stream(id_)
+                stream.tokens.frombytes(tokens)
+                stream.grows = grows
+        for id_ in message.ended:
+            if id_ not in self._ended:
+                self._stream(id_).ended = True
+
+    def open(self, id_: str, message: Any, make: Callable[[Any], Any], output: int = 0) -> None:
+        """Open a stream in answer to the request that opens it.
+
+        Args:
+            message: SGLang's message of the request.
+            make: lets SGLang make a request from such a message and put it into its queue.
+            output: number of tokens that are expected in the answer to the stream's request.
+        """
+        self._make = make
+        message.sampling_params.custom_params = RequestMark(id_).to_custom_params()
+        opener = self._take_request(message, runs=False)
+        if opener is None:
+            return  # SGLang has refused it, and told the HTTP process.
+        self._end_request(opener)
+        if id_ not in self._ended:  # The stream may have been closed before this request came.
+            stream = self._stream(id_)
+            stream.message, stream.opener, stream.output = message, opener, output
+
+    def _stream(self, id_: str) -> SchedulerStream:
+        """Return a stream by its id. Its tokens and its request may come in either order."""
+        return self._open.setdefault(id_, SchedulerStream(id_))
+
+    def claim(self, id_: str) -> None:
+        """Make no more increments of a stream, because its final request has come."""
+        if id_ in self._open:
+            self._open[id_].claimed = True
+
+    def end(self, id_: str) -> None:
+        """Forget a stream that has ended."""
+        self._ended[id_] = None
+        if len(self._ended) > _REMEMBERED_ENDINGS:
+            self._ended.popitem(last=False)
+        self._pins.release(id_)
+        self._open.pop(id_, None)
+
+    def lose(self, id_: str | None = None) -> None:
+        """Note that a stream's KV may be evicted, or that of all streams was flushed."""
+        for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
+            if stream is not None:
+                stream.prefilled = 0
+
+    # Increments.
+
+    def make(
+        self, tokens: int, least: int, room: int, most: int, *, growing: bool = False
+    ) -> list[Any]:
+        """Make increments for the batch that is built next, and return them.
+
+        Args:
+            tokens: the most new tokens of all increments together.
+            least: the fewest new tokens of all streams for which increments are made.
+            room: number of KV slots that streams may take.
+            most: the most increments.
+            growing: whether to make them only for streams that grow.
+        """
+        page, state = self._scheduler.page_size, self._scheduler.flashmoa
+        weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
+
+        def choose(limit: int) -> list[tuple[SchedulerStream, int]]:
+            streams = [
+                stream
+                for stream in self._open.values()
+                if (stream.grows or not growing) and stream.growth(page)
+            ]
+            sizes = [
+                Growth(s.prefilled, s.growth(page), s.ended, s.output * weight) for s in streams
+            ]
+            ends = choose_increments(sizes, limit, least, page)
+            return [(streams[position], end) for position, end in ends[:most]]
+
+        # Only the chosen few are matched, since matching takes as long as their prompts are. Those
+        # that turn out to be computed already leave their place in the batch to others.
+        matched: set[str] = set()
+        while True:
+            chosen = choose(min(tokens, room))
+            fresh = [stream for stream, _ in chosen if stream.id not in matched]
+            if not fresh:
+                break
+            for stream in fresh:
+                room -= self._match(stream, room)
+                matched.add(stream.id)
+        lack_room = room < tokens and not chosen and choose(tokens)
+        self._waiting = {s.id for s in self._open.values() if lack_room and s.growth(page)}
+        return [req for stream, end in chosen if (req := self._make_increment(stream, end))]
+
+    def _match(self, stream: SchedulerStream, room: int) -> int:
+        """Pin what other requests have computed of a stream; return how many tokens that adds.
+
+        Args: room: how many tokens it may add.
+        """
+        end = min(len(stream.tokens), stream.prefilled + room)
+        if end - stream.prefilled < _WORTH_MATCHING or not can_pin(self._scheduler):
+            return 0
+        key = RELEASE.key_of(stream.tokens[:end], stream.opener)
+        pin, tokens = match_and_pin(self._scheduler.tree_cache, key)
+        added = tokens - stream.prefilled
+        if added <= 0:
+            self._pins.unlock(pin)
+            return 0
+        self._pins.replace(stream.id, pin)
+        stream.prefilled = tokens
+        self._progress.append((stream.id, tokens, 0, 0.0))
+        return added
+
+    def _make_increment(self, stream: SchedulerStream, end: int) -> Any:
+        message = copy(stream.message)
+        message.rid = f"{stream.id}-{next(self._numbers)}"
+        message.input_ids = RELEASE.token_ids(stream.tokens[:end])
+        req = self._take_request(message)
+        if req is not None:
+            stream.increment = req
+        return req
+
+    def _take_request(self, message: Any, *, runs: bool = True) -> Any:
+        """Let SGLang make a request and take it out of its queue; ``None`` if it was refused.
+
+        Args: runs: whether the request will be computed.
+        """
+        assert self._make is not None
+        scheduler = self._scheduler
+        # It must not be refused because the queue is full, since it does not wait there.
+        queue, scheduler.waiting_queue = scheduler.waiting_queue, []
+        self._make(message)
+        if scheduler.server_args.disaggregation_mode == "prefill":
+            bootstrap = scheduler.disagg_prefill_bootstrap_queue
+            if runs:
+                # A request that is sent nowhere is ready for its prefill at once.
+                scheduler.waiting_queue.extend(bootstrap.pop_bootstrapped())
+            elif bootstrap.queue and bootstrap.queue[-1].rid == message.rid:
+                scheduler.waiting_queue.append(bootstrap.queue.pop())
+        made, scheduler.waiting_queue = scheduler.waiting_queue, queue
+        queue.extend(req for req in made if req.rid != message.rid)
+        return next((req for req in made if req.rid == message.rid), None)
+
+    def discard(self, req: Any) -> None:
+        """Forget an increment that did not join the batch."""
+        let_go(self._scheduler, req)
+        stream = self._of(req)
+        if stream is not None:
+            stream.increment = None
+
+    def settle(self, req: Any) -> None:
+        """Note that an increment's KV has been published, so that the next one can follow."""
+        stream = self._of(req)
+        if stream is not None:
+            end = len(req.origin_input_ids)
+            stream.prefilled, stream.increment = end - end % self._scheduler.page_size, None
+
+    def finish(self, req: Any, seconds: float) -> None:
+        """Note that an increment has been computed, ``seconds`` after its batch was built."""
+        self.settle(req)
+        tokens, id_ = len(req.origin_input_ids), state_of(req).increment_of
+        assert id_ is not None
+        self._progress.append((id_, tokens, tokens - req.cached_tokens, seconds))
+
+    def _of(self, req: Any) -> SchedulerStream | None:
+        """Return the stream whose increment a request is, if the request is still its newest."""
+        stream = self._open.get(state_of(req).increment_of or "")
+        return stream if stream is not None and stream.increment is req else None
+
+    # What the HTTP process is told.
+
+    def report(self) -> None:
+        """Tell the HTTP process what has been computed since the last report."""
+        changed = self._waiting ^ self._known_waiting
+        if self._progress or changed:
+            waiting = tuple((id_, id_ in self._waiting) for id_ in sorted(changed))
+            RELEASE.to_tokenizer(self._scheduler, StreamProgress(tuple(self._progress), waiting))
+            self._progress, self._known_waiting = [], self._waiting
+
+    def _end_request(self, req: Any) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        # With this status SGLang gives back what the request holds, such as its adapter.
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        reason: Any = {"type": "abort", "status_code": status, "message": STREAM_OPENED}
+        abort = AbortReq(rid=req.rid, finished_reason=reason)
+        RELEASE.tokenizer_channel(self._scheduler).send_output(abort, req)
+        let_go(self._scheduler, req)

@@ -1,0 +1,147 @@
+"""How the scheduler makes increments: of many streams at once, and of each stream's new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import (
+    LAG,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
+
+pytestmark = pytest.mark.anyio
+Words = Callable[[int, int], str]
+STREAMS = 12
+WAYS = {
+    "overlap schedule": [],
+    "no overlap schedule": ["--disable-overlap-schedule"],
+    "pages of 16": ["--page-size", "16"],
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+async def making_engine(
+    request: pytest.FixtureRequest, engines: LocalEngines, model: Path
+) -> AsyncGenerator[LocalEngine]:
+    async with start_special_engine(engines, model, *WAYS[request.param]) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(making_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(making_engine.url, timeout=60) as connected:
+        yield connected
+        await wait_until_idle(connected)
+
+
+def ends(usage: PromptUsage) -> list[float]:
+    """Return when a stream's increments were computed; those of one forward end at one time."""
+    assert usage.prompt_stream is not None
+    return [span.end for span in usage.prompt_stream.prefills]
+
+
+async def test_one_forward_computes_increments_of_many_streams(
+    client: EngineClient, words: Words
+) -> None:
+    """Their tokens come while the engine is busy, so that they wait for the same forward."""
+    texts = [words(50, 8000 + number) + words(30, 8100 + number)[3:] for number in range(STREAMS)]
+    streams = [await client.open_stream(text=words(50, 8000 + n)) for n in range(STREAMS)]
+    async with anyio.create_task_group() as group:
+        group.start_soon(occupy, client, words(5000, 8200))
+        for number, stream in enumerate(streams):
+            piece = words(30, 8100 + number)[3:]
+            await client.append(stream.id, 0, text=piece, end=True)
+    linked: list[str] = []
+    increments: list[float] = []
+    for text, stream in zip(texts, streams, strict=True):
+        await wait_until_prefilled(client, stream.id, 64)
+        answer, usage = await generate(client, text, 8, stream.id)
+        linked.append(answer)
+        increments += ends(usage)
+    assert len(increments) >= STREAMS
+    assert len(set(increments)) < STREAMS
+    await client.flush_cache()
+    assert linked == [(await generate(client, text, 8))[0] for text in texts]
+
+
+async def occupy(client: EngineClient, text: str) -> None:
+    """Keep the engine busy with one request."""
+    await client.prefill_only(text=text)
+
+
+@pytest.mark.parametrize("length", [100, 4000])
+async def test_increments_compute_only_tokens_that_are_new(
+    client: EngineClient, words: Words, length: int
+) -> None:
+    """Each token is computed once, however long the stream is to which it is appended."""
+    await client.flush_cache()
+    text = words(length, 8300)
+    stream = await client.open_stream(text=text, ttl_seconds=300)
+    for seq in range(5):
+        text += (piece := words(141, 8310 + seq)[3:])
+        await client.append(stream.id, seq, text=piece, end=seq == 4)
+        await wait_until_prefilled(client, stream.id, length + 140 * (seq + 1) - LAG)
+    state = await wait_until_prefilled(client, stream.id, (length + 700) // 16 * 16)
+    assert state.computed_tokens == state.prefilled_tokens
+    assert state.increments >= 3
+    await check_final_request(client, stream.id, text + " of")
+
+
+async def test_a_stream_goes_on_after_the_cache_was_flushed(
+    client: EngineClient, words: Words
+) -> None:
+    """All of it is computed again, because none of its KV is left."""
+    text = words(400, 8400)
+    stream = await client.open_stream(text=text, ttl_seconds=300)
+    before = await wait_until_prefilled(client, stream.id, 400 - LAG)
+    await client.flush_cache()
+    text += (piece := words(60, 8401)[3:])
+    await client.append(stream.id, 0, text=piece, end=True)
+    again = before.computed_tokens + 448
+    with anyio.fail_after(30):
+        while (await client.stream_state(stream.id)).computed_tokens < again:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    await check_final_request(client, stream.id, text + " of")
+
+
+async def check_final_request(client: EngineClient, stream_id: str, text: str) -> None:
+    """Check that hardly anything is left for the final request, and that its answer is right."""
+    linked, usage = await generate(client, text, 8, stream_id)
+    assert usage.late_tokens is not None and usage.late_tokens <= 17
+    await client.flush_cache()
+    assert linked == (await generate(client, text, 8))[0]
+
+
+async def test_a_final_request_comes_while_its_stream_is_being_opened(
+    client: EngineClient, words: Words
+) -> None:
+    """The stream, its tokens, its end and its request reach the scheduler in any order."""
+    texts = [words(120, 8500 + number) for number in range(STREAMS)]
+    answers: dict[str, str] = {}
+
+    async def ask(http: httpx.AsyncClient, number: int, text: str) -> None:
+        body = {"text": text[: 200 + 10 * number]}
+        stream_id = (await http.post("/prompt_streams", json=body)).json()["id"]
+        if number % 3 == 1:
+            await http.delete(f"/prompt_streams/{stream_id}")
+        answers[text], _ = await generate(client, text, 8, stream_id)
+
+    async with (
+        httpx.AsyncClient(base_url=client.url, timeout=60) as http,
+        anyio.create_task_group() as group,
+    ):
+        for number, text in enumerate(texts):
+            group.start_soon(ask, http, number, text)
+    await wait_until_idle(client)
+    await client.flush_cache()
+    assert answers == {text: (await generate(client, text, 8))[0] for text in texts}

@@ -1,0 +1,143 @@
+"""New weights, unloaded adapters, aborts and pauses while prompt streams are open.
+
+None of them waits for the end of a stream. New weights and an adapter's end close all streams, and
+their requests compute their whole prompts; aborts and pauses leave them open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient, StreamGone
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.models import build_adapter
+from tests.integration.support import (
+    LAG,
+    complete_stream,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+    wait_until_prefilled,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+Words = Callable[[int, int], str]
+# Seconds. Streams live longer than this, so a call that waits for their end takes longer.
+PATIENCE = 20
+TTL = 300
+
+
+@pytest.fixture(scope="module")
+async def maintained(
+    engines: LocalEngines, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncGenerator[LocalEngine]:
+    adapter = build_adapter(tmp_path_factory.mktemp("adapters") / "a", model, 1)
+    arguments = ["--lora-paths", f"a={adapter}", "--lora-backend", "torch_native"]
+    async with start_special_engine(engines, model, *arguments) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(maintained: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(maintained.url, timeout=60) as connected:
+        yield connected
+        await wait_until_idle(connected)
+
+
+@pytest.fixture
+async def http(maintained: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=maintained.url, timeout=PATIENCE) as connected:
+        yield connected
+
+
+async def post(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.headers.get("content-type") == "application/json" else {}
+
+
+async def check_final_request(
+    client: EngineClient, stream_id: str, text: str, status: str = "hit"
+) -> None:
+    """Check the status of a stream's request, and that its answer is as without a stream."""
+    linked, usage = await generate(client, text, 8, stream_id)
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == status
+    await client.flush_cache()
+    assert linked == (await generate(client, text, 8))[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"abort_all_requests": True}], ids=["wait", "abort"])
+async def test_an_update_of_weights_ends_streams(
+    client: EngineClient, http: httpx.AsyncClient, model: Path, words: Words, fields: dict[str, Any]
+) -> None:
+    """Their KV is of the earlier weights. It comes while one of them is being prefilled."""
+    text, long = words(300, 7000), words(4000, 7001)
+    stream = await client.open_stream(text=text, ttl_seconds=TTL)
+    await wait_until_prefilled(client, stream.id, 300 - LAG)
+    growing = await client.open_stream(text=long, ttl_seconds=TTL)
+    await wait_until_prefilled(client, growing.id, 1)
+    updated = await post(http, "/update_weights_from_disk", model_path=str(model), **fields)
+    assert updated["success"], updated
+    with pytest.raises(StreamGone, match="drained"):
+        await client.append(stream.id, 0, text=" and more")
+    await check_final_request(client, stream.id, text + " and more", "drained")
+    await check_final_request(client, growing.id, long + " of", "drained")
+    new = await client.open_stream(text=text, ttl_seconds=TTL)
+    await complete_stream(client, new.id)
+    await check_final_request(client, new.id, text + " of")
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+async def test_generation_is_paused_and_continued_while_streams_are_open(
+    client: EngineClient, http: httpx.AsyncClient, words: Words, mode: str
+) -> None:
+    text = words(300, 7010)
+    stream = await client.open_stream(text=text, ttl_seconds=TTL)
+    await wait_until_prefilled(client, stream.id, 300 - LAG)
+    growing = await client.open_stream(text=words(4000, 7011), ttl_seconds=TTL)
+    await post(http, "/pause_generation", mode=mode)
+    opened = await client.open_stream(text=words(200, 7012), ttl_seconds=TTL)
+    await client.append(stream.id, 0, text=" and more", end=True)
+    await post(http, "/continue_generation")
+    await complete_stream(client, growing.id)
+    await complete_stream(client, opened.id)
+    await check_final_request(client, stream.id, text + " and more of it")
+    await check_final_request(client, growing.id, words(4000, 7011) + " of")
+    await check_final_request(client, opened.id, words(200, 7012) + " of")
+
+
+async def test_aborts_of_all_requests_leave_streams_that_grow(
+    client: EngineClient, http: httpx.AsyncClient, words: Words
+) -> None:
+    texts = [words(1500, 7020 + number) for number in range(4)]
+    streams = [await client.open_stream(text=text, ttl_seconds=TTL) for text in texts]
+    for _ in range(5):
+        await post(http, "/abort_request", abort_all=True)
+        states = [await client.stream_state(stream.id) for stream in streams]
+        assert all(state.received_tokens >= 1499 for state in states)
+    for text, stream in zip(texts, streams, strict=True):
+        await client.append(stream.id, 0, text=" of", end=True)
+        await wait_until_prefilled(client, stream.id, 1500)
+        await check_final_request(client, stream.id, f"{text} of it")
+
+
+async def test_an_adapter_is_unloaded_while_streams_are_open(
+    client: EngineClient, http: httpx.AsyncClient, words: Words
+) -> None:
+    text = words(300, 7030)
+    adapted = await post(http, "/prompt_streams", text=text, ttl_seconds=TTL, lora_path="a")
+    await wait_until_prefilled(client, adapted["id"], 300 - LAG)
+    plain = await client.open_stream(text=text, ttl_seconds=TTL)
+    unloaded = await post(http, "/unload_lora_adapter", lora_name="a")
+    assert unloaded["success"], unloaded
+    await check_final_request(client, plain.id, text + " of", "drained")
+    with pytest.raises(StreamGone, match="drained"):
+        await client.append(adapted["id"], 0, text=" and more")
+    new = await client.open_stream(text=text, ttl_seconds=TTL)
+    await complete_stream(client, new.id)
+    await check_final_request(client, new.id, text + " of")

@@ -1,0 +1,81 @@
+"""The engine as prompt streams in the HTTP process see it, for tests without SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from flashmoa_sglang.costs import UNMEASURED
+from flashmoa_sglang.http.stream import PromptStream
+from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.messages import StreamProgress, StreamTokens
+
+
+class FakeEngine:
+    """An engine that notes what it is told.
+
+    Attributes:
+        opened, released: ids of streams.
+        handed: the messages with tokens.
+        refusal: raised when a stream is opened, if any.
+        mistake: raised when tokens are handed over, if any.
+    """
+
+    max_prompt_tokens = 1000
+    data_parallel_ranks = 1
+    costs = UNMEASURED
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.opened: list[str] = []
+        self.released: list[str] = []
+        self.handed: list[StreamTokens] = []
+        self.refusal: Exception | None = None
+        self.mistake: Exception | None = None
+        self.reports = 0
+        # Cleared by tests in which opening a stream takes long.
+        self.opens = asyncio.Event()
+        self.opens.set()
+        self._handlers: dict[type, Callable[[Any], None]] = {}
+
+    def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
+        self._handlers[kind] = handler
+
+    def reports_progress(self, progress: StreamProgress) -> None:
+        self._handlers[StreamProgress](progress)
+
+    async def open_stream(self, stream: str, _terms: object) -> None:
+        self.opened.append(stream)
+        await self.opens.wait()
+        if self.refusal is not None:
+            raise self.refusal
+
+    def hand_over(self, tokens: StreamTokens) -> None:
+        if self.mistake is not None:
+            raise self.mistake
+        self.handed.append(tokens)
+
+    def release(self, stream: str) -> None:
+        self.released.append(stream)
+
+    async def kv(self) -> list[Any]:
+        self.reports += 1
+        return []
+
+    def tokens_of(self, stream: str) -> list[int]:
+        """Return all tokens of a stream that were handed over."""
+        found: list[int] = []
+        for message in self.handed:
+            for id_, tokens, _ in message.tokens:
+                if id_ == stream:
+                    found += memoryview(tokens).cast("q").tolist()
+        return found
+
+
+def open_stream(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
+    """Open a stream of token ids with so many tokens."""
+    stream = PromptStream(ttl_seconds=ttl, buffer=None)
+    table.add(stream, list(range(tokens)))
+    table.open(stream)
+    return stream

@@ -1,0 +1,123 @@
+"""``Costs``: what prefills, decode steps and both in one step take, from measured points."""
+
+from __future__ import annotations
+
+import pytest
+from flashmoa_sglang.costs import UNMEASURED, Costs
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+DECODES, RIDES = (1, 8, 32), (16, 64, 256)
+SECONDS = st.floats(1e-4, 2.0)
+POINTS = st.lists(
+    st.tuples(st.integers(1, 5000), SECONDS),
+    min_size=2,
+    max_size=6,
+    unique_by=lambda point: point[0],
+).map(tuple)
+
+
+@st.composite
+def rising_steps(draw: st.DrawFn) -> tuple[tuple[int, int, float], ...]:
+    """Draw measured mixed steps that take longer with more tokens, in any order."""
+    steps: list[tuple[int, int, float]] = []
+    for decodes in draw(st.sets(st.sampled_from(DECODES), min_size=1)):
+        seconds = sorted(draw(st.lists(SECONDS, min_size=4, max_size=4)))
+        steps += [(decodes, *one) for one in zip((0, *RIDES), seconds, strict=True)]
+    return tuple(draw(st.permutations(steps)))
+
+
+@given(points=POINTS, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
+def test_costs_increase_with_tokens_and_can_be_inverted(
+    points: tuple[tuple[int, float], ...], tokens: int, seconds: float
+) -> None:
+    costs = Costs(points, 0.01)
+    assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
+    most = costs.tokens_within(seconds)
+    if 0 < most < 1 << 20:
+        assert costs.prefill(most) <= seconds + 1e-9
+    if most < 1 << 19:
+        assert costs.prefill(most + 1) > seconds - 1e-9
+
+
+def test_costs_need_two_sizes() -> None:
+    with pytest.raises(ValueError, match="two different sizes"):
+        Costs(((5, 0.1), (5, 0.2)), 0.1)
+
+
+def test_a_prefill_is_on_the_line_between_measured_ones() -> None:
+    costs = Costs(((101, 0.3), (1, 0.1), (301, 0.5)), 0.01)
+    assert costs.prefill(51) == pytest.approx(0.2)
+    assert costs.prefill(201) == pytest.approx(0.4)
+    assert costs.prefill(501) == pytest.approx(0.7)
+
+
+@given(points=POINTS, mixed=rising_steps())
+def test_measured_steps_take_what_was_measured(
+    points: tuple[tuple[int, float], ...], mixed: tuple[tuple[int, int, float], ...]
+) -> None:
+    costs = Costs(points, 0.01, mixed)
+    alone = {decodes: seconds for decodes, tokens, seconds in mixed if not tokens}
+    for decodes, tokens, seconds in mixed:
+        assert costs.decode(decodes) == pytest.approx(alone[decodes])
+        assert costs.added(decodes, tokens) == pytest.approx(seconds - alone[decodes], abs=1e-9)
+
+
+@given(
+    points=POINTS,
+    mixed=st.one_of(st.just(()), rising_steps()),
+    decodes=st.integers(1, 40),
+    tokens=st.integers(0, 2000),
+    more=st.integers(0, 2000),
+)
+def test_more_tokens_lengthen_a_step_more(
+    points: tuple[tuple[int, float], ...],
+    mixed: tuple[tuple[int, int, float], ...],
+    decodes: int,
+    tokens: int,
+    more: int,
+) -> None:
+    costs = Costs(points, 0.01, mixed)
+    measured = {count for count, _, _ in mixed}
+    # Outside of the measured numbers of requests, lines that cross do not rise.
+    assume(len(measured) < 2 or min(measured) <= decodes <= max(measured))
+    added = costs.added(decodes, tokens)
+    assert 0 <= added <= costs.added(decodes, tokens + more) + 1e-9
+
+
+@given(points=POINTS, mixed=rising_steps(), more=st.integers(0, 3000))
+def test_tokens_beyond_the_measured_ones_add_what_they_add_to_a_prefill(
+    points: tuple[tuple[int, float], ...], mixed: tuple[tuple[int, int, float], ...], more: int
+) -> None:
+    costs = Costs(points, 0.01, mixed)
+    for decodes in {count for count, _, _ in mixed}:
+        prefill = costs.prefill(RIDES[-1] + more + decodes) - costs.prefill(RIDES[-1] + decodes)
+        added = costs.added(decodes, RIDES[-1] + more)
+        assert added == pytest.approx(costs.added(decodes, RIDES[-1]) + prefill, abs=1e-9)
+
+
+def test_steps_between_measured_ones_are_on_the_line_between_them() -> None:
+    mixed = ((1, 0, 0.01), (1, 64, 0.02), (9, 0, 0.03), (9, 64, 0.06))
+    costs = Costs(((1, 0.01), (1001, 0.11)), 0.5, mixed)
+    assert costs.decode(5) == pytest.approx(0.02)
+    assert costs.added(1, 32) == pytest.approx(0.005)
+    assert costs.added(5, 64) == pytest.approx(0.02)
+    # A measured step of one request replaces the one that was measured with an answer.
+    assert costs.decode(1) == pytest.approx(0.01)
+    assert costs.decode_weight == pytest.approx(100)
+
+
+def test_steps_that_were_never_measured_follow_from_prefills() -> None:
+    costs = Costs(((1, 0.01), (1001, 0.11)), decode_step=0.02)
+    assert costs.decode(1) == 0.02
+    assert costs.decode(11) == pytest.approx(0.021)
+    assert costs.added(1, 500) == pytest.approx(0.06 - 0.02)
+    # Decoding may take longer than so small a prefill.
+    assert costs.added(1, 10) == 0
+    assert UNMEASURED.added(4, 1024) > 0
+
+
+def test_a_step_without_a_ride_measured_beside_it_still_tells_its_own_time() -> None:
+    costs = Costs(((1, 0.01), (1001, 0.11)), 0.02, ((8, 0, 0.05),))
+    assert costs.decode(8) == pytest.approx(0.05)
+    assert costs.added(8, 1000) == pytest.approx(costs.prefill(1008) - 0.05)

@@ -1,0 +1,185 @@
+"""How a scheduler's results are sent, and how long forwards took."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang import asyncep
+from flashmoa_sglang.messages import ForwardTime, RequestMark, StreamProgress
+from flashmoa_sglang.scheduler import results, state
+
+from tests.unit.plugin.fake_scheduler import FakeScheduler, request
+
+pytestmark = pytest.mark.usefixtures("fake_release")
+
+
+class Streamer:
+    """Stands for SGLang's output streamer: notes what it sends, and to which process."""
+
+    def __init__(self, scheduler: FakeScheduler) -> None:
+        self.tree_cache = scheduler.tree_cache
+        self.send_to_detokenizer: Any = "detokenizer"
+        self.sent: list[tuple[list[Any], bool, Any]] = []
+
+    def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any) -> None:
+        assert skip_req is None
+        self.sent.append((reqs, return_logprob, self.send_to_detokenizer))
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+@pytest.fixture
+def streamer(scheduler: FakeScheduler) -> Streamer:
+    return Streamer(scheduler)
+
+
+def send(streamer: Streamer, reqs: list[Any], return_logprob: bool = False) -> None:
+    results.stream_output(Streamer.stream_output, streamer, reqs, return_logprob)
+
+
+def prefill(output: int = 0, **mark: Any) -> Any:
+    """Make a request of the plugin's own."""
+    req = request(10, output)
+    req.flashmoa.mark, req.return_logprob = RequestMark(**mark), False
+    return req
+
+
+def test_of_an_increment_only_its_progress_is_sent(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    scheduler.open_stream("a", 100)
+    scheduler.sent.clear()
+    (increment,) = scheduler.flashmoa.streams.make(1000, 1, 1000, 16)
+    chat = request(20, 5)
+    send(streamer, [chat, increment], return_logprob=True)
+    assert streamer.sent == [([chat], True, "detokenizer")]
+    assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
+    assert not scheduler.flashmoa.streams.want()
+    streamer.sent.clear()
+    send(streamer, [increment])
+    assert streamer.sent == []
+
+
+def test_answers_without_text_pass_the_detokenizer(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    chat, silent, final = request(20, 5), prefill(), prefill(stream="a", final=True)
+    send(streamer, [chat, silent, final])
+    assert streamer.sent == [
+        ([chat, final], False, "detokenizer"),
+        ([silent], False, scheduler.flashmoa.tokenizer_channel),
+    ]
+    assert streamer.send_to_detokenizer == "detokenizer"
+    streamer.sent.clear()
+    # SGLang may have something else to send, without requests.
+    send(streamer, [])
+    assert streamer.sent == [([], False, "detokenizer")]
+
+
+def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    sampled = prefill(output=1)
+    send(streamer, [sampled])
+    scheduler.flashmoa.role = "prefill"
+    send(streamer, [sampled])
+    channels = [channel for _, _, channel in streamer.sent]
+    assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel]
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+def test_increments_go_no_further_than_their_forward(prefills: bool) -> None:
+    first, increment, second, done = (
+        request(10, 5),
+        request(10, 0, stream="a"),
+        request(20, 5),
+        request(30, 5),
+    )
+    batch = SimpleNamespace(
+        reqs=[first, done, increment, second],
+        forward_mode=SimpleNamespace(is_extend=lambda: prefills),
+    )
+
+    def keep(batch: Any, keep_indices: list[int] | None = None) -> None:
+        if keep_indices is None:
+            keep_indices = [n for n, req in enumerate(batch.reqs) if req is not done]
+        batch.reqs = [batch.reqs[n] for n in keep_indices]
+
+    results.drop_increments(keep, batch)
+    assert batch.reqs == ([first, second] if prefills else [first, increment, second])
+    calls: list[Any] = []
+    results.drop_increments(lambda *_: calls.append(1), SimpleNamespace(reqs=[]))
+    assert calls == [1]
+
+
+class Clock:
+    """A clock that a test moves on by milliseconds."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(state, "time", clock)
+    # It would import SGLang.
+    monkeypatch.setattr(asyncep, "_own_offloader", lambda: None)
+    return clock
+
+
+def steps(timer: state.ForwardTimer, clock: Clock, *milliseconds: float) -> None:
+    """Let decode steps end, each after so many milliseconds."""
+    for step in milliseconds:
+        clock.now += step
+        timer.stop([])
+
+
+def test_a_prefill_takes_from_its_batch_to_its_result(
+    scheduler: FakeScheduler, clock: Clock
+) -> None:
+    timer = scheduler.flashmoa.timer
+    steps(timer, clock, 10, 10)
+    timed, increment, chat = prefill(timed=True), request(10, 0, stream="a"), request(10, 0)
+    increment.rid = "increment"
+    clock.now += 5
+    timer.start([timed, increment, chat], 30, 0)
+    clock.now += 3
+    # If it is cut into chunks, it takes from the first.
+    timer.start([timed], 30, 0)
+    clock.now += 4
+    assert timer.stop([timed, increment, chat]) == {
+        "some": pytest.approx(0.007),
+        "increment": pytest.approx(0.007),
+    }
+    (report,) = scheduler.sent
+    assert report == ForwardTime("some", pytest.approx(0.007))
+    assert timer.stop([timed]) == {}
+
+
+@pytest.mark.parametrize("results_late", [False, True])
+def test_a_forward_with_decodes_takes_what_the_longer_step_takes(
+    scheduler: FakeScheduler, clock: Clock, results_late: bool
+) -> None:
+    timer = scheduler.flashmoa.timer
+    steps(timer, clock, 10, 10, 11, 10, 9)
+    timed = prefill(timed=True, rides=True)
+    clock.now += 1
+    timer.start([timed], 64, 3)
+    if results_late:
+        # Under the overlap schedule, launching the forward may take as long as the forward.
+        steps(timer, clock, 24)
+        clock.now += 10
+    else:
+        steps(timer, clock, 9)
+        clock.now += 25
+    timer.stop([timed])
+    (report,) = scheduler.sent
+    assert report == ForwardTime("some", pytest.approx(0.025), None, 3, pytest.approx(0.01))

@@ -1,0 +1,300 @@
+"""``SchedulerStreams``: the increments that a scheduler makes of prompt streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress
+from flashmoa_sglang.scheduler.request import state_of
+from flashmoa_sglang.scheduler.streams import SchedulerStreams
+
+from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, opening, request
+
+pytestmark = pytest.mark.usefixtures("fake_release")
+
+MANY = 1 << 20
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+@pytest.fixture
+def streams(scheduler: FakeScheduler) -> SchedulerStreams:
+    return scheduler.flashmoa.streams
+
+
+def make(
+    streams: SchedulerStreams, tokens: int = MANY, least: int = 1, room: int = MANY, most: int = 16
+) -> dict[str | None, Any]:
+    """Make increments. Return them by their streams."""
+    made = streams.make(tokens, least, room, most)
+    return {state_of(req).increment_of: req for req in made}
+
+
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_tokens_may_come_before_or_after_the_opening_request(
+    scheduler: FakeScheduler, streams: SchedulerStreams, tokens_first: bool
+) -> None:
+    messages = [
+        lambda: streams.extend(new_tokens("a", range(20))),
+        lambda: streams.open("a", opening("a"), scheduler.make_request),
+    ]
+    first, second = messages if tokens_first else reversed(messages)
+    first()
+    assert not streams.want() and not make(streams)
+    second()
+    assert streams.want() and streams.waiting_tokens() == 20
+    assert make(streams)["a"].origin_input_ids == [*range(20)]
+    assert scheduler.waiting_queue == []
+
+
+def test_the_opening_request_is_ended_at_once_and_never_computed(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    streams.open("a", opening("a"), scheduler.make_request)
+    assert scheduler.waiting_queue == [] and not streams.want()
+    (ended,) = scheduler.sent
+    assert (ended.rid, ended.finished_reason["message"]) == ("open-a", STREAM_OPENED)
+
+
+def test_a_stream_that_sglang_refuses_gets_no_increments(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.refused.add("a")
+    other = request(10, 5)
+    scheduler.waiting_queue = [other]
+    scheduler.open_stream("a", 100)
+    # SGLang has told the HTTP process itself.
+    assert scheduler.sent == [] and scheduler.waiting_queue == [other]
+    assert not streams.want() and not make(streams)
+
+
+def test_an_increment_that_sglang_refuses_leaves_the_others(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    for stream in "ab":
+        scheduler.open_stream(stream, 30)
+    scheduler.refused.add("a")
+    assert list(make(streams)) == ["b"]
+
+
+def test_increments_do_not_wait_in_the_queue_of_clients(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    waiting = [request(10, 5), request(20, 5)]
+    scheduler.waiting_queue = [*waiting]
+    # SGLang refuses requests that would wait behind them.
+    scheduler.max_queued = 2
+    scheduler.open_stream("a", 100)
+    assert list(make(streams)) == ["a"] and scheduler.waiting_queue == waiting
+
+
+def test_a_stream_has_one_increment_at_a_time(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    for stream in "ab":
+        scheduler.open_stream(stream, 100)
+    first = make(streams, tokens=130)
+    assert [len(first[stream].origin_input_ids) for stream in "ab"] == [100, 30]
+    streams.extend(new_tokens("a", range(100, 150)))
+    assert not streams.want() and not make(streams)
+    streams.settle(first["b"])
+    assert streams.waiting_tokens() == 70
+    assert make(streams)["b"].origin_input_ids == [*range(100)]
+    streams.settle(first["a"])
+    assert make(streams)["a"].origin_input_ids == [*range(150)]
+
+
+def test_an_increment_is_whole_pages(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
+    scheduler.page_size = 16
+    scheduler.open_stream("a", 47)
+    assert streams.waiting_tokens() == 32
+    increment = make(streams)["a"]
+    assert len(increment.origin_input_ids) == 32
+    streams.settle(increment)
+    assert not streams.want()
+    streams.extend(new_tokens("a", [47]))
+    assert len(make(streams)["a"].origin_input_ids) == 48
+
+
+def test_an_increment_that_is_discarded_is_made_again(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.discard(make(streams)["a"])
+    streams.extend(new_tokens("a", range(100, 150)))
+    again = make(streams)["a"]
+    assert again.origin_input_ids == [*range(150)]
+    streams.settle(again)
+    assert not streams.want()
+
+
+def test_an_increment_whose_kv_is_not_published_before_counts_once_it_is_computed(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    increment = make(streams)["a"]
+    assert not streams.want()
+    streams.finish(increment, 0.5)
+    assert not streams.want() and not make(streams)
+    streams.extend(new_tokens("a", range(100, 110)))
+    assert streams.waiting_tokens() == 10
+
+
+def test_an_increment_that_ends_late_does_not_undo_the_one_after_it(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    first = make(streams)["a"]
+    streams.settle(first)
+    streams.extend(new_tokens("a", range(100, 150)))
+    second = make(streams)["a"]
+    streams.finish(first, 0.5)
+    assert not streams.want()
+    streams.settle(second)
+    assert streams.waiting_tokens() == 0
+
+
+def test_a_stream_whose_final_request_has_come_gets_no_more_increments(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.claim("a")
+    streams.claim("unknown")
+    assert not streams.want() and not make(streams)
+    assert len(streams) == 1
+
+
+def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.tree_cache.cached = [[*range(80)]]
+    scheduler.open_stream("a", 100)
+    increment = make(streams)["a"]
+    assert scheduler.tree_cache.locks == 1
+    streams.end("a")
+    assert len(streams) == 0 and scheduler.tree_cache.locks == 0
+    # What comes later does not open it again.
+    streams.settle(increment)
+    streams.extend(new_tokens("a", range(100, 150), ended=True))
+    streams.open("a", opening("a"), scheduler.make_request)
+    assert len(streams) == 0 and not streams.want() and scheduler.waiting_queue == []
+    assert [one.rid for one in scheduler.sent] == ["open-a", "open-a"]
+
+
+def test_what_other_requests_have_computed_is_pinned_and_not_computed_again(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.tree_cache.cached = [[*range(80), 7]]
+    scheduler.open_stream("a", 100)
+    # With what is cached, 20 tokens are enough.
+    assert len(make(streams, tokens=20)["a"].origin_input_ids) == 100
+    assert scheduler.tree_cache.locks == 1 and "a" in scheduler.flashmoa.pins
+    streams.report()
+    assert scheduler.sent[-1] == StreamProgress((("a", 80, 0, 0.0),))
+
+
+def test_a_stream_that_takes_the_room_of_a_cached_one_is_matched_as_well(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.tree_cache.cached = [[*range(990)]]
+    for stream in "abc":
+        scheduler.open_stream(stream, 1000)
+    made = make(streams, tokens=100)
+    assert [len(req.origin_input_ids) for req in made.values()] == [1000] * 3
+
+
+def test_a_stream_that_has_hardly_grown_is_not_matched_again(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.settle(make(streams)["a"])
+    scheduler.tree_cache.cached = [[*range(1000)]]
+    streams.extend(new_tokens("a", range(100, 150)))
+    streams.settle(make(streams)["a"])
+    assert scheduler.tree_cache.locks == 0
+    streams.extend(new_tokens("a", range(150, 300)))
+    assert not make(streams)
+    assert scheduler.tree_cache.locks == 1
+
+
+def test_kv_that_is_lost_is_computed_again(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    for stream in "ab":
+        scheduler.open_stream(stream, 100)
+    for increment in make(streams).values():
+        streams.settle(increment)
+    streams.lose("a")
+    streams.lose("unknown")
+    increments = make(streams)
+    assert list(increments) == ["a"]
+    streams.settle(increments["a"])
+    streams.lose()
+    assert sorted(map(str, make(streams))) == ["a", "b"]
+
+
+def test_streams_that_do_not_grow_yet_do_not_ride(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100, grows=False)
+    assert streams.want() and streams.waiting_tokens(growing=True) == 0
+    assert not streams.make(MANY, 1, MANY, 16, growing=True)
+    streams.extend(new_tokens("a", [100]))
+    assert streams.waiting_tokens(growing=True) == 101
+    assert streams.make(MANY, 1, MANY, 16, growing=True)
+
+
+def test_the_end_of_a_stream_is_computed_even_if_it_is_short(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 5)
+    assert not make(streams, least=50)
+    streams.extend(new_tokens("a", [], ended=True))
+    assert len(make(streams, least=50)["a"].origin_input_ids) == 5
+
+
+def test_no_more_increments_are_made_than_there_are_rows(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    for stream in "abcd":
+        scheduler.open_stream(stream, 100)
+    assert len(make(streams, most=3)) == 3
+    assert not make(streams, most=0)
+    assert len(make(streams, most=3)) == 1
+
+
+def test_streams_without_room_are_named_once_and_again_when_there_is_some(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    for stream in "ab":
+        scheduler.open_stream(stream, 100)
+    scheduler.sent.clear()
+    for room in (-50, 0, 3):
+        assert not make(streams, least=8, room=room)
+        streams.report()
+    assert scheduler.sent == [StreamProgress((), (("a", True), ("b", True)))]
+    assert len(make(streams, room=50)) == 1
+    streams.report()
+    assert scheduler.sent[1:] == [StreamProgress((), (("a", False), ("b", False)))]
+
+
+def test_each_increment_is_reported_once(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    scheduler.sent.clear()
+    streams.report()
+    assert scheduler.sent == []
+    increment = make(streams)["a"]
+    increment.cached_tokens = 30
+    streams.settle(increment)
+    streams.report()
+    assert scheduler.sent == []
+    streams.finish(increment, 0.5)
+    for _ in range(2):
+        streams.report()
+    assert scheduler.sent == [StreamProgress((("a", 100, 70, 0.5),))]

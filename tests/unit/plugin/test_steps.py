@@ -1,0 +1,281 @@
+"""What a step prefills, for clients and for prompt streams, with a fake scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.options import Options
+from flashmoa_sglang.scheduler.admission import allocatable_requests
+from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler.request import is_increment
+
+from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, request
+
+pytestmark = pytest.mark.usefixtures("fake_release")
+
+# Up to 64 tokens take as long as one. With a decode step of 10 ms, 64 tokens add 1 ms, and each
+# further one adds 0.1 ms, as in a prefill.
+COSTS = Costs(
+    ((1, 0.01), (64, 0.01), (1064, 0.11)),
+    0.01,
+    tuple((n, *step) for n in (1, 32) for step in ((0, 0.01), (64, 0.011), (256, 0.0302))),
+)
+
+
+@dataclass
+class Build:
+    """Stands for SGLang's ``_get_new_batch_prefill_raw``: notes how it is called.
+
+    ``takes``: whether a request joins the batch.
+    """
+
+    takes: Callable[[Any], bool] = lambda _: False
+    newcomers: list[Any] = field(default_factory=list)
+    queues: list[list[Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, scheduler: FakeScheduler) -> Any:
+        queue = scheduler.waiting_queue
+        self.queues.append([*queue])
+        self.settings = {
+            "mixed": scheduler.is_mixed_chunk,
+            "chunk": scheduler.chunked_prefill_size,
+            "full": scheduler.running.batch_is_full,
+            "rows": allocatable_requests(lambda *_: 0, scheduler),
+        }
+        joined = [req for req in queue if self.takes(req)]
+        scheduler.waiting_queue = [req for req in queue if req not in joined] + self.newcomers
+        tokens = sum(len(req.origin_input_ids) for req in joined)
+        batch = SimpleNamespace(reqs=joined, extend_num_tokens=tokens, decoding_reqs=None)
+        return (batch if joined else None), scheduler.running
+
+    def increments(self) -> list[int]:
+        """Return the lengths of the increments in the queue of the last batch."""
+        return [len(req.origin_input_ids) for req in self.queues[-1] if is_increment(req)]
+
+    def clients(self) -> list[Any]:
+        return [req for req in self.queues[-1] if not is_increment(req)]
+
+
+def scheduler(decoding: int = 0, *, full: bool = False) -> FakeScheduler:
+    """Make a scheduler with so many requests that decode, and whose KV is published late."""
+    made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)])
+    made.flashmoa.costs = COSTS
+    made.flashmoa.publishes_early = False
+    made.running.batch_is_full = full
+    return made
+
+
+def step(scheduler: FakeScheduler, build: Build | None = None) -> Build:
+    """Run a step; return how its batch was built."""
+    build = build or Build()
+    next_prefill_batch(build, scheduler)
+    return build
+
+
+def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
+    idle = scheduler()
+    for stream in "ab":
+        idle.open_stream(stream, 100, grows=False)
+    built = step(idle)
+    assert built.increments() == [100, 100]
+    assert built.settings == {"mixed": False, "chunk": 8192, "full": False, "rows": 16}
+
+
+def test_a_forward_for_streams_is_of_bounded_size() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 5000)
+    assert step(idle).increments() == [256]
+    idle.chunked_prefill_size = 100
+    assert step(idle).increments() == [100]
+
+
+def test_increments_of_the_smallest_jobs_go_first_if_jobs_are_ordered() -> None:
+    idle = scheduler()
+    idle.open_stream("long answer", 100, output=1000)
+    idle.open_stream("short answer", 150, output=1)
+    assert step(idle).increments() == [100, 150]
+    idle.flashmoa.options = Options(intra_turn="off", schedule="sjf")
+    assert step(idle).increments() == [150, 100]
+
+
+def test_few_tokens_have_no_forward_until_the_text_has_ended() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 73)
+    assert step(idle).increments() == []
+    idle.flashmoa.streams.extend(new_tokens("a", [], ended=True))
+    assert step(idle).increments() == [73]
+
+
+def test_streams_fill_a_small_forward_of_clients() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 5000)
+    idle.waiting_queue = [request(30, 5)]
+    built = step(idle)
+    assert built.clients() == idle.waiting_queue and built.increments() == [44]
+    idle.waiting_queue = [request(30, 5), request(50, 5)]
+    built = step(idle)
+    assert built.clients() == idle.waiting_queue and built.increments() == []
+    idle.waiting_queue, idle.chunked_req = [], request(4000, 5)
+    idle.chunked_req.computed = 2000
+    assert step(idle).increments() == []
+
+
+def test_streams_do_not_fill_a_forward_that_stops_decodes_alone() -> None:
+    """Beside decodes a forward for streams alone is never built."""
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5000, grows=False)
+    assert step(busy).queues == []
+
+
+def test_streams_ride_along_with_decodes() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    built = step(busy)
+    assert built.increments() == [64]
+    assert built.settings == {"mixed": True, "chunk": 66, "full": False, "rows": 16}
+    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
+    assert not busy.flashmoa.only_streams
+
+
+def test_nothing_rides_within_a_budget_of_one_step() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.0)
+    assert step(busy).queues == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunked_prefill_size": None},
+        {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
+        {"require_mlp_sync": True},
+        {"last_batch": None},
+    ],
+)
+def test_nothing_rides_if_sglang_cannot_mix_the_two(change: dict[str, Any]) -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    for name, value in change.items():
+        setattr(busy, name, value)
+    assert step(busy).queues == []
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.running.return_logprob = True
+    assert step(busy).queues == []
+
+
+def test_streams_ride_although_no_more_requests_may_run() -> None:
+    busy = scheduler(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    busy.waiting_queue = waiting = [request(10, 5), request(20, 5)]
+    built = step(busy, Build(takes=is_increment))
+    assert built.clients() == [] and built.increments() == [64]
+    assert not built.settings["full"] and built.settings["rows"] == 16
+    assert busy.waiting_queue == waiting and busy.running.batch_is_full
+    assert busy.flashmoa.rode_along == 64
+
+
+def test_there_are_no_more_increments_than_rows() -> None:
+    idle = scheduler()
+    for number in range(20):
+        idle.open_stream(str(number), 10, ended=True)
+    assert step(idle).increments() == [10] * 16
+    idle.req_to_token_pool = SimpleNamespace(available_size=lambda: 3)
+    assert step(idle).increments() == [10] * 3
+
+
+def test_only_streams_that_grow_ride() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 30, grows=False)
+    busy.open_stream("b", 2500)
+    (increment,) = step(busy).queues[-1]
+    assert increment.flashmoa.stream == "b"
+
+
+def test_requests_that_are_left_keep_their_order_before_newcomers() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 2500)
+    first, second, third = idle.waiting_queue = [request(10 + n, 5) for n in range(3)]
+    newcomer = request(7, 5)
+    step(idle, Build(takes=lambda req: req is second, newcomers=[newcomer]))
+    assert idle.waiting_queue == [first, third, newcomer]
+
+
+def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
+    busy = scheduler(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    waiting, newcomer = request(10, 5), request(7, 5)
+    busy.waiting_queue = [waiting]
+    step(busy, Build(newcomers=[newcomer]))
+    assert busy.waiting_queue == [waiting, newcomer]
+
+
+def test_an_increment_that_does_not_join_is_made_again_from_the_latest_tokens() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 100)
+    assert step(idle).increments() == [100] and idle.waiting_queue == []
+    idle.flashmoa.streams.extend(new_tokens("a", range(100, 150)))
+    assert step(idle).increments() == [150]
+
+
+def test_an_increment_that_joins_is_not_made_again_before_its_result() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 100)
+    built = step(idle, Build(takes=lambda _: True))
+    assert idle.flashmoa.work == 100
+    idle.flashmoa.streams.extend(new_tokens("a", range(100, 250)))
+    assert not idle.flashmoa.streams.want()
+    idle.flashmoa.streams.finish(built.queues[0][0], 0.1)
+    assert step(idle).increments() == [250]
+
+
+def test_all_is_as_before_if_no_batch_can_be_built() -> None:
+    busy = scheduler(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    busy.waiting_queue = [request(10, 5)]
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        next_prefill_batch(fail, busy)
+    assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
+    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
+    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.want()
+
+
+def test_short_final_requests_ride_along_with_decodes() -> None:
+    busy = scheduler(decoding=2)
+    final = request(40, 5, stream="a", final=True)
+    busy.waiting_queue = [final]
+    built = step(busy)
+    assert built.clients() == [final] and built.settings["mixed"]
+    # A longer one stops decodes, as does any other request.
+    busy.waiting_queue = [request(400, 5, stream="a", final=True)]
+    assert not step(busy).settings["mixed"]
+    busy.waiting_queue = [final, request(40, 5)]
+    assert not step(busy).settings["mixed"]
+    # Its step waits until SGLang knows the positions of those that decode.
+    busy.waiting_queue, busy.last_batch = [final], None
+    assert step(busy).queues == [] and busy.waiting_queue == [final]
+
+
+def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:
+    """SGLang takes the batch for full meanwhile, which nothing else would end."""
+    busy = scheduler(decoding=2, full=True)
+    busy.waiting_queue = [request(100, 5)]
+    assert step(busy).settings["full"]
+    busy.flashmoa.increments_ended = True
+    assert not step(busy).settings["full"]
+    busy.running.batch_is_full = True
+    assert step(busy).settings["full"]
+    idle = scheduler(full=True)
+    idle.waiting_queue = [request(100, 5)]
+    assert not step(idle).settings["full"]

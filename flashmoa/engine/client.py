@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import isfinite
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -57,12 +56,7 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *problem: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -115,6 +109,7 @@ class EngineClient:
         input_ids: Sequence[int] | None = None,
         add_special_tokens: bool | None = None,
         ttl_seconds: float | None = None,
+        expected_output_tokens: int | None = None,
         namespace: Mapping[str, str] | None = None,
     ) -> StreamState:
         """Open a prompt stream with its first piece.
@@ -129,6 +124,7 @@ class EngineClient:
             "input_ids": input_ids,
             "add_special_tokens": add_special_tokens,
             "ttl_seconds": ttl_seconds,
+            "expected_output_tokens": expected_output_tokens,
             **(self._namespace if namespace is None else namespace),
         }
         return await self._call("POST", "/prompt_streams", StreamState, body)

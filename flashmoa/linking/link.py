@@ -54,6 +54,7 @@ class Link:
         stream_ttl_seconds: how long the engine keeps the KV if this process vanishes; by default
             as the engine client says.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
+        expected_output_tokens: how long the agent's answer is likely to be, if that is known.
         listener: receives the link's events.
 
     Run :meth:`run` in a task group; cancelling it deletes the stream.
@@ -69,6 +70,7 @@ class Link:
         unused_seconds: float = 30.0,
         stream_ttl_seconds: float | None = None,
         namespace: Mapping[str, str] | None = None,
+        expected_output_tokens: int | None = None,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
@@ -78,7 +80,12 @@ class Link:
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
         self._feed = PromptFeed(
-            engine, prompt, self._report_state, ttl_seconds=stream_ttl_seconds, namespace=namespace
+            engine,
+            prompt,
+            self._report_state,
+            ttl_seconds=stream_ttl_seconds,
+            namespace=namespace,
+            expected_output_tokens=expected_output_tokens,
         )
         self._end_reason: str | None = None
         # When each slot last received text, by the event loop's clock.

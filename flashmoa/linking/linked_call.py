@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
+from flashmoa.linking.output_lengths import OutputLengths
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
@@ -18,10 +19,12 @@ class CallOwner(ABC):
         listener: receives the events.
         streams: whether text is streamed into links; if not, links only send what is known
             beforehand.
+        output_lengths: those of the answers of its agents.
     """
 
     listener: Listener
     streams: bool
+    output_lengths: OutputLengths
 
     @abstractmethod
     def waiting_for(self, agent: str) -> list[Link]:
@@ -70,6 +73,7 @@ class LinkedCall(CallObserver):
         self.agent = agent
         self.text = Text(agent)
         self.prompt_stream_id = own_link.claim() if own_link is not None else None
+        self.expected_output_tokens = owner.output_lengths.expect(agent)
         self._owner = owner
         self._own_link = own_link
         self._hold_reason = rewrite_reason or request.hold_reason
@@ -88,6 +92,8 @@ class LinkedCall(CallObserver):
     def on_finish(self, result: CallResult) -> None:
         """Complete the text, or end the links that were fed text which others will not get."""
         self._report.finished(result.text, result.usage, result.finish_reason)
+        if result.usage is not None:
+            self._owner.output_lengths.add(self.agent, result.usage.completion_tokens)
         if not self._owner.streams:
             return
         written = self.text.written

@@ -50,9 +50,12 @@ class CallObserver:
 
     Attributes:
         prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
+        expected_output_tokens: how long the answer is likely to be, if that is known. Engines with
+            the plugin may put short jobs first (FlashAgents §6.6); others ignore it.
     """
 
     prompt_stream_id: str | None = None
+    expected_output_tokens: int | None = None
 
     def on_text(self, text: str) -> None:
         """Receive the next piece of the answer's text."""
@@ -132,6 +135,9 @@ class ObservedCall:
         body = dict(extra_body)
         if self.prompt_stream_id is not None:
             body["prompt_stream_id"] = self.prompt_stream_id
+        for observer in self._observers:
+            if observer.expected_output_tokens is not None:
+                body.setdefault("expected_output_tokens", observer.expected_output_tokens)
         # An answer that is held back may be a tool call, and servers may format tool calls in a
         # stream in another way.
         taps = bool(self._observers) and self._hold_reason is None

@@ -13,6 +13,7 @@ from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.linking.link import Ahead, Link, report_plain_engine
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
 from flashmoa.linking.observed_call import CallRequest
+from flashmoa.linking.output_lengths import OutputLengths
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 from flashmoa.linking.prompt import Prompt
@@ -44,6 +45,7 @@ class LinkPlanner(CallOwner):
     def __init__(self, listener: Listener, *, ahead: Ahead = "text", kv_share: float = 1.0) -> None:
         self.listener = listener
         self.streams = ahead == "text"
+        self.output_lengths = OutputLengths()
         self.host = TaskHost("A link failed; its agents run unlinked")
         self._ahead: Ahead = ahead
         self._links = PlannedLinks(streams=self.streams)
@@ -233,6 +235,7 @@ class LinkPlanner(CallOwner):
             agent=turn.agent,
             on_failure=forecast.on_failure,
             namespace=forecast.namespace,
+            expected_output_tokens=self.output_lengths.expect(turn.agent),
             listener=self.listener,
         )
         self._links.add(link, forecast)

@@ -69,6 +69,7 @@ class PromptFeed:
         ttl_seconds: how long the engine keeps the stream of a client that has vanished; by
             default the client's ``stream_ttl_seconds``.
         namespace: the namespace of the stream's KV; by default the client's.
+        expected_output_tokens: how long the request's answer is likely to be, if that is known.
 
     Run :meth:`run` in a task, and then :meth:`hold` if the stream is not used at once. Call
     :meth:`changed` whenever the prompt has grown.
@@ -78,7 +79,7 @@ class PromptFeed:
             request was sent, :meth:`delete` must be called after :meth:`run`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first two have a default
         self,
         engine: EngineClient,
         prompt: PromptSource,
@@ -87,9 +88,11 @@ class PromptFeed:
         add_special_tokens: bool = False,
         ttl_seconds: float | None = None,
         namespace: Mapping[str, str] | None = None,
+        expected_output_tokens: int | None = None,
     ) -> None:
         self.stream_id: str | None = None
         self._namespace = namespace
+        self._expected_output_tokens = expected_output_tokens
         self._engine = engine
         self._ttl = engine.stream_ttl_seconds if ttl_seconds is None else ttl_seconds
         # Both by the event loop's clock: when the engine must receive something again, and until
@@ -160,6 +163,7 @@ class PromptFeed:
                 input_ids=None if isinstance(first, str) else first,
                 add_special_tokens=self._add_special_tokens if is_text else None,
                 ttl_seconds=self._ttl,
+                expected_output_tokens=self._expected_output_tokens,
                 namespace=self._namespace,
             )
             # From here on the stream is deleted on every path.

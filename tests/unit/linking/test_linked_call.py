@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flashmoa import EngineClient, Prompt, Slot
+from flashmoa.engine import PromptUsage
 from flashmoa.linking.link import Link
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
-from flashmoa.linking.observed_call import CallRequest, CallResult
+from flashmoa.linking.observed_call import CallRequest, CallResult, ObservedCall
+from flashmoa.linking.output_lengths import OutputLengths
 from flashmoa.observe import CallStarted, Event
 
 pytestmark = pytest.mark.anyio
@@ -21,6 +23,7 @@ class Planner(CallOwner):
     def __init__(self, *links: Link) -> None:
         self.events: list[Event] = []
         self.listener = self.events.append
+        self.output_lengths = OutputLengths()
         self._links = links
 
     def waiting_for(self, agent: str) -> list[Link]:
@@ -57,3 +60,28 @@ async def test_an_answer_that_differs_from_its_streamed_text_ends_the_links_to_i
         call.on_finish(CallResult("A dog.", None, "stop", is_forwarded=True))
     assert link.is_over and link.claim() is None
     assert not call.text.is_complete
+
+
+def test_a_request_says_how_long_its_agents_last_answers_were() -> None:
+    planner, request = Planner(), CallRequest("http://engine", "m", None)
+
+    def call(agent: str, given: dict[str, int], answered: int) -> dict[str, object]:
+        linked = LinkedCall(planner, agent, request, None, rewrite_reason=None, missed_link=False)
+        body = ObservedCall([linked], None).body(given)
+        usage = PromptUsage(prompt_tokens=9, completion_tokens=answered)
+        linked.on_finish(CallResult("text", usage, "stop", is_forwarded=False))
+        return dict(body)
+
+    assert "expected_output_tokens" not in call("a", {}, 10)
+    assert call("a", {}, 30)["expected_output_tokens"] == 10
+    assert call("a", {}, 900)["expected_output_tokens"] == 20
+    assert call("a", {}, 30)["expected_output_tokens"] == 30
+    assert "expected_output_tokens" not in call("b", {}, 5)
+    assert call("b", {"expected_output_tokens": 7}, 5)["expected_output_tokens"] == 7
+
+
+def test_only_the_last_answers_of_an_agent_count() -> None:
+    lengths = OutputLengths()
+    for tokens in [1000] * 8 + [10] * 8:
+        lengths.add("a", tokens)
+    assert lengths.expect("a") == 10

@@ -40,9 +40,15 @@ BENCHMARKS = {
     ),
     "chunk": Benchmark("linking.chunk", "what prefilling in pieces costs (§6.5)"),
     "first_token": Benchmark("linking.first_token", "first tokens of streamed prompts by length"),
+    "shared_engine": Benchmark(
+        "linking.shared_engine", "chains of agents on one engine, which costs others time"
+    ),
     "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
     "interference": Benchmark(
         "linking.interference", "what the plugin and its streams cost other requests"
+    ),
+    "stream_load": Benchmark(
+        "linking.stream_load", "what many growing prompt streams cost an engine's processes"
     ),
     "client": Benchmark("linking.client", "what linking costs between two agents' calls"),
     "workflows": Benchmark(

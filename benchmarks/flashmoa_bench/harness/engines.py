@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import random
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,8 +25,6 @@ STOCK = {"SGLANG_PLUGINS": "none"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = 20_000
 _COSTS_SECONDS, _COSTS_POLL_SECONDS = 60.0, 0.1
-_PROC = Path("/proc")
-_SCHEDULER = b"sglang::scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,35 +227,3 @@ def single_token_words(model: Path) -> list[str]:
     return [
         " " + token[1:] for token in vocabulary if token.startswith("Ġ") and token[1:].isalpha()
     ]
-
-
-def peak_resident(leader: int) -> int | None:
-    """Return the most memory, in bytes, that an engine's scheduler process ever had resident.
-
-    Args:
-        leader: process id of the leader of the session that the engine's processes belong to.
-
-    ``None`` if there is no such process, or no ``/proc``.
-    """
-    peaks = [_peak_of_process(process) for process in _schedulers(leader)]
-    return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def _schedulers(leader: int) -> Iterator[Path]:
-    for process in _PROC.glob("[0-9]*"):
-        try:
-            if os.getsid(int(process.name)) != leader:
-                continue
-            if (process / "cmdline").read_bytes().startswith(_SCHEDULER):
-                yield process
-        except OSError:
-            continue  # The process has just ended, or belongs to another user.
-
-
-def _peak_of_process(process: Path) -> int | None:
-    try:
-        lines = (process / "status").read_text().splitlines()
-    except OSError:
-        return None
-    # The line reads, for example, "VmHWM:     1024 kB".
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)

@@ -161,12 +161,21 @@ class Feeder:
     Args:
         known: token ids that the prompt begins with; sent when the feeder is entered.
         source: returns all token ids beyond ``known`` that are written so far.
+        look_seconds: time between two looks at the source.
+        expected_output_tokens: length of the answer to the stream's request, if it is known.
     """
 
     def __init__(
-        self, engine: EngineClient, known: Sequence[int], source: Callable[[], Sequence[int]]
+        self,
+        engine: EngineClient,
+        known: Sequence[int],
+        source: Callable[[], Sequence[int]],
+        look_seconds: float = _LOOK_SECONDS,
+        expected_output_tokens: int | None = None,
     ) -> None:
-        self._feed = PromptFeed(engine, _GrowingPrompt(known, source))
+        self._look_seconds = clock.machine_seconds(look_seconds)
+        prompt = _GrowingPrompt(known, source)
+        self._feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
         self._group = anyio.create_task_group()
         self._has_ended = anyio.Event()
         self._is_claimed = False
@@ -203,6 +212,6 @@ class Feeder:
     async def _poll_source(self) -> None:
         """Look at the source at intervals, since sources give no notice when they have more."""
         while not self._has_ended.is_set():
-            with anyio.move_on_after(clock.machine_seconds(_LOOK_SECONDS)):
+            with anyio.move_on_after(self._look_seconds):
                 await self._has_ended.wait()
             self._feed.changed()

@@ -93,6 +93,8 @@ async def _play_round(engine: EngineClient, tokens: int, dice: random.Random) ->
     await engine.flush_cache()
     prompt = random_ids(dice, tokens)
     stream = await engine.open_stream(input_ids=prompt)
+    # Otherwise the engine would leave some tokens, as more may come.
+    await engine.append(stream.id, 0, end=True)
     with anyio.fail_after(clock.machine_seconds(_PREFILL_SECONDS)):
         while (await engine.stream_state(stream.id)).prefilled_tokens < tokens:
             await clock.sleep(_POLL_SECONDS)

@@ -280,7 +280,8 @@ async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
     async with AsyncExitStack() as stack:
         feeders: list[Feeder | None] = [None]
         for before, call in zip(answers, workflow[1:], strict=False):
-            feeder = Feeder(engine, call.prefix, _make_source(before))
+            source = _make_source(before)
+            feeder = Feeder(engine, call.prefix, source, expected_output_tokens=call.output)
             feeders.append(await stack.enter_async_context(feeder))
         before = TimedAnswer()
         for call, answer, feeder in zip(workflow, answers, feeders, strict=True):

@@ -25,7 +25,8 @@ from rich.console import Console
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import make_parser, positive
-from flashmoa_bench.harness.engines import Engines, Role, peak_resident
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask_batch, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from flashmoa_bench.harness.engines import peak_resident
+from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.prefill.asyncep import ROLES
 
 from flashmoa.cli import bench

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from flashmoa_bench.linking import stream_load
 
 from flashmoa.cli import bench
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -23,6 +26,7 @@ class Bench:
         self._urls |= {"fcfs": stock, "second": other}
         self._urls |= {"small": plugin, "medium": plugin, "large": plugin}
         self._urls |= {f"stock-{size}": stock for size in ("small", "medium", "large")}
+        self._urls["stock-mixed"] = stock
         self._json = folder / "results.json"
 
     async def run(self, name: str, roles: list[str], *arguments: str) -> dict[str, Any]:
@@ -107,6 +111,23 @@ async def test_schedule_measures_every_way(benches: Bench) -> None:
     assert all(0 < row["mean"] <= row["p95"] for row in found["rows"])
 
 
+async def test_shared_engine_measures_every_way(benches: Bench) -> None:
+    roles = ["stock", "stock-mixed", "flashmoa"]
+    found = await benches.run("shared_engine", roles, "--rows", "2:60/20:90/8", "--apart", "0.01")
+    assert [row["way"] for row in found["rows"]] == ["stock", "stock mixed", "known", "linked"]
+    assert all(row["seconds"] > row["gap"] > 0 for row in found["rows"])
+
+
+async def test_stream_load_reads_the_time_of_the_engines_processes(
+    engine: LocalEngine,
+) -> None:
+    arguments = Namespace(seed=0, decoding=2, known=40, streams=3, tps=40, seconds=1)
+    async with EngineClient(engine.url) as client:
+        load = await stream_load.play(client, engine, arguments, "growing")
+    assert load.steps_per_second > 0 and load.step_ms > 0 and load.http_share > 0
+    assert load.increments_per_second >= 0 and 0 <= load.ahead <= 1
+
+
 async def test_interference_measures_throughput_and_latency(benches: Bench) -> None:
     small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
     small += ["--tokens", "10", "--pipelines", "3", "--upstream", "20", "--prefix", "200"]
@@ -163,7 +184,7 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
 
 async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) -> None:
     sizes = ("small", "medium", "large")
-    few = ["--questions", "1", "--timed", "1", "--tokens", "20", "--concurrency", "2"]
+    few = ["--questions", "1", "--timed", "1", "--tokens", "40", "--concurrency", "2"]
     engines = [*sizes, *(f"stock-{size}" for size in sizes)]
     found = await benches.run("moa", engines, *few)
     rows = {row["way"]: row for row in found["rows"]}

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.harness.engines import peak_resident
+from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.harness.report import terminal
 from flashmoa_bench.prefill.asyncep import (
     H2D,

@@ -1,0 +1,208 @@
+"""Measure chains of two agents that share one engine, started one after the other.
+
+While one chain's agent A decodes, other chains prefill and decode on the same engine, so that what
+is prefilled ahead for an agent B costs others time. Latency from a chain's start to B's last token
+is compared with stock SGLang, with and without its mixed chunks, and with B's known text prefilled
+ahead but not A's answer. Tokens are random, and workflows share no prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import mean, median
+
+import anyio
+from rich.console import Console
+
+from flashmoa.engine import EngineClient
+from flashmoa_bench.harness import clock
+from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
+from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
+
+ROLES = (
+    Role("stock", plugin=False),
+    Role("stock_mixed", plugin=False, arguments=("--enable-mixed-chunk",)),
+    Role("flashmoa", plugin=True),
+)
+# The engine's role and what is prefilled ahead, by way.
+WAYS = {
+    "stock": ("stock", ""),
+    "stock mixed": ("stock_mixed", ""),
+    "known": ("flashmoa", "known"),
+    "linked": ("flashmoa", "all"),
+}
+# From light to heavy; prompts of the last rows are as long as those of agents with documents.
+DEFAULT_ROWS = ("1:1200/300:16000/100", "8:1200/150:2000/60", "8:1200/300:8000/100")
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """One row of the benchmark; lengths in tokens.
+
+    Attributes:
+        count: number of chains.
+        prompts, answers: those of A and of B. B's prompt has A's answer in it.
+    """
+
+    count: int
+    prompts: tuple[int, int]
+    answers: tuple[int, int]
+
+    @classmethod
+    def read(cls, text: str) -> Chains:
+        """Read ``COUNT:PROMPT/ANSWER:PROMPT/ANSWER``, of A and of B.
+
+        Raises: ArgumentTypeError if the text is not of this form.
+        """
+        try:
+            count, *agents = text.split(":")
+            (a, b), (c, d) = (map(int, agent.split("/")) for agent in agents)
+            chains = cls(int(count), (a, c), (b, d))
+        except ValueError as error:
+            message = f"{text!r} is not COUNT:PROMPT/ANSWER:PROMPT/ANSWER, as {DEFAULT_ROWS[0]} is"
+            raise argparse.ArgumentTypeError(message) from error
+        if min(chains.count, *chains.prompts, *chains.answers) < 1 or c < b:
+            raise argparse.ArgumentTypeError(f"in {text!r}, B's prompt must hold A's answer")
+        return chains
+
+    def __str__(self) -> str:
+        agents = zip(self.prompts, self.answers, strict=True)
+        return ":".join([str(self.count), *(f"{prompt}/{answer}" for prompt, answer in agents)])
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRun:
+    """One chain: its latency, and the time from A's last to B's first token, in seconds."""
+
+    seconds: float
+    gap: float
+    late: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRow:
+    """One way of a row: medians over rounds of the mean over chains, in seconds.
+
+    ``of_stock`` is ``seconds`` over that of the better stock engine. ``late`` is the median number
+    of tokens of B's prompt that are computed after its request has come.
+    """
+
+    chains: str
+    way: str
+    seconds: float
+    of_stock: float
+    gap: float
+    late: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa bench shared_engine`` and return the exit status."""
+    parser = make_parser("shared_engine", __doc__, ROLES)
+    parser.add_argument(
+        "--rows",
+        type=lambda text: str(Chains.read(text)),
+        nargs="+",
+        default=list(DEFAULT_ROWS),
+        metavar="ROW",
+        help="COUNT:PROMPT/ANSWER:PROMPT/ANSWER: number of chains, and tokens of A and of B",
+    )
+    parser.add_argument(
+        "--apart", type=float, default=0.07, help="seconds from one chain's start to the next"
+    )
+    anyio.run(_main, parser.parse_args(arguments))
+    return 0
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    report = Report("shared_engine", arguments)
+    all_chains = [Chains.read(row) for row in arguments.rows]
+    needs = (each.count * (sum(each.prompts) + sum(each.answers) + 64) for each in all_chains)
+    async with report.connect(ROLES, 4096 + max(needs)) as engines:
+        rows = await _measure(engines, all_chains, arguments, report.console)
+    show(rows, report.console)
+    report.save({"rows": [asdict(row) for row in rows]})
+
+
+async def _measure(
+    engines: Engines, all_chains: list[Chains], arguments: argparse.Namespace, console: Console
+) -> list[ChainRow]:
+    dice = random.Random(arguments.seed)
+
+    async def run(way: str, chains: Chains) -> list[ChainRun]:
+        role, ahead = WAYS[way]
+        await engines[role].flush_cache()
+        seed, start = dice.random(), clock.now()
+
+        async def play(number: int) -> ChainRun:
+            await clock.sleep_until(start + number * arguments.apart)
+            return await _play(engines[role], chains, random.Random(seed + number), ahead)
+
+        return await run_concurrently(play, range(chains.count))
+
+    rows: list[ChainRow] = []
+    with RoundPlayer(console, arguments.repeats, len(all_chains) * len(WAYS)) as player:
+        for way in WAYS:
+            await run(way, Chains(2, (64, 64), (8, 8)))
+        for chains in all_chains:
+            rounds = await player.play(list(WAYS), partial(run, chains=chains), str(chains))
+            rows += summarise(chains, rounds)
+    return rows
+
+
+async def _play(engine: EngineClient, chains: Chains, dice: random.Random, ahead: str) -> ChainRun:
+    """Play one chain, with nothing, what is known of B's prompt, or all of it prefilled ahead."""
+    prompt = random_ids(dice, chains.prompts[0])
+    known = random_ids(dice, chains.prompts[1] - chains.answers[0])
+    first, second = TimedAnswer(), TimedAnswer()
+    started = clock.now()
+    if ahead:
+        source = first.ids if ahead == "all" else []
+        async with Feeder(engine, known, lambda: source) as feeder:
+            await ask(engine, prompt, chains.answers[0], into=first)
+            stream = feeder.claim()
+            await ask(engine, [*known, *first.ids], chains.answers[1], stream, second)
+    else:
+        await ask(engine, prompt, chains.answers[0], into=first)
+        await ask(engine, [*known, *first.ids], chains.answers[1], into=second)
+    return ChainRun(second.last - started, second.first - first.last, second.late_tokens)
+
+
+def summarise(chains: Chains, rounds: dict[str, list[list[ChainRun]]]) -> list[ChainRow]:
+    """Summarise a row's rounds, each of which has one run for each chain."""
+    seconds = {
+        way: median(mean(run.seconds for run in runs) for runs in played)
+        for way, played in rounds.items()
+    }
+    stock = min(seconds["stock"], seconds["stock mixed"])
+    return [
+        ChainRow(
+            chains=str(chains),
+            way=way,
+            seconds=seconds[way],
+            of_stock=seconds[way] / stock,
+            gap=median(run.gap for runs in played for run in runs),
+            late=median(run.late for runs in played for run in runs),
+        )
+        for way, played in rounds.items()
+    ]
+
+
+def show(rows: Sequence[ChainRow], console: Console) -> None:
+    """Print the table."""
+    title = "Chains of two agents on one engine, seconds"
+    table = make_table(title, "chains", "", "mean", "of stock", "A's last to B's first", "late")
+    for row in rows:
+        figures = f"{row.seconds:.2f}", f"{row.of_stock:.2f}", f"{row.gap:.3f}", f"{row.late:.0f}"
+        table.add_row(row.chains, row.way, *figures)
+    console.print(table)
+    console.print(
+        "of stock: over the better of stock SGLang with and without mixed chunks. late: tokens of "
+        "B's prompt that were computed after its request came.\n"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import httpx
+import pytest
 from flashmoa_sglang.tiny_model import SHAPES
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
@@ -30,6 +31,11 @@ RIDING = {
 }
 # How many tokens of an open stream may wait for others, because they are not worth a forward.
 LAG = 128
+
+
+def slow_except(ways: Iterable[str], *others: str) -> list[Any]:
+    """Return parameters for a fixture that starts an engine for each: all are slow but some."""
+    return [way if way in others else pytest.param(way, marks=pytest.mark.slow) for way in ways]
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     LAG,
     generate,
+    slow_except,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -29,7 +30,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=slow_except(WAYS, "overlap schedule"))
 async def making_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

@@ -43,7 +43,9 @@ async def device_of(engine: LocalEngine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"]
+    "arguments",
+    [(), pytest.param(("--disable-overlap-schedule",), marks=pytest.mark.slow)],
+    ids=["overlap", "no overlap"],
 )
 async def test_time_changes_no_answer(
     engines: LocalEngines,
@@ -172,6 +174,7 @@ async def test_the_kv_pool_has_the_size_that_the_gpu_leaves(
         await engine.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 async def test_a_pair_of_engines_waits_for_the_link_between_their_gpus(
     engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words, tmp_path: Path

@@ -151,6 +151,7 @@ def retractions(engine: LocalEngine) -> list[str]:
     return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
 
 
+@pytest.mark.slow
 async def test_streams_fill_next_to_answers_that_may_become_long(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:

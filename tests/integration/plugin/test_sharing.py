@@ -15,6 +15,7 @@ from tests.integration.support import (
     GREEDY,
     fetch_kv_state,
     generate,
+    slow_except,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -36,7 +37,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=slow_except(WAYS, "within one forward", "level by level"))
 async def sharing_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

@@ -60,7 +60,7 @@ def choose_increments(
 
     Return the chosen streams' positions and the number of tokens that have KV afterwards.
     """
-    if sum(stream.new for stream in streams) < least and not any(s.ended for s in streams):
+    if sum(s.new for s in streams) < least and not any(s.ended and s.new for s in streams):
         return []
     chosen: list[tuple[int, int]] = []
     sizes = [stream.new + stream.output for stream in streams]

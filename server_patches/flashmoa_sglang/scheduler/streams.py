@@ -170,32 +170,32 @@ class SchedulerStreams:
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
-        def choose(limit: int) -> list[tuple[SchedulerStream, int]]:
-            streams = [
-                stream
-                for stream in self._open.values()
-                if (stream.grows or not growing) and stream.growth(page)
-            ]
-            sizes = [
-                Growth(s.prefilled, s.growth(page), s.ended, s.output * weight) for s in streams
-            ]
-            ends = choose_increments(sizes, limit, least, page)
-            return [(streams[position], end) for position, end in ends[:most]]
+        def size(stream: SchedulerStream) -> Growth:
+            new = stream.growth(page)
+            return Growth(stream.prefilled, new, stream.ended, stream.output * weight)
 
+        streams = [
+            stream
+            for stream in self._open.values()
+            if (stream.grows or not growing) and stream.growth(page)
+        ]
+        sizes = [size(stream) for stream in streams]
         # Only the chosen few are matched, since matching takes as long as their prompts are. Those
         # that turn out to be computed already leave their place in the batch to others.
-        matched: set[str] = set()
+        matched: set[int] = set()
         while True:
-            chosen = choose(min(tokens, room))
-            fresh = [stream for stream, _ in chosen if stream.id not in matched]
+            chosen = choose_increments(sizes, min(tokens, room), least, page)[:most]
+            fresh = [position for position, _ in chosen if position not in matched]
             if not fresh:
                 break
-            for stream in fresh:
-                room -= self._match(stream, room)
-                matched.add(stream.id)
-        lack_room = room < tokens and not chosen and choose(tokens)
+            for position in fresh:
+                room -= self._match(streams[position], room)
+                sizes[position] = size(streams[position])
+            matched.update(fresh)
+        lack_room = room < tokens and not chosen and choose_increments(sizes, tokens, least, page)
         self._waiting = {s.id for s in self._open.values() if lack_room and s.growth(page)}
-        return [req for stream, end in chosen if (req := self._make_increment(stream, end))]
+        made = (self._make_increment(streams[position], end) for position, end in chosen)
+        return [req for req in made if req is not None]
 
     def _match(self, stream: SchedulerStream, room: int) -> int:
         """Pin what other requests have computed of a stream; return how many tokens that adds.

@@ -77,18 +77,19 @@ def span_of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
 
 async def test_a_linked_team_has_spans_within_autogens(
     clients: Callable[..., Client],
+    downstream: LocalEngine,
     guide: str,
     telemetry: Telemetry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """AutoGen makes the agents' spans; ours are within them."""
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", telemetry.tracers)
-    client = clients(max_tokens=64)
-    await client.engine.flush_cache()
-    team = pair(client, guide)
+    client, writers = clients(max_tokens=64), clients(base_url=downstream.url)
+    await writers.engine.flush_cache()
+    team = pair(client, guide, writer=writers)
     link(team, listener=telemetry.listener())
     await team.run(task="Go.")
-    await wait_until_idle(client.engine)
+    await wait_until_idle(writers.engine)
     spans = list(telemetry.exporter.get_finished_spans())
     for agent in ("planner", "writer"):
         turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")

@@ -15,6 +15,7 @@ from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.policy import (
+    fewest_tokens,
     fill_tokens,
     least_tokens,
     most_riding,
@@ -117,10 +118,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     costs, page, decoding = state.costs, scheduler.page_size, _decoding(running)
     if waits_for_saturation(scheduler, running, decoding):
         return None
-    ride = 0
+    most = 0
     if decoding and _can_mix(scheduler, running):
-        ride = most_riding(costs, decoding, state.options.itl_budget, page)
-        if _finals_fit(scheduler, running, ride):
+        most = most_riding(costs, decoding, state.options.itl_budget, page)
+        if _finals_fit(scheduler, running, most):
             return Step(mixed=True) if _knows_positions(scheduler, running) else None
     if _clients_can_start(scheduler, running):
         if not state.streams.want():
@@ -132,11 +133,13 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if not decoding:
         chunk = stream_chunk(costs, state.streams.waiting_tokens(), page)
         return Step(chunk, least, only_streams=True)
-    if ride and _knows_positions(scheduler, running):
+    if most and _knows_positions(scheduler, running):
         steps = sum(map(expected_output_left, running.reqs)) / decoding
         waiting, budget = state.streams.waiting_tokens(growing=True), state.options.itl_budget
         ride = ride_tokens(costs, decoding, waiting, steps, budget, page)
         if waiting and ride:
+            # Streams may ride in fewer steps than they could, with as many more in each.
+            ride = max(ride, min(most, fewest_tokens(len(state.streams), least)))
             return Step(ride, least, only_streams=True, mixed=True)
     return Step() if scheduler.waiting_queue else None
 

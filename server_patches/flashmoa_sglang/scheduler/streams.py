@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import can_pin, match_and_pin
-from flashmoa_sglang.scheduler.policy import Growth, choose_increments
+from flashmoa_sglang.scheduler.policy import Growth, choose_increments, fewest_tokens
 from flashmoa_sglang.scheduler.queue import let_go
 from flashmoa_sglang.scheduler.request import state_of
 
@@ -168,31 +168,33 @@ class SchedulerStreams:
             growing: whether to make them only for streams that grow.
         """
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
+        fewest = fewest_tokens(len(self._open), least)
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
-        def size(stream: SchedulerStream) -> Growth:
-            new = stream.growth(page)
+        def size(stream: SchedulerStream, new: int) -> Growth:
             return Growth(stream.prefilled, new, stream.ended, stream.output * weight)
 
-        streams = [
-            stream
-            for stream in self._open.values()
-            if (stream.grows or not growing) and stream.growth(page)
-        ]
-        sizes = [size(stream) for stream in streams]
+        streams: list[SchedulerStream] = []
+        sizes: list[Growth] = []
+        for stream in self._open.values():
+            if (stream.grows or not growing) and (new := stream.growth(page)):
+                streams.append(stream)
+                sizes.append(size(stream, new))
         # Only the chosen few are matched, since matching takes as long as their prompts are. Those
         # that turn out to be computed already leave their place in the batch to others.
         matched: set[int] = set()
         while True:
-            chosen = choose_increments(sizes, min(tokens, room), least, page)[:most]
+            chosen = choose_increments(sizes, min(tokens, room), least, fewest, page)[:most]
             fresh = [position for position, _ in chosen if position not in matched]
             if not fresh:
                 break
             for position in fresh:
                 room -= self._match(streams[position], room)
-                sizes[position] = size(streams[position])
+                sizes[position] = size(streams[position], streams[position].growth(page))
             matched.update(fresh)
-        lack_room = room < tokens and not chosen and choose_increments(sizes, tokens, least, page)
+        lack_room = (
+            room < tokens and not chosen and choose_increments(sizes, tokens, least, fewest, page)
+        )
         self._waiting = {s.id for s in self._open.values() if lack_room and s.growth(page)}
         made = (self._make_increment(streams[position], end) for position, end in chosen)
         return [req for req in made if req is not None]

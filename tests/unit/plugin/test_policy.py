@@ -10,6 +10,7 @@ from flashmoa_sglang.scheduler.policy import (
     Growth,
     Job,
     choose_increments,
+    fewest_tokens,
     fill_tokens,
     least_tokens,
     most_riding,
@@ -52,12 +53,18 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
     return page, draw(st.lists(stream, max_size=8))
 
 
-@given(growing=growing(), tokens=st.integers(0, 600), least=st.integers(1, 200))
+@given(
+    growing=growing(),
+    tokens=st.integers(0, 600),
+    least=st.integers(1, 200),
+    open_streams=st.integers(0, 500),
+)
 def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
-    growing: tuple[int, list[Growth]], tokens: int, least: int
+    growing: tuple[int, list[Growth]], tokens: int, least: int, open_streams: int
 ) -> None:
     page, streams = growing
-    chosen = choose_increments(streams, tokens, least, page)
+    fewest = fewest_tokens(open_streams, least)
+    chosen = choose_increments(streams, tokens, least, fewest, page)
     sizes = {position: end - streams[position].prefilled for position, end in chosen}
     assert len(sizes) == len(chosen)
     assert all(size > 0 and size % page == 0 for size in sizes.values())
@@ -72,8 +79,10 @@ def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
         assert not chosen
         return
 
+    fewest = min(least, max(SMALLEST, min(open_streams // 2, tokens - tokens % page)))
+
     def is_worth(stream: Growth, size: int) -> bool:
-        return size > 0 and (size >= min(SMALLEST, least) or (stream.ended and size == stream.new))
+        return size > 0 and (size >= fewest or (stream.ended and size == stream.new))
 
     assert all(is_worth(streams[position], size) for position, size in sizes.items())
     # The tokens that are left are enough for no stream that was left out, and one that was left
@@ -88,17 +97,27 @@ def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
 def test_streams_gather_tokens_until_there_are_enough_of_all() -> None:
     streams = [Growth(0, 90), Growth(100, 60), Growth(0, SMALLEST - 1)]
     most = 150 + SMALLEST - 1
-    assert choose_increments(streams, 1000, most + 1, 1) == []
+    assert choose_increments(streams, 1000, most + 1, SMALLEST, 1) == []
     # The tokens of the last one are too few for an increment, but they count.
-    assert choose_increments(streams, 1000, most, 1) == [(1, 160), (0, 90)]
-    assert choose_increments(streams, 60 + SMALLEST, most, 1) == [(1, 160), (0, SMALLEST)]
-    assert choose_increments(streams, 59 + SMALLEST, most, 1) == [(1, 160)]
+    assert choose_increments(streams, 1000, most, SMALLEST, 1) == [(1, 160), (0, 90)]
+    assert choose_increments(streams, 60 + SMALLEST, most, SMALLEST, 1) == [(1, 160), (0, SMALLEST)]
+    assert choose_increments(streams, 59 + SMALLEST, most, SMALLEST, 1) == [(1, 160)]
+
+
+def test_many_streams_have_larger_increments_than_few() -> None:
+    streams = [Growth(0, SMALLEST)] * 3 + [Growth(0, 100)] * 3
+    few, many = fewest_tokens(64, 128), fewest_tokens(200, 128)
+    assert len(choose_increments(streams, 1000, 128, few, 1)) == 6
+    assert choose_increments(streams, 1000, 128, many, 1) == [(3, 100), (4, 100), (5, 100)]
+    # They never wait for more than is worth a forward, or than a step has room for.
+    assert choose_increments([Growth(0, 128)], 128, 128, fewest_tokens(1000, 128), 1) == [(0, 128)]
+    assert choose_increments(streams, 48, 128, many, 1) == [(3, 48)]
 
 
 def test_the_end_of_a_stream_is_computed_however_short_it_is() -> None:
     streams = [Growth(0, 90), Growth(96, 3, ended=True)]
-    assert choose_increments(streams, 1000, 100, 1) == [(1, 99), (0, 90)]
-    assert choose_increments(streams[1:], 2, 100, 1) == []
+    assert choose_increments(streams, 1000, 100, SMALLEST, 1) == [(1, 99), (0, 90)]
+    assert choose_increments(streams[1:], 2, 100, SMALLEST, 1) == []
 
 
 @given(costs=any_costs(), pages=st.integers(0, 10_000), page=PAGES)

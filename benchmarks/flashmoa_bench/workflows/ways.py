@@ -17,7 +17,9 @@ from autogen_agentchat.teams import BaseGroupChat
 from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.linking.link import Ahead
-from flashmoa.observe import CallFinished, Event, FirstToken, Listener
+from flashmoa.observe import CallFinished, Event, Listener
+from flashmoa.observe.calls import Call, calls
+from flashmoa.plan.bound import critical_path
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.workflows import agents
@@ -219,30 +221,28 @@ def _summarise_run(
     ended = max(event.at for event in finished)
     handed_over = max(event.at for event in finished if event.agent in upstream)
     texts = {event.agent: event.text for event in finished}
-    first_tokens = {event.agent: event.at for event in events if isinstance(event, FirstToken)}
-    spans = {event.agent: (first_tokens.get(event.agent, event.at), event.at) for event in finished}
     return WorkflowRun(
         clock.seconds_of(ended - started),
         clock.seconds_of(ended - handed_over),
-        clock.seconds_of(decoding_seconds(spans, started)),
+        clock.seconds_of(decoding_seconds(calls(events), started)),
         texts,
     )
 
 
-def decoding_seconds(spans: Mapping[str, tuple[float, float]], started: float) -> float:
-    """Return the time in which a workflow's agents on the critical path decode.
+def decoding_seconds(made: Sequence[Call], started: float) -> float:
+    """Return the seconds in which a workflow's agents on the critical path decode.
 
-    No linking can make a workflow faster than this, if its agents do not decode faster. The path
-    goes back from the agent that ends last, each time to the agent that ended last before the first
-    token. It includes the time to the first token of its first agent, which waits for no other.
+    No linking can make a workflow faster than this, if its agents do not decode faster. It includes
+    the time to the first token of the path's first agent, which waits for no other.
 
     Args:
-        spans: times of each agent's first and last token.
+        made: the workflow's calls.
         started: time when the workflow began.
     """
-    first, last = max(spans.values(), key=lambda span: span[1])
-    seconds = last - first
-    while before := [span for span in spans.values() if span[1] <= first]:
-        first, last = max(before, key=lambda span: span[1])
-        seconds += last - first
-    return seconds + first - started
+    # An answer that came in one piece has no first token.
+    path = [
+        (call.first_token or call.finished.at, call.finished.at)
+        for call in critical_path(made)
+        if call.finished is not None
+    ]
+    return path[0][0] - started + sum(last - first for first, last in path)

@@ -21,6 +21,8 @@ from flashmoa_bench.moa.embedding import StretchedEmbedder
 from flashmoa_bench.workflows.ways import decoding_seconds
 
 from flashmoa.engine import EngineError
+from flashmoa.observe import CallFinished, CallStarted
+from flashmoa.observe.calls import Call
 
 pytestmark = pytest.mark.anyio
 
@@ -98,12 +100,19 @@ def test_the_stages_of_a_handoff_add_up() -> None:
     assert list(times.values()) == [0.5, 1, 1, 1, 1, 1, 1, 6.5]
 
 
+def make_call(agent: str, sent: float, token: float | None, end: float) -> Call:
+    begun = CallStarted(agent=agent, engine="one", call_id=agent, at=sent)
+    done = CallFinished(agent=agent, engine="one", call_id=agent, at=end, text="a")
+    return Call(begun, token, done)
+
+
 def test_no_linking_is_faster_than_what_the_critical_path_decodes() -> None:
-    chain = {"one": (2.0, 5.0), "two": (6.0, 9.0), "three": (9.5, 10.0)}
+    two, three = make_call("two", 5.0, 6.0, 9.0), make_call("three", 9.0, 9.5, 10.0)
     # The first agent's prompt is prefilled from 1.0 to 2.0.
-    assert decoding_seconds(chain, 1.0) == 1.0 + 3.0 + 3.0 + 0.5
-    fan = {"slow": (2.0, 8.0), "fast": (2.0, 4.0), "reader": (9.0, 10.0)}
-    assert decoding_seconds(fan, 1.0) == 1.0 + 6.0 + 1.0
+    assert decoding_seconds([make_call("one", 1.0, 2.0, 5.0), two, three], 1.0) == 7.5
+    assert decoding_seconds([make_call("one", 1.0, None, 5.0), two, three], 1.0) == 7.5
+    fan = [make_call("slow", 1.0, 2.0, 8.0), make_call("fast", 1.0, 2.0, 4.0)]
+    assert decoding_seconds([*fan, make_call("reader", 8.0, 9.0, 10.0)], 1.0) == 8.0
 
 
 def test_workflows_are_longer_by_a_factor() -> None:

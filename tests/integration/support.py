@@ -33,9 +33,14 @@ RIDING = {
 LAG = 128
 
 
-def slow_except(ways: Iterable[str], *others: str) -> list[Any]:
-    """Return parameters for a fixture that starts an engine for each: all are slow but some."""
-    return [way if way in others else pytest.param(way, marks=pytest.mark.slow) for way in ways]
+def slow_except(ways: Iterable[Any], *others: Any) -> list[Any]:
+    """Return parameters for a test or fixture, of which all are slow but ``others``."""
+    return [way if way in others else slow(way) for way in ways]
+
+
+def slow(*way: Any) -> Any:
+    """Return a slow parameter, of one value or several."""
+    return pytest.param(*way, marks=pytest.mark.slow)
 
 
 @asynccontextmanager

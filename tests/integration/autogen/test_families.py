@@ -15,7 +15,8 @@ from tests.integration.autogen.exactness import count_outcomes, finished_calls, 
 from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
 from tests.integration.support import start_special_engine, wait_until_idle
 
-pytestmark = pytest.mark.anyio
+# Each family needs an engine of its own.
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 def sorted_messages(result: TaskResult) -> list[tuple[str, str]]:
@@ -23,12 +24,7 @@ def sorted_messages(result: TaskResult) -> list[tuple[str, str]]:
     return sorted((message.source, message.to_text()) for message in result.messages)
 
 
-# One family is tested by default, because each needs an engine of its own.
-ONE, *OTHERS = TEMPLATES
-FAMILIES = [ONE, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TEMPLATES)
 async def test_teams_on_a_familys_template_are_predicted_and_answer_the_same(
     engines: LocalEngines, model: Path, tmp_path: Path, guide: str, family: str
 ) -> None:

@@ -73,6 +73,7 @@ async def run(team: GraphFlow, task: str) -> list[CallOutcome]:
     return finished_calls(events)
 
 
+@pytest.mark.slow
 async def test_fan_out_and_in_at_random_speeds(speeds: list[Client], guide: str) -> None:
     """Messages come in the order in which agents finish, or in the filter's: both are predicted."""
     dice = random.Random(3)

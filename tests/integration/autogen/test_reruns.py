@@ -25,7 +25,7 @@ from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, Link
 from tests.integration.autogen import overriding
 from tests.integration.autogen.exactness import count_outcomes, finished_calls
 from tests.integration.autogen.teams import Build, Client, agent
-from tests.integration.support import LAG, wait_until_idle
+from tests.integration.support import LAG, slow_except, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -85,7 +85,9 @@ def stopped_selector(client: Client) -> BaseGroupChat:
 
 
 @pytest.mark.parametrize(
-    "build", [stopped, stopped_society, stopped_selector], ids=lambda build: build.__name__
+    "build",
+    slow_except([stopped, stopped_society, stopped_selector], stopped),
+    ids=lambda build: build.__name__,
 )
 async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_run(
     model_client: Client, guide: str, build: Build

@@ -23,7 +23,7 @@ from tests.integration.autogen.exactness import (
 )
 from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Client, agent
-from tests.integration.support import LAG, wait_until_idle
+from tests.integration.support import LAG, slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -125,7 +125,7 @@ async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
     assert opened[:2] == ["analyst", "writer"]
 
 
-@pytest.mark.parametrize("extra", ["I hand this over.", ("look", {"place": "lake"})])
+@pytest.mark.parametrize("extra", ["I hand this over.", slow(("look", {"place": "lake"}))])
 async def test_messages_next_to_a_handoff_are_not_mispredicted(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, extra: Any
 ) -> None:

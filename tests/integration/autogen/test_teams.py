@@ -37,7 +37,7 @@ from tests.integration.autogen.teams import (
     society,
     streaming,
 )
-from tests.integration.support import wait_until_idle
+from tests.integration.support import slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -90,11 +90,11 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     ("build", "unlinked"),
     [
         (round_robin, "one"),
-        (streaming, "one"),
-        (bounded, "one"),
-        (remembering, "one"),
-        (chain, "one"),
-        (fan, "chair"),
+        slow(streaming, "one"),
+        slow(bounded, "one"),
+        slow(remembering, "one"),
+        slow(chain, "one"),
+        slow(fan, "chair"),
         (filtered_fan, "chair"),
         (conditional, "writer"),
         (cycle, "writer"),
@@ -122,7 +122,11 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
 
 @pytest.mark.parametrize(
     ("build", "unlinked"),
-    [(selecting, ["(manager)"]), (nested, ["one", "in1"]), (society, ["one", "in1"])],
+    [
+        (selecting, ["(manager)"]),
+        slow(nested, ["one", "in1"]),
+        slow(society, ["one", "in1"]),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_teams_with_partly_unknown_messages_are_never_mispredicted(

@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
     made = subprocess.run([*build, DOCS, tmp_path], capture_output=True, text=True)

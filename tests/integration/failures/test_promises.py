@@ -12,8 +12,7 @@ from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
-    ACTIONS,
-    FAILURES,
+    CELLS,
     HAD_ARRIVED,
     PATIENCE,
     WHOLE,
@@ -34,8 +33,7 @@ def make_messages(text: str) -> list[UserMessage]:
     return [UserMessage(content=text, source="user")]
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("failure", "action"), CELLS)
 async def test_a_failed_promise_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     downstream: LocalEngine,

@@ -13,9 +13,8 @@ from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
-    ACTIONS,
     BRIEF,
-    FAILURES,
+    CELLS,
     HAD_ARRIVED,
     WHOLE,
     check_nothing_is_left,
@@ -42,8 +41,7 @@ async def ask(engine: EngineClient, text: str) -> str:
         return "".join([delta.text async for delta in deltas])
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("failure", "action"), CELLS)
 async def test_a_failed_answer_follows_the_readers_policy(
     upstream_relay: Relay,
     downstream: LocalEngine,

@@ -100,6 +100,7 @@ async def test_a_link_to_a_plain_or_dead_engine_ends_without_an_error(
         assert [type(event) for event in events] == [LinkClosed]
 
 
+@pytest.mark.slow
 async def test_a_slow_writer_keeps_its_stream(engine: LocalEngine, words: Words) -> None:
     """It pauses longer than a stream lives, before and after its text."""
     head, events = words(100, 84), list[Event]()

@@ -92,7 +92,7 @@ async def test_unreachable_engine_is_reported(tmp_path: Path) -> None:
 async def test_a_stream_that_is_left_ends_its_agents(engine: LocalEngine, tmp_path: Path) -> None:
     async with EngineClient(engine.url) as direct:
         async with AsyncExitStack() as stack:
-            mixture = await config(tmp_path, engine.url, tokens=2000).build(stack)
+            mixture = await config(tmp_path, engine.url, tokens=500).build(stack)
             async with mixture.answering(QUESTION) as run:
                 async for _ in run:
                     break

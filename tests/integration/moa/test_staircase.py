@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureFailed, Model, Staircase
 from tests.integration.moa.agents import QUESTION
-from tests.integration.support import wait_until_idle
+from tests.integration.support import slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ def staircase(pair: tuple[EngineClient, EngineClient], **more: Any) -> Staircase
     return Staircase(proposers, last, prompt=PROMPT, **more)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "rounds", "interleaved"])
+@pytest.mark.parametrize("order", ["contiguous", "rounds", slow("interleaved")])
 async def test_linked_staircase_equals_unlinked(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:
@@ -75,7 +75,7 @@ async def test_appended_chunks_are_prefilled_once(
     assert computed["contiguous"] > max(computed["rounds"], computed["interleaved"])
 
 
-@pytest.mark.parametrize("order", ["rounds", "interleaved"])
+@pytest.mark.parametrize("order", ["rounds", slow("interleaved")])
 async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:
@@ -114,7 +114,7 @@ async def test_failed_proposer_is_left_out(
         await wait_until_idle(engine)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "rounds", "interleaved"])
+@pytest.mark.parametrize("order", ["contiguous", "rounds", slow("interleaved")])
 async def test_chunks_that_do_not_fit_are_not_read(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:

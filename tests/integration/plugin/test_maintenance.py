@@ -20,6 +20,7 @@ from tests.integration.support import (
     LAG,
     complete_stream,
     generate,
+    slow,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -71,7 +72,7 @@ async def check_final_request(
     assert linked == (await generate(client, text, 8))[0]
 
 
-@pytest.mark.parametrize("fields", [{}, {"abort_all_requests": True}], ids=["wait", "abort"])
+@pytest.mark.parametrize("fields", [{}, slow({"abort_all_requests": True})], ids=["wait", "abort"])
 async def test_an_update_of_weights_ends_streams(
     client: EngineClient, http: httpx.AsyncClient, model: Path, words: Words, fields: dict[str, Any]
 ) -> None:
@@ -92,7 +93,7 @@ async def test_an_update_of_weights_ends_streams(
     await check_final_request(client, new.id, text + " of")
 
 
-@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+@pytest.mark.parametrize("mode", [slow("abort"), slow("in_place"), "retract"])
 async def test_generation_is_paused_and_continued_while_streams_are_open(
     client: EngineClient, http: httpx.AsyncClient, words: Words, mode: str
 ) -> None:

@@ -134,6 +134,7 @@ async def test_an_answer_within_a_grammar_depends_on_its_prompt(
     assert len(set.union(*answers.values())) == len(answers)
 
 
+@pytest.mark.slow
 async def test_a_stock_engine_takes_the_same_time(
     engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words
 ) -> None:
@@ -159,6 +160,7 @@ async def test_a_stock_engine_takes_the_same_time(
         await engine.stop()
 
 
+@pytest.mark.slow
 async def test_the_kv_pool_has_the_size_that_the_gpu_leaves(
     engines: LocalEngines, model: Path
 ) -> None:

@@ -42,7 +42,7 @@ WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(WAYS, "riding along", "on the CPU"))
+@pytest.fixture(scope="module", params=slow_except(WAYS, "riding along"))
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

@@ -94,6 +94,7 @@ async def test_priorities_come_before_sizes(one_at_a_time: LocalEngine, words: W
     assert order == ["urgent", "short"]
 
 
+@pytest.mark.slow
 async def test_a_pool_for_half_of_the_streams_serves_them_all(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
@@ -189,6 +190,7 @@ async def test_streams_fill_next_to_answers_that_may_become_long(
         await wait_until_idle(client)
 
 
+@pytest.mark.slow
 async def test_a_stream_in_small_forwards_leaves_the_room_that_decodes_need(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:

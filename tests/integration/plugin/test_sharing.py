@@ -37,7 +37,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(WAYS, "within one forward", "level by level"))
+@pytest.fixture(scope="module", params=slow_except(WAYS, "within one forward"))
 async def sharing_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

@@ -112,6 +112,7 @@ async def test_engine_that_is_ending_gets_no_further_requests(
             assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
 
 
+@pytest.mark.slow
 async def test_other_engine_serves_when_one_hangs(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:

@@ -14,6 +14,7 @@ from flashmoa_sglang.internals.check import Check
 from flashmoa_sglang.internals.sglang_source import Source
 from flashmoa_sglang.internals.used_names import Use, used
 
+from tests.integration.support import slow_except
 from tests.unit.plugin.renamed import Renamed, copy_renamed, installed
 
 # In every tested release, and of every kind.
@@ -96,9 +97,16 @@ def test_each_feature_is_looked_at_where_it_is_on(
         plugin.verify_what_is_known()
 
 
-@pytest.mark.parametrize(
-    "name", ["waiting_queue", "sock_send", "inc_lock_ref", "num_reserved_tokens", "flush_cache"]
+SAMPLED_NAMES = (
+    "waiting_queue",
+    "sock_send",
+    "inc_lock_ref",
+    "num_reserved_tokens",
+    "flush_cache",
 )
+
+
+@pytest.mark.parametrize("name", slow_except(SAMPLED_NAMES, "waiting_queue", "flush_cache"))
 def test_a_start_stops_with_the_name_that_is_missing(name: str, tmp_path: Path) -> None:
     if name not in names_used(releases.installed()) and name != "flush_cache":
         pytest.skip(f"{name} is not used of SGLang {releases.installed()}")

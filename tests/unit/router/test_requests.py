@@ -177,6 +177,7 @@ async def test_nesting_over_the_limit_is_refused_at_any_depth(
         assert status == 200 or b"at most 200 levels deep" in content
 
 
+@pytest.mark.slow
 @EXAMPLES
 @example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
 @example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')

@@ -20,9 +20,12 @@ _TOLERANCE = 1.1
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
 # The sizes that are considered for what rides along with a step, in tokens.
 _RIDES = tuple(sorted({base << shift for base in (32, 48) for shift in range(6)}))
-# The fewest tokens in an increment that does not complete its stream. SGLang's scheduler takes a
-# millisecond or two for each, in which the GPU should have something to compute.
-_LEAST_INCREMENT, _LARGEST_LEAST = 32, 128
+# The bounds of how few tokens of all streams together are worth a forward.
+_SMALLEST_LEAST, _LARGEST_LEAST = 32, 128
+# The fewest tokens in an increment that does not complete its stream: SGLang's scheduler takes a
+# millisecond or two for each. Streams that end together are left with that many each, which their
+# requests compute in one forward.
+_LEAST_INCREMENT = 16
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
 # an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
 _TOKENS_PER_STREAM = 0.5
@@ -111,12 +114,12 @@ def least_tokens(costs: Costs, page: int) -> int:
 
     If fewer are left for the final request, its forward takes hardly longer than without them.
     """
-    return max(page, _LEAST_INCREMENT, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
+    return max(page, _SMALLEST_LEAST, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
 
 
 def _nearly_free_tokens(costs: Costs) -> int:
     """Return how many tokens a forward has that takes hardly longer than one with very few."""
-    return costs.tokens_within(_TOLERANCE * costs.prefill(_LEAST_INCREMENT))
+    return costs.tokens_within(_TOLERANCE * costs.prefill(_SMALLEST_LEAST))
 
 
 def ride_tokens(

@@ -6,6 +6,7 @@ import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as SMALLEST
 from flashmoa_sglang.scheduler.policy import _RIDES as RIDES
+from flashmoa_sglang.scheduler.policy import _SMALLEST_LEAST as LEAST
 from flashmoa_sglang.scheduler.policy import (
     Growth,
     Job,
@@ -106,7 +107,7 @@ def test_streams_gather_tokens_until_there_are_enough_of_all() -> None:
 
 def test_many_streams_have_larger_increments_than_few() -> None:
     streams = [Growth(0, SMALLEST)] * 3 + [Growth(0, 100)] * 3
-    few, many = fewest_tokens(64, 128), fewest_tokens(200, 128)
+    few, many = fewest_tokens(32, 128), fewest_tokens(200, 128)
     assert len(choose_increments(streams, 1000, 128, few, 1)) == 6
     assert choose_increments(streams, 1000, 128, many, 1) == [(3, 100), (4, 100), (5, 100)]
     # They never wait for more than is worth a forward, or than a step has room for.
@@ -147,7 +148,7 @@ def test_a_forward_for_streams_leaves_no_short_rest() -> None:
 
 def nearly_free(costs: Costs, most: int) -> int:
     """Return the most tokens, of at most ``most``, that take 1.1 times as long as very few."""
-    longest = 1.1 * costs.prefill(SMALLEST)
+    longest = 1.1 * costs.prefill(LEAST)
     allowed = [n for n in range(1, most + 1) if costs.prefill(n) <= longest]
     return max(allowed, default=0)
 
@@ -156,12 +157,12 @@ def nearly_free(costs: Costs, most: int) -> int:
 def test_tokens_that_a_final_request_computes_as_fast_are_left_to_it(
     costs: Costs, page: int
 ) -> None:
-    assert least_tokens(costs, page) == max(page, SMALLEST, nearly_free(costs, 128))
+    assert least_tokens(costs, page) == max(page, LEAST, nearly_free(costs, 128))
 
 
 def test_fewer_tokens_are_worth_a_forward_that_computes_them_slowly() -> None:
     assert least_tokens(FLAT, 1) == 74
-    assert least_tokens(Costs(((1, 0.001), (1001, 1.001)), 0.01), 1) == SMALLEST + 3
+    assert least_tokens(Costs(((1, 0.001), (1001, 1.001)), 0.01), 1) == LEAST + 3
     assert least_tokens(Costs(((1, 0.01), (1001, 0.01)), 0.01), 1) == 128
     assert least_tokens(COSTS, 64) == 64
 

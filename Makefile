@@ -1,6 +1,6 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
-# make test    set everything up and pass the tests (about ten minutes)
-# make test-slow   the tests that take long and seldom break (another quarter of an hour)
+# make test    set everything up and pass the tests (about twelve minutes)
+# make test-slow   the tests that take long and seldom break (another half an hour)
 # make test-all    both; what continuous integration runs
 # make soak    ten thousand prompt streams: nothing grows (minutes)
 # make test-releases   the engine tests on the other SGLang releases (two more

@@ -101,6 +101,7 @@ def graphs(draw: st.DrawFn) -> Edges:
     return sorted(edges | set(draw(st.lists(st.sampled_from(more), max_size=5))))
 
 
+@pytest.mark.slow
 @given(edges=graphs(), seed=st.integers(0, 1 << 16))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=list(HealthCheck))
 async def test_any_graph_is_predicted(

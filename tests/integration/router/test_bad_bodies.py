@@ -19,6 +19,7 @@ pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
 
 
+@pytest.mark.slow
 async def test_appends_survive_bodies_that_break_other_connections(
     engine: LocalEngine, plain_engine: LocalEngine
 ) -> None:

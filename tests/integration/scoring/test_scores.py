@@ -162,6 +162,7 @@ async def test_plain_engine_scores_alike_and_warns_once(
     assert found.usage.computed_tokens < 2 * 600
 
 
+@pytest.mark.slow
 async def test_engine_that_does_not_share_gets_one_request_first(
     engines: LocalEngines,
     model: Path,

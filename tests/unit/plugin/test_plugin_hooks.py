@@ -62,5 +62,6 @@ def test_a_broken_hook_stops_the_start(script: str, target: str) -> None:
     assert target in done.stderr
 
 
+@pytest.mark.slow
 def test_hooks_are_applied_through_the_entry_point() -> None:
     assert "hooked True" in run(FINE).stdout

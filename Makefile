@@ -1,5 +1,5 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
-# make test    set everything up and pass the tests (about twelve minutes)
+# make test    set everything up and pass the tests (about thirteen minutes)
 # make test-slow   the tests that take long and seldom break (another half an hour)
 # make test-all    both; what continuous integration runs
 # make soak    ten thousand prompt streams: nothing grows (minutes)

@@ -65,8 +65,8 @@ def choose_increments(
     Args:
         tokens: the most tokens of all increments together.
         least: the fewest new tokens of all streams together, unless one has ended.
-        fewest: the fewest tokens of an increment that does not complete its stream; those of a step
-            that has room for fewer are as large as that.
+        fewest: the fewest tokens of an increment that does not complete its stream, or ``tokens``
+            if that is less; see :func:`fewest_tokens`.
         page: number of tokens in a KV page.
 
     Return the chosen streams' positions and the number of tokens that have KV afterwards.

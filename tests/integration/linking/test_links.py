@@ -128,4 +128,4 @@ async def test_a_vanished_clients_stream_expires(client: EngineClient, words: Wo
     with pytest.raises(StreamGone):
         await client.keep_alive(opened.id)
     with pytest.raises(StreamUnknown):
-        await client.keep_alive("nobody")
+        await client.keep_alive("no-such-stream")

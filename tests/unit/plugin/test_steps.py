@@ -143,6 +143,17 @@ def test_streams_ride_along_with_decodes() -> None:
     assert not busy.flashmoa.only_streams
 
 
+def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
+    busy = scheduler(decoding=2)
+    # As many as 128 tokens are worth a forward.
+    busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
+    busy.open_stream("long", 140)
+    assert step(busy).increments() == [32]
+    for number in range(299):
+        busy.open_stream(f"{number}", 9)
+    assert step(busy).increments() == [128]
+
+
 def test_nothing_rides_within_a_budget_of_one_step() -> None:
     busy = scheduler(decoding=2)
     busy.open_stream("a", 2500)

@@ -252,7 +252,7 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 # Files with nothing that an engine needs of SGLang: their imports fail at once and say so.
-APART = ("internals/", "forkserver.py", "tiny_model.py")
+APART = ("internals/", "forkserver.py", "gguf_model.py", "tiny_model.py")
 
 # Which engines come to a place in the plugin, if not all do: the longest beginning counts.
 _FEATURE: Mapping[str, str] = {

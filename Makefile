@@ -43,7 +43,7 @@ $(READY): requirements/*.txt $(PROJECTS)
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen,agent-framework,examples,moa,opentelemetry,router]' -e 'server_patches[device]' -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e 'server_patches[device]' -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/embedder.txt -r requirements/routers.txt
 	@touch $@
@@ -54,7 +54,7 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY)
+test-slow: $(READY) .venvs/frameworks/.ready
 	@$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow
@@ -70,6 +70,12 @@ test-conformance: $(READY)
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"
 	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
+
+.venvs/frameworks/.ready: requirements/frameworks.txt pyproject.toml
+	@echo "The newest clients of agent frameworks: an environment of its own"
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -r $< -e '.[openai]'
+	@touch $@
 
 .venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
 .venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)

@@ -52,6 +52,8 @@ class Forecast:
         received_since: returns the number of messages that the agent has received since the
             forecast, or ``None`` if its team was reset or the agent has had a turn. Without this
             function, the forecast always holds.
+        holds: returns whether the same would be forecast now; without it, only ``received_since``
+            is asked.
     """
 
     turn: Turn
@@ -62,6 +64,7 @@ class Forecast:
     namespace: Mapping[str, str] | None = None
     expected_messages: int = 0
     received_since: Callable[[], int | None] | None = None
+    holds: Callable[[], bool] | None = None
 
     @property
     def is_of_this_run(self) -> bool:
@@ -73,7 +76,6 @@ class Forecast:
 
         Raises:
             EngineError: if the engine cannot render it.
-            NotForecastable: if the chat template shows a text more than once.
         """
         return self.placeholders.build_prompt(*[await render() for render in self.renders])
 
@@ -126,13 +128,15 @@ class PlannedLinks:
             return received is not None
         if link.prompt.is_complete:
             return received == forecast.expected_messages
-        return received >= sum(not slot.is_open for slot in link.prompt.slots)
+        return received >= len({slot.name for slot in link.prompt.slots if not slot.is_open})
 
     def fits(self, turn: Turn) -> bool:
         """Return whether there is a link for a turn whose forecast still holds."""
         link, forecast = self._links.get(turn.agent, (None, None))
         if link is None or forecast is None or (link.is_over and self._streams):
             return False
+        if forecast.holds is not None:
+            return forecast.holds()
         if forecast.received_since is None:
             return True
         received = forecast.received_since()

@@ -7,7 +7,7 @@
 #                      environments; test-0.5.23 and the like for one of them)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
-# make check   lint, format and types
+# make check   lint, format, types, and the files of deploy/
 # make names   rewrite the list of what the plugin uses inside SGLang
 # make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
@@ -96,6 +96,9 @@ check: $(READY)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/pyright
 	@$(BIN)/pyright -p tests
+	@$(BIN)/hadolint deploy/Dockerfile
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
+	@$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
 
 format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)

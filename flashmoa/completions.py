@@ -83,8 +83,9 @@ def watch_completions(client: AsyncOpenAI) -> None:
     """Make a client's chat completions report to the :class:`WatchedBody` of their call."""
     tap(client._client)  # Below OpenAI's retry loop: every attempt passes through it.
     _watch_method(client, client.chat.completions, "create")
-    # AutoGen asks for structured output there.
+    # AutoGen asks for structured output there; a stream of it is made by ``create``.
     _watch_method(client, client.beta.chat.completions, "parse")
+    _watch_method(client, client.beta.chat.completions, "create")
 
 
 def _watch_method(client: AsyncOpenAI, completions: AsyncCompletions, name: str) -> None:
@@ -138,6 +139,11 @@ class _WatchedStream:
     def __init__(self, chunks: Any, body: WatchedBody) -> None:
         self._chunks = chunks
         self._watched_chunks = _watch(chunks, body)
+
+    @property
+    def response(self) -> Any:
+        """The HTTP response, which OpenAI's stream of structured output closes."""
+        return self._chunks.response
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self._watched_chunks

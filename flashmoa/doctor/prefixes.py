@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from flashmoa.doctor.findings import Finding, fix, note, ok
 from flashmoa.engine import Costs, EngineClient, EngineError, MalformedRequest, engine_url
+from flashmoa.observe import PromptSent
 from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.prefix_breaks import (
     HOW_TO_RECORD,
     BreakGroup,
     PrefixBreak,
+    RenderedPrompt,
     find_breaks,
     group_breaks,
 )
 from flashmoa.observe.trace import TraceError, read
 
 _TIMEOUT_SECONDS = 30.0
+# What follows it in a prompt is what the chat template opens an answer with.
+_TEXT = "Plan a trip to Nepal."
 
 
 async def check_prefixes(
@@ -59,27 +63,35 @@ async def _find_rendered(
     prompted: Sequence[Call], url: str, api_key: str | None
 ) -> list[BreakGroup]:
     """Return the breaks in prompts as an engine renders them. Raises: EngineError."""
-    sent_there = [call for call in prompted if call.started.engine == url] or prompted
+    sent = {call.started.call_id: call.prompt for call in prompted if call.prompt is not None}
+    sent_there = {call_id: prompt for call_id, prompt in sent.items() if prompt.engine == url}
     async with EngineClient(url, api_key=api_key, timeout=_TIMEOUT_SECONDS) as client:
-        rendered = {call.started.call_id: await _render(client, call) for call in sent_there}
-        texts = {call_id: text for call_id, text in rendered.items() if text is not None}
+        rendered = await _render(client, sent_there or sent)
         costs = (await client.info()).costs
-        groups = group_breaks(find_breaks(prompted, texts))
+        groups = group_breaks(find_breaks(prompted, rendered))
         return [
             replace(group, worst=await _measure(client, group.worst, costs)) for group in groups
         ]
 
 
-async def _render(client: EngineClient, call: Call) -> str | None:
-    """Return a prompt as the engine renders it; ``None`` if it cannot, as with images."""
-    assert call.prompt is not None
-    sent = call.prompt
-    try:
-        return await client.render(
-            sent.messages, tools=sent.tools, template_args=sent.template_args
-        )
-    except MalformedRequest:
-        return None
+async def _render(
+    client: EngineClient, prompts: Mapping[str, PromptSent]
+) -> dict[str, RenderedPrompt]:
+    """Return prompts as the engine renders them, without those that it cannot, as with images."""
+    rendered: dict[str, RenderedPrompt] = {}
+    openings: dict[str, str] = {}
+    for call_id, sent in prompts.items():
+        args = sent.template_args
+        if repr(args) not in openings:
+            example = await client.render([{"role": "user", "content": _TEXT}], template_args=args)
+            openings[repr(args)] = example.rpartition(_TEXT)[2]
+        try:
+            text = await client.render(sent.messages, tools=sent.tools, template_args=args)
+        except MalformedRequest:
+            continue
+        before = text.removesuffix(openings[repr(args)])
+        rendered[call_id] = RenderedPrompt(before, text[len(before) :])
+    return rendered
 
 
 async def _measure(client: EngineClient, one: PrefixBreak, costs: Costs | None) -> PrefixBreak:

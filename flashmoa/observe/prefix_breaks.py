@@ -16,17 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from flashmoa.observe.calls import Call
 from flashmoa.observe.events import PromptSent
-from flashmoa.observe.prompt_changes import (
-    REMEDIES,
-    Change,
-    explain_difference,
-    find_changes,
-)
+from flashmoa.observe.prompt_changes import REMEDIES, Change, explain_difference, find_changes
 from flashmoa.observe.prompt_text import (
     common_prefix,
     count_repeated,
     first_difference,
     prompt_parts,
+    share_repeated,
 )
 from flashmoa.observe.summary import seconds
 
@@ -41,6 +37,19 @@ _SHOWN_CHARACTERS = 48
 
 
 @dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as the engine's chat template renders it.
+
+    Attributes:
+        text: the prompt up to its last message.
+        opening: the rest, with which the template opens the answer.
+    """
+
+    text: str
+    opening: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixBreak:
     """A prompt that does not begin as an earlier one does, although much of it is the same.
 
@@ -52,8 +61,7 @@ class PrefixBreak:
         at: the number of characters that these have in common at their beginnings.
         is_rendered: whether these are as the engine rendered them.
         changes: what differs.
-        repeated: the share of the later prompt's text that is behind the difference and in the
-            earlier prompt, too.
+        repeated: the share of the text behind the difference that is in the earlier prompt, too.
         token: the number of tokens in common, if known.
         prefill_seconds: the estimated time that computing the tokens again took, if known.
     """
@@ -84,8 +92,9 @@ class PrefixBreak:
         usage, computed = self.call.usage, self.computed_tokens
         if usage is None:
             return None
-        repeated = round(usage.prompt_tokens * self.repeated)
-        return repeated if computed is None else min(repeated, computed)
+        behind = usage.prompt_tokens * (len(self.new) - self.at) / len(self.new)
+        # More may have been computed, as engines forget what they had computed long ago.
+        return round(self.repeated * (behind if computed is None else min(behind, computed)))
 
     @property
     def remedy(self) -> str:
@@ -185,11 +194,11 @@ class _Prompt:
     call: Call
     sent: PromptSent
     parts: list[str]
-    rendered: str | None
+    rendered: RenderedPrompt | None
 
 
 def find_breaks(
-    calls: Iterable[Call], rendered: Mapping[str, str] | None = None
+    calls: Iterable[Call], rendered: Mapping[str, RenderedPrompt] | None = None
 ) -> list[PrefixBreak]:
     """Return the breaks of a run, in the order of its calls.
 
@@ -198,15 +207,15 @@ def find_breaks(
 
     Args:
         calls: the calls, in the order in which they started; those without a prompt do not count.
-        rendered: the text of each call's prompt as the engine renders it, by ``call_id``, if known.
+        rendered: the calls' prompts as the engine renders them, by ``call_id``, as far as known.
     """
     made: defaultdict[tuple[str, str], list[_Prompt]] = defaultdict(list)
     found: list[PrefixBreak] = []
     for call in calls:
         if call.prompt is None:
             continue
-        text = (rendered or {}).get(call.started.call_id)
-        prompt = _Prompt(call, call.prompt, prompt_parts(call.prompt), text)
+        as_text = (rendered or {}).get(call.started.call_id)
+        prompt = _Prompt(call, call.prompt, prompt_parts(call.prompt), as_text)
         earlier = made[call.started.engine, call.started.model]
         own = [one for one in earlier if one.call.agent == call.agent]
         expected = own[-1] if own else _find_expected(prompt, earlier)
@@ -237,19 +246,20 @@ def _compare(earlier: _Prompt, later: _Prompt, number: int) -> PrefixBreak | Non
     first = first_difference(old_parts, new_parts)
     is_rendered = earlier.rendered is not None and later.rendered is not None
     if earlier.rendered is not None and later.rendered is not None:
-        old, new = _expected_text(earlier.rendered, earlier.sent, before), later.rendered
+        old = _expected_text(earlier.rendered, earlier.sent, before)
+        new = later.rendered.text + later.rendered.opening
     else:
         old, new = "\n".join(old_parts), "\n".join(new_parts)
     at = common_prefix(old, new)
     if at in (len(old), len(new)) or first == len(new_parts):
         return None
     changes = find_changes(before, later.sent)
-    repeated = count_repeated(old_parts, new_parts, first) / sum(map(len, new_parts))
+    repeated = share_repeated(old_parts, new_parts, first)
     if not changes:
         explained = explain_difference(old, new, at) or Change("text", "other text")
         where = "in what the chat template makes of the same messages"
         changes = [Change(explained.kind, f"{explained.text} {where}")]
-        repeated = (min(len(old), len(new)) - at) / len(new)
+        repeated = (min(len(old), len(new)) - at) / (len(new) - at)
     return PrefixBreak(
         call=later.call,
         earlier=earlier.call,
@@ -278,12 +288,9 @@ def _add_answer(earlier: _Prompt, later: _Prompt) -> PromptSent:
     return replace(prompt, messages=[*prompt.messages, {**rest[0], "content": finished.text}])
 
 
-def _expected_text(rendered: str, prompt: PromptSent, with_answer: PromptSent) -> str:
+def _expected_text(rendered: RenderedPrompt, prompt: PromptSent, with_answer: PromptSent) -> str:
     """Return the text with which an agent's next prompt should begin."""
-    if with_answer is not prompt:
-        return rendered + str(with_answer.messages[-1]["content"])
-    # What follows the last message opens the answer, and no answer follows in the later prompt.
-    content = prompt.messages[-1].get("content") if prompt.messages else None
-    last = content.strip() if isinstance(content, str) else ""
-    end = rendered.rfind(last) if last else -1
-    return rendered[: end + len(last)] if end >= 0 else rendered
+    if with_answer is prompt:
+        # No answer follows in the later prompt, so what opens it is not there either.
+        return rendered.text
+    return rendered.text + rendered.opening + str(with_answer.messages[-1]["content"])

@@ -147,7 +147,8 @@ def _messages_change(
     if change is not None:
         return change
     was, text = before[first], now[first]
-    if _without_thought(old[first]) == _without_thought(new[first]):
+    has_other_words = was.split() != text.split()
+    if has_other_words and _without_thought(old[first]) == _without_thought(new[first]):
         return Change("thought", f"a thought in {label}")
     explained = explain_difference(was, text, common_prefix(was, text))
     if explained is None:

@@ -62,20 +62,33 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def count_repeated(old: Sequence[str], new: Sequence[str], first: int) -> int:
-    """Return how many characters of ``new`` are in ``old``, too, behind their first difference.
+    """Return how many characters of ``new`` behind the first difference are in ``old``, too.
+
+    That is, behind it in ``old``, in a part that is the same, or at the end of the part that
+    differs first.
 
     Args:
-        old, new: parts of two prompts.
+        old, new: the parts of two prompts.
         first: the number of the first part that differs.
     """
+    if first == min(len(old), len(new)):
+        return 0
     left = Counter(old[first:])
     total = 0
     for part in new[first:]:
         if left[part] > 0:
             left[part] -= 1
             total += len(part)
-    if first < min(len(old), len(new)) and new[first] not in old[first:]:
-        was, now = old[first], new[first]
-        suffix = common_prefix(was[::-1], now[::-1])
-        total += min(suffix, min(len(was), len(now)) - common_prefix(was, now))
-    return total
+    was, now = old[first], new[first]
+    shared = common_prefix(was, now)
+    if now in old[first:]:
+        return total - shared
+    return total + min(common_prefix(was[::-1], now[::-1]), min(len(was), len(now)) - shared)
+
+
+def share_repeated(old: Sequence[str], new: Sequence[str], first: int) -> float:
+    """Return :func:`count_repeated` as a share of the text of ``new`` behind the difference."""
+    if first == min(len(old), len(new)):
+        return 0.0
+    behind = sum(map(len, new[first:])) - common_prefix(old[first], new[first])
+    return count_repeated(old, new, first) / behind if behind else 0.0

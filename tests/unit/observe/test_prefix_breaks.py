@@ -321,6 +321,8 @@ def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_commo
         call(reviewer, agent="reviewer", at=2.0),
         # It shares the guide with the reviewer, so the planner's prompt does not matter.
         call([*reviewer, MORE], agent="critic", at=3.0),
+        # It leaves the critic's prompt behind the guide, where nothing that it could share is left.
+        call([*reviewer, TASK], agent="editor", at=4.0),
     ]
     (broken,) = find_breaks(calls)
     assert (broken.call.agent, broken.earlier.agent) == ("reviewer", "planner")

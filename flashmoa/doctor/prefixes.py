@@ -106,4 +106,10 @@ async def _measure(client: EngineClient, one: PrefixBreak, costs: Costs | None) 
     if again is None or not points:
         return replace(one, token=token)
     tokens, seconds = points[-1]
-    return replace(one, token=token, prefill_seconds=again * seconds / tokens)
+    estimate = again * seconds / tokens
+    usage, finished = one.call.usage, one.call.finished
+    if usage is not None and finished is not None and not usage.streamed_tokens:
+        # All of it was computed between the request and its first token.
+        answered = one.call.first_token or finished.at
+        estimate = min(estimate, answered - one.call.started.at)
+    return replace(one, token=token, prefill_seconds=estimate)

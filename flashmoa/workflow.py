@@ -270,6 +270,7 @@ class Workflow:
         filled = await pending.messages()
         body = {**parameters, **pending.claim()}
         report.started(body.get("prompt_stream_id"), late=pending.is_late)
+        report.prompt_sent({**body, "messages": filled})
         async with engine.chat(filled, **body) as deltas:
             async for delta in deltas:
                 answer.usage = delta.usage or answer.usage

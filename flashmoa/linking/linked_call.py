@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
@@ -83,6 +85,9 @@ class LinkedCall(CallObserver):
         )
         late = missed_link or (own_link is not None and own_link.is_late)
         self._report.started(self.prompt_stream_id, late=late)
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._report.prompt_sent(body)
 
     def on_text(self, text: str) -> None:
         self._report.text_arrived()

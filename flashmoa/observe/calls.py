@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from flashmoa.engine import PromptUsage
+from flashmoa.engine import PromptUsage, kv_namespace
 from flashmoa.observe.events import (
     CallEvent,
     CallFailed,
@@ -20,6 +20,7 @@ from flashmoa.observe.events import (
     FirstToken,
     LinkOpened,
     Listener,
+    PromptSent,
 )
 
 
@@ -35,6 +36,20 @@ class CallReporter:
     def started(self, stream_id: str | None, *, late: bool) -> None:
         """Report that the request is about to be sent; see :class:`CallStarted`."""
         self._listener(CallStarted(**self._call, model=self._model, stream_id=stream_id, late=late))
+
+    def prompt_sent(self, body: Mapping[str, Any]) -> None:
+        """Report the prompt of the request, given the body of its chat completion."""
+        # SGLang shows the model no tools in this case.
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        self._listener(
+            PromptSent(
+                **self._call,
+                messages=list(body["messages"]),
+                tools=list(tools or ()),
+                template_args=dict(body.get("chat_template_kwargs") or {}),
+                namespace=kv_namespace(body),
+            )
+        )
 
     def text_arrived(self) -> None:
         """Report the first token; call it whenever a piece of the answer has arrived."""
@@ -65,6 +80,7 @@ class Call:
     """Holds what the events say of one call; times in Unix seconds."""
 
     started: CallStarted
+    prompt: PromptSent | None = None
     first_token: float | None = None
     ended: CallFinished | CallFailed | None = None
 
@@ -95,7 +111,9 @@ def calls(events: Iterable[Event]) -> list[Call]:
             by_id[event.call_id] = Call(event)
         elif isinstance(event, CallEvent) and event.call_id in by_id:
             call = by_id[event.call_id]
-            if isinstance(event, FirstToken):
+            if isinstance(event, PromptSent):
+                call.prompt = event
+            elif isinstance(event, FirstToken):
                 call.first_token = event.at
             elif isinstance(event, CallFinished | CallFailed):
                 call.ended = event

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from flashmoa.engine import PromptUsage
 
@@ -43,6 +44,20 @@ class CallStarted(CallEvent):
     model: str = ""
     stream_id: str | None = None
     late: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSent(CallEvent):
+    """The prompt of a call's request, as it is sent; a ``repr`` does not show it.
+
+    ``messages`` and ``tools`` are OpenAI's, ``template_args`` the ``chat_template_kwargs``, and
+    ``namespace`` what its KV is shared within (see ``flashmoa.engine.kv_namespace``).
+    """
+
+    messages: list[dict[str, Any]] = field(repr=False)
+    tools: list[Any] = field(default_factory=list[Any], repr=False)
+    template_args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    namespace: dict[str, str] = field(default_factory=dict[str, str], repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
+from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened, PromptSent
 from flashmoa.observe.trace import read
 from tests.integration.autogen.runs import Mode, Run, run_once
 from tests.integration.support import wait_until_idle
@@ -224,7 +224,12 @@ async def test_a_run_is_traced(
     linked = link(team, trace=file, listener=events.append)
     await team.run(task="Go.")
     await linked.close()
-    assert read(file) == events
+    # Prompts are only recorded on request.
+    prompts = [event for event in events if isinstance(event, PromptSent)]
+    assert len(prompts) == 4
+    assert read(file) == [event for event in events if event not in prompts]
+    with pytest.raises(ValueError, match="give trace=FILE, too"):
+        link(team, trace_prompts=True)
     with pytest.raises(OSError):
         link(team, trace=tmp_path / "nowhere" / "run.jsonl")
     await wait_until_idle(client)

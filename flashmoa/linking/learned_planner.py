@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.learned_prompts import Messages, end_at
-from flashmoa.linking.learned_runs import RecordedRequest, LearnedRun, Program, RecordedCall
+from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedCall, RecordedRequest
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
 from flashmoa.linking.placeholders import Placeholders
@@ -110,6 +111,9 @@ class LearnedCall(CallObserver):
         self._recorded = recorded
         self.prompt_stream_id = call.prompt_stream_id
         self.expected_output_tokens = call.expected_output_tokens
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._call.on_prompt(body)
 
     def on_text(self, text: str) -> None:
         self._call.on_text(text)

@@ -51,6 +51,7 @@ def observe_completions(http: Any, find_observer: FindObserver) -> None:
         if body is None or observer is None:
             return await send_plainly(request, **options)
         try:
+            observer.on_prompt(body)
             return await _send_observed(send_plainly, request, body, options, observer)
         except BaseException as error:
             observer.on_failure(error)

@@ -13,10 +13,10 @@ from typing import Any
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, engine_url, kv_namespace
 from flashmoa.linking.learned_planner import LearnedLinkPlanner
-from flashmoa.linking.learned_runs import RecordedRequest, Program
+from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.linking.observed_call import CallObserver
-from flashmoa.observe import Listener, both, contained, ignore
-from flashmoa.observe.trace import Trace
+from flashmoa.observe import Listener, ignore
+from flashmoa.observe.trace import add_trace
 from flashmoa.openai._agent_names import calling_agent
 from flashmoa.openai._observed_http import Request
 
@@ -30,6 +30,7 @@ def run(
     name: str | None = None,
     *,
     trace: Path | str | None = None,
+    trace_prompts: bool = False,
     listener: Listener = ignore,
 ) -> AbstractAsyncContextManager[None]:
     """Link the calls that are made within ``async with run():``.
@@ -43,19 +44,21 @@ def run(
         name: the program's name. Runs with the same name are of one program; by default those that
             are entered at the same line of code. What is learned lives as long as this process.
         trace: a file to write all events to, for ``flashmoa trace``.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
+            ``flashmoa doctor --trace`` then say why prefixes broke.
         listener: receives all events.
 
     Within another run, this does nothing. A run that ends with an exception is not learned from.
 
     Raises:
         OSError: if the trace's file cannot be written.
-        ValueError: if the trace's file holds something that is not a trace.
+        ValueError: if the trace's file holds something that is not a trace, or if ``trace_prompts``
+            is given without ``trace``.
     """
     caller = sys._getframe(1)
     program = name or f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    if trace is not None:
-        listener = both(contained(Trace(trace)), contained(listener))
-    return _run(_programs.setdefault(program, Program()), contained(listener))
+    listener = add_trace(listener, trace, prompts=trace_prompts)
+    return _run(_programs.setdefault(program, Program()), listener)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +18,8 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
+from flashmoa.observe.prefix_breaks import find_breaks
+from flashmoa.observe.trace import read
 from flashmoa.openai import AsyncOpenAI, link, run
 from tests.integration.openai.programs import (
     BODY,
@@ -296,3 +299,13 @@ async def test_a_run_waits_for_its_streams_to_be_released(
         await ask(clients.first, TASK)
         await wait_for_streams(downstream_client)
     assert (await downstream_client.info()).prompt_streams == 0
+
+
+async def test_a_trace_says_why_a_prefix_broke(
+    clients: Clients, guide: str, tmp_path: Path
+) -> None:
+    async with run("trace", trace=tmp_path / "run.jsonl", trace_prompts=True):
+        for time in ("12:01", "12:07"):
+            await ask(clients.first, f"It is {time}. {guide}", TASK)
+    (broken,) = find_breaks(calls(read(tmp_path / "run.jsonl")))
+    assert "12:0" in broken.describe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
@@ -25,6 +25,7 @@ class _Step:
     at: float
     computed: int
     seconds: float
+    missing: int
 
 
 class StepCosts:
@@ -40,6 +41,8 @@ class StepCosts:
     - ``LEAST_TOKENS``, or ``LEAST_UNMEASURED_TOKENS`` if the server does not report cached tokens;
     - the number of tokens that the server computes in the time of a step's overhead. So a step
       takes at least as much time off the prompt's own request as its overhead takes of the server;
+    - the number of tokens that a step of the last minute missed of what the step before it left in
+      the cache: a cache keeps whole blocks, and fewer tokens may fill none;
     - the number of tokens still to come, as far as text is being written (:func:`tokens_to_come`).
       So each step takes at least half of what is left, and a text of L tokens has at most log2(L)
       steps, of which the last leaves no more than about the minimum to the request.
@@ -60,27 +63,35 @@ class StepCosts:
         self._is_reported = True
         self._lost_at = float("-inf")
 
-    def add(self, computed: int | None, seconds: float) -> None:
-        """Note a step.
+    def add(self, prompt: int, cached: int | None, seconds: float, before: int) -> bool:
+        """Note a step. Return whether it found what the step before it left in the cache.
 
         Args:
-            computed: number of tokens that the server computed; ``None`` if it does not say.
+            prompt: number of tokens of the prompt so far.
+            cached: number of these that were cached; ``None`` if the server does not say.
             seconds: the time from sending the request to its answer.
+            before: number of tokens of the step before it; 0 if it is the first one of a prompt.
         """
-        self._is_reported = computed is not None
-        if computed:
-            self._steps.append(_Step(self._clock(), computed, seconds))
-
-    def add_loss(self) -> None:
-        """Note that a step did not find what the step before it left in the cache."""
-        self._lost_at = self._clock()
+        self._is_reported = cached is not None
+        if cached is None:
+            return True
+        is_found = cached >= before / 2
+        if not is_found:
+            self._lost_at = self._clock()
+        elif prompt > cached:
+            missing = max(0, before - cached)
+            self._steps.append(_Step(self._clock(), prompt - cached, seconds, missing))
+        return is_found
 
     @property
     def least_tokens(self) -> float:
         """The number of new tokens from which on a step pays if none are still to come."""
         if not self._is_reported:
             return LEAST_UNMEASURED_TOKENS
-        return max(LEAST_TOKENS, self._overhead_tokens())
+        since = self._clock() - _REMEMBERED_SECONDS
+        recent = [step for step in self._steps if step.at >= since]
+        missing = max((step.missing for step in recent), default=0)
+        return max(LEAST_TOKENS, missing, _overhead_tokens(recent))
 
     def pays(self, new: float, to_come: float) -> bool:
         """Return whether a step pays now.
@@ -93,15 +104,13 @@ class StepCosts:
             return False
         return new >= max(self.least_tokens, to_come)
 
-    def _overhead_tokens(self) -> float:
-        since = self._clock() - _REMEMBERED_SECONDS
-        recent = [step for step in self._steps if step.at >= since]
-        if not recent:
-            return 0.0
-        fastest = min(step.seconds / step.computed for step in recent)
-        if fastest <= 0:
-            return 0.0
-        return median_high(step.seconds / fastest - step.computed for step in recent)
+
+def _overhead_tokens(steps: Sequence[_Step]) -> float:
+    """Return how many tokens the server computes in the time of a step's overhead."""
+    fastest = min((step.seconds / step.computed for step in steps), default=0.0)
+    if fastest <= 0:
+        return 0.0
+    return median_high(step.seconds / fastest - step.computed for step in steps)
 
 
 def tokens_to_come(written: float, expected: float | None) -> float:

@@ -37,13 +37,13 @@ def is_transcript(text: str) -> bool:
 def decode(transcript: str) -> dict[str, Any]:
     """Return the body of the chat request that a transcript's beginning stands for.
 
-    A message that is cut before its content is left out, and a last one with an empty content, too.
+    A message that is cut before its content is left out, and so are the last ones without text.
 
     Raises: ValueError if it is no transcript, or is cut in the fields before its first message.
     """
     head, *rest = transcript.removeprefix(_START).split(_MESSAGE)
     messages = [_decode(*one.split(_CONTENT, 1)) for one in rest if _CONTENT in one]
-    if messages and not _has_text(messages[-1]["content"]):
+    while messages and not _has_text(messages[-1]["content"]):
         del messages[-1]
     return {**json.loads(head), "messages": messages}
 

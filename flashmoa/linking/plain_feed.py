@@ -132,10 +132,8 @@ class PlainFeed:
         self._report()
 
     def _measure(self, usage: PromptUsage, seconds: float) -> None:
-        costs, cached = self._server.costs, usage.cached_tokens
-        costs.add(None if cached is None else usage.prompt_tokens - cached, seconds)
-        if cached is not None and cached < self._sent_tokens / 2:
-            costs.add_loss()
+        cached, before = usage.cached_tokens, self._sent_tokens
+        if not self._server.costs.add(usage.prompt_tokens, cached, seconds, before):
             level = logging.DEBUG if self._url in _forgetful else logging.WARNING
             _forgetful.add(self._url)
             text = (
@@ -143,7 +141,7 @@ class PlainFeed:
                 "its prefix cache. Nothing is prefilled there for a minute. Is its prefix cache "
                 'on? If not, without_plugin="off" saves these requests.'
             )
-            logger.log(level, text, self._url, self._sent_tokens, cached)
+            logger.log(level, text, self._url, before, cached)
 
     def _report(self) -> None:
         assert self.stream_id is not None

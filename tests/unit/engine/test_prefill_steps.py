@@ -38,9 +38,8 @@ def run_text(costs: StepCosts, length: int, expected: int | None) -> list[int]:
 def measured(overhead: float, per_token: float = 0.001) -> StepCosts:
     """Return the costs of a server with this overhead, in seconds."""
     costs = StepCosts(Clock())
-    costs.add(1_000_000, overhead + 1_000_000 * per_token)
-    for tokens in (100, 200):
-        costs.add(tokens, overhead + tokens * per_token)
+    for tokens in (1_000_000, 100, 200):
+        costs.add(tokens, 0, overhead + tokens * per_token, before=0)
     return costs
 
 
@@ -82,16 +81,16 @@ def test_a_step_computes_at_least_what_its_overhead_is_worth(overhead: float, le
 
 def test_one_slow_step_does_not_count_as_overhead() -> None:
     costs = measured(0.1)
-    costs.add(100, 30.0)
+    costs.add(100, 0, 30.0, before=0)
     assert costs.least_tokens == pytest.approx(100, rel=0.01)
 
 
 def test_measurements_expire() -> None:
     clock = Clock()
     costs = StepCosts(clock)
-    costs.add(1000, 1.0)
+    costs.add(1000, 0, 1.0, before=0)
     for _ in range(3):
-        costs.add(10, 10.0)
+        costs.add(10, 0, 10.0, before=0)
     assert not costs.pays(1000, 0)
     clock.now = 61.0
     assert costs.pays(LEAST_TOKENS, 0)
@@ -99,25 +98,38 @@ def test_measurements_expire() -> None:
 
 def test_a_server_that_does_not_report_what_was_cached_gets_larger_steps() -> None:
     costs = StepCosts(Clock())
-    costs.add(None, 0.1)
+    assert costs.add(1000, None, 0.1, before=500)
     assert not costs.pays(LEAST_UNMEASURED_TOKENS - 1, 0)
     assert costs.pays(LEAST_UNMEASURED_TOKENS, 0)
     # It is measured as soon as it reports.
-    costs.add(100, 0.1)
+    costs.add(100, 0, 0.1, before=0)
     assert costs.pays(LEAST_TOKENS, 0)
 
 
-def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt() -> None:
+@pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
+def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt(
+    cached: int, is_found: bool
+) -> None:
     clock = Clock()
     costs = StepCosts(clock)
-    costs.add_loss()
+    assert costs.add(2000, cached, 0.1, before=1000) == is_found
     clock.now = 59.0
-    assert not costs.pays(100_000, 0)
+    assert costs.pays(100_000, 0) == is_found
     clock.now = 61.0
     assert costs.pays(100_000, 0)
 
 
+def test_a_step_fills_at_least_a_block_of_the_cache() -> None:
+    clock = Clock()
+    costs = StepCosts(clock)
+    # Blocks of 128 tokens: of 1,010 tokens, seven blocks were kept.
+    assert costs.add(1200, 7 * 128, 0.1, before=1010)
+    assert costs.least_tokens == 1010 - 7 * 128
+    clock.now = 61.0
+    assert costs.least_tokens == LEAST_TOKENS
+
+
 def test_steps_that_found_everything_cached_say_nothing_about_costs() -> None:
     costs = StepCosts(Clock())
-    costs.add(0, 5.0)
+    costs.add(1000, 1000, 5.0, before=0)
     assert costs.least_tokens == LEAST_TOKENS

@@ -22,8 +22,8 @@ HEAD = "head" * 100
 class FreeSteps(StepCosts):
     """Costs of steps without any overhead, however long they take here."""
 
-    def add(self, computed: int | None, seconds: float) -> None:
-        super().add(computed, 0.0)
+    def add(self, prompt: int, cached: int | None, seconds: float, before: int) -> bool:
+        return super().add(prompt, cached, 0.0, before)
 
 
 class FakeServer(PlainServer):

@@ -5,6 +5,7 @@
 # make soak    ten thousand prompt streams: nothing grows (minutes)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
+# make test-vllm   links on real vLLM servers on the CPU (another environment)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
 # make check   lint, format, types, and the files of deploy/
@@ -19,11 +20,12 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 SOURCES := flashmoa server_patches benchmarks examples tests docs
 PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.toml
+REQUIREMENTS := $(filter-out requirements/vllm.txt,$(wildcard requirements/*.txt))
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test test-slow test-all soak test-conformance test-releases $(RELEASE_TESTS) check format names docs clean
+.PHONY: setup demo test test-slow test-all soak test-conformance test-vllm test-releases $(RELEASE_TESTS) check format names docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -34,7 +36,7 @@ define CHECK_MACHINE
 @command -v $${CC:-cc} >/dev/null || { echo "A C compiler is needed (cc); install gcc"; exit 1; }
 endef
 
-$(READY): requirements/*.txt $(PROJECTS)
+$(READY): $(REQUIREMENTS) $(PROJECTS)
 	$(CHECK_MACHINE)
 	@echo "[1/4] torch (CPU, the longest step)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
@@ -67,6 +69,9 @@ test-releases: $(RELEASE_TESTS)
 test-conformance: $(READY)
 	@$(BIN)/python tests/conformance/run.py
 
+test-vllm: $(READY) .venvs/vllm/.ready
+	@$(BIN)/python -m pytest tests/vllm -s
+
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"
 	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
@@ -78,7 +83,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@touch $@
 
 .venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
-.venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)
+.venvs/%/.ready: requirements/releases/%.txt $(REQUIREMENTS) $(PROJECTS)
 	$(CHECK_MACHINE)
 	@echo "SGLang $*: an environment of its own"
 	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
@@ -89,6 +94,17 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(aiconfigurator|pandas|pytest|hypothesis)' requirements/dev.txt) -c $<
 	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
 	@$(RELEASE_PIP) --no-deps sglang==$*
+	@touch $@
+
+# Of what vLLM names, text models do not need torchvision and the like, and a build of these for CUDA
+# cannot be imported beside a CPU build of torch.
+.venvs/vllm/.ready: requirements/vllm.txt
+	$(CHECK_MACHINE)
+	@echo "vLLM: an environment of its own"
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+	@$(RELEASE_PIP) --upgrade pip
+	@$(RELEASE_PIP) -r $<
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 check: $(READY)

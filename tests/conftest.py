@@ -79,7 +79,7 @@ async def plain_engine(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(
         model,
         core=1,
-        arguments=["--max-total-tokens", str(POOL)],
+        arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_PLUGINS": "none"},
     )
 

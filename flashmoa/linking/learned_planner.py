@@ -25,14 +25,14 @@ class LearnedLinkPlanner(LinkPlanner):
     """Plans the links of one run of a program; its agents are the run's calls, by their keys.
 
     Args:
-        find_engine: returns the engine at a URL, given the API key for it.
+        find_engine: returns a client of the engine that a request was sent to.
     """
 
     def __init__(
         self,
         program: Program,
         listener: Listener,
-        find_engine: Callable[[str, str | None], EngineClient],
+        find_engine: Callable[[RecordedRequest], EngineClient],
     ) -> None:
         super().__init__(listener)
         # All runs of a program report a reason once, and expect answers as long as in earlier runs.
@@ -78,7 +78,7 @@ class LearnedLinkPlanner(LinkPlanner):
     async def forecast(self, turn: Turn) -> Forecast:
         """Return what a call of the example will send in this run."""
         earlier = self._learned.example[turn.agent]
-        engine = self._find_engine(earlier.request.url, earlier.request.api_key)
+        engine = self._find_engine(earlier.request)
         written = self._learned.texts()
         messages = self._predict(turn.agent, written)
 

@@ -84,7 +84,7 @@ class LinkedCall(CallObserver):
             owner.listener, agent=agent, engine=request.engine, model=request.model
         )
         late = missed_link or (own_link is not None and own_link.is_late)
-        self._report.started(self.prompt_stream_id, late=late)
+        self._report.started(own_link.used_id if own_link is not None else None, late=late)
 
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._report.prompt_sent(body)

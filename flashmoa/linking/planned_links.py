@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.link import Link
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
@@ -207,6 +207,25 @@ class KvShare:
         self._share = share
         # Sizes of the KV pools in tokens, by the engine's URL.
         self._pools: dict[str, int] = {}
+
+    async def why_no_room(
+        self, engine: EngineClient, prompt: Prompt, others: Iterable[Link]
+    ) -> str | None:
+        """Return why there can be no link to a prompt that may never come; ``None`` if there can.
+
+        Raises: EngineError, see :meth:`has_room`.
+        """
+        try:
+            if await self.has_room(engine, prompt, others):
+                return None
+        except PluginMissing:
+            return (
+                "its engine has no plugin; only prompts that are sure to come are prefilled there"
+            )
+        return (
+            "the share of the KV pool for links that may go unused is taken by agents that are "
+            "likelier to speak"
+        )
 
     async def has_room(self, engine: EngineClient, prompt: Prompt, others: Iterable[Link]) -> bool:
         """Return whether a prompt fits into an engine's share alongside the prompts of ``others``.

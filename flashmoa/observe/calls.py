@@ -18,6 +18,7 @@ from flashmoa.observe.events import (
     CallStarted,
     Event,
     FirstToken,
+    LinkAdvanced,
     LinkOpened,
     Listener,
     PromptSent,
@@ -77,12 +78,18 @@ class _CallFields(TypedDict):
 
 @dataclass(slots=True)
 class Call:
-    """Holds what the events say of one call; times in Unix seconds."""
+    """Holds what the events say of one call; times in Unix seconds.
+
+    Attributes:
+        plain_tokens: number of tokens of its prompt that its link had prefilled on an engine
+            without the plugin; ``None`` if there was no such link.
+    """
 
     started: CallStarted
     prompt: PromptSent | None = None
     first_token: float | None = None
     ended: CallFinished | CallFailed | None = None
+    plain_tokens: int | None = None
 
     @property
     def agent(self) -> str:
@@ -106,9 +113,14 @@ def calls(events: Iterable[Event]) -> list[Call]:
     A call without ``CallStarted``, which failed before its request was sent, is left out.
     """
     by_id: dict[str, Call] = {}
+    plain: dict[str, int] = {}
     for event in events:
-        if isinstance(event, CallStarted):
-            by_id[event.call_id] = Call(event)
+        if isinstance(event, LinkOpened) and event.plain:
+            plain[event.stream_id] = 0
+        elif isinstance(event, LinkAdvanced) and event.stream_id in plain:
+            plain[event.stream_id] = event.prefilled_tokens
+        elif isinstance(event, CallStarted):
+            by_id[event.call_id] = Call(event, plain_tokens=plain.get(event.stream_id or ""))
         elif isinstance(event, CallEvent) and event.call_id in by_id:
             call = by_id[event.call_id]
             if isinstance(event, PromptSent):

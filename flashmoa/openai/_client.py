@@ -39,7 +39,9 @@ class AsyncOpenAI(openai.AsyncOpenAI):
 def link(client: Client) -> Client:
     """Have the chat completions of a client linked within :func:`flashmoa.openai.run`.
 
-    Repeating this is harmless. Copies of the client share its connections and are linked, too.
+    Repeating this is harmless. Copies of the client share its connections and are linked, too. Give
+    it clients of your own servers: one that charges for prompts also charges for what links prefill
+    there.
 
     Args:
         client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or

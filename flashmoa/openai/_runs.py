@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flashmoa._concurrency import all_of
-from flashmoa.engine import EngineClient, engine_url, kv_namespace
+from flashmoa.engine import EngineClient, WithoutPlugin, engine_url, kv_namespace
+from flashmoa.engine.plain import check_choice
 from flashmoa.linking.learned_planner import LearnedLinkPlanner
 from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.linking.observed_call import CallObserver
@@ -29,6 +30,7 @@ _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
 def run(
     name: str | None = None,
     *,
+    without_plugin: WithoutPlugin = "prefill",
     trace: Path | str | None = None,
     trace_prompts: bool = False,
     listener: Listener = ignore,
@@ -43,6 +45,8 @@ def run(
     Args:
         name: the program's name. Runs with the same name are of one program; by default those that
             are entered at the same line of code. What is learned lives as long as this process.
+        without_plugin: what links do on a server that does not have the plugin: ``prefill`` prompts
+            in a few steps, as far as that pays, or nothing (``off``).
         trace: a file to write all events to, for ``flashmoa trace``.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
             ``flashmoa doctor --trace`` then say why prefixes broke.
@@ -52,22 +56,22 @@ def run(
 
     Raises:
         OSError: if the trace's file cannot be written.
-        ValueError: if the trace's file holds something that is not a trace, or if ``trace_prompts``
-            is given without ``trace``.
+        ValueError: if ``without_plugin`` is none of these; if the trace's file holds something that
+            is not a trace; if ``trace_prompts`` is given without ``trace``.
     """
+    check_choice(without_plugin)
     caller = sys._getframe(1)
     program = name or f"{caller.f_code.co_filename}:{caller.f_lineno}"
     listener = add_trace(listener, trace, prompts=trace_prompts)
-    return _run(_programs.setdefault(program, Program()), listener)
+    return _run(Run(_programs.setdefault(program, Program()), without_plugin, listener))
 
 
 @asynccontextmanager
-async def _run(program: Program, listener: Listener) -> AsyncGenerator[None]:
+async def _run(this: Run) -> AsyncGenerator[None]:
     outer = _current.get()
     if outer is not None and not outer.is_closed:
         yield
         return
-    this = Run(program, listener)
     _current.set(this)
     try:
         yield
@@ -84,10 +88,11 @@ async def _run(program: Program, listener: Listener) -> AsyncGenerator[None]:
 class Run:
     """One run of a program."""
 
-    def __init__(self, program: Program, listener: Listener) -> None:
+    def __init__(self, program: Program, without_plugin: WithoutPlugin, listener: Listener) -> None:
         self.is_closed = False
+        self._without_plugin: WithoutPlugin = without_plugin
         self._planner = LearnedLinkPlanner(program, listener, self._find_engine)
-        self._engines: dict[tuple[str, str | None], EngineClient] = {}
+        self._engines: dict[tuple[str, str | None, str], EngineClient] = {}
 
     def observe(self, request: RecordedRequest, hold_reason: str | None) -> CallObserver:
         """Return the observer of a request that is about to be sent."""
@@ -101,10 +106,16 @@ class Run:
         finally:
             await all_of([engine.close for engine in self._engines.values()])
 
-    def _find_engine(self, url: str, api_key: str | None) -> EngineClient:
-        engine = self._engines.get((url, api_key))
+    def _find_engine(self, request: RecordedRequest) -> EngineClient:
+        key = (request.url, request.api_key, request.model)
+        engine = self._engines.get(key)
         if engine is None:
-            engine = self._engines[url, api_key] = EngineClient(url, api_key=api_key)
+            engine = self._engines[key] = EngineClient(
+                request.url,
+                api_key=request.api_key,
+                model=request.model,
+                without_plugin=self._without_plugin,
+            )
         return engine
 
 

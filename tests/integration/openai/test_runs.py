@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
@@ -235,17 +234,22 @@ async def test_a_stream_that_is_left_early_gives_everything_back(
     assert await play_linked("left", partial(program, 1000)) == whole
 
 
-async def test_a_plain_server_works_unlinked_with_one_warning(
-    plain_engine: LocalEngine, guide: str, caplog: pytest.LogCaptureFixture
+async def test_a_server_without_the_plugin_prefills_in_steps_unless_told_not_to(
+    plain_engine: LocalEngine, guide: str
 ) -> None:
     async with AsyncOpenAI(base_url=plain_engine.url) as plain:
         program = partial(chain, Clients(plain, plain), guide, TASK)
         unlinked = await program()
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert await play_linked("plain", program) == unlinked
-    warnings = [record for record in caplog.records if "unlinked" in record.message]
-    assert len(warnings) <= 1
+        assert await play_linked("plain", program) == unlinked
+        events: list[Event] = []
+        assert await play_linked("plain", program, events) == unlinked
+        assert [event.plain for event in events if isinstance(event, LinkOpened)] == [True, True]
+        events.clear()
+        async with run("plain", without_plugin="off", listener=events.append):
+            assert await program() == unlinked
+        assert not [event for event in events if isinstance(event, LinkOpened)]
+    with pytest.raises(ValueError, match="without_plugin"):
+        run("plain", without_plugin="on")  # type: ignore[arg-type]
 
 
 async def test_a_retried_request_is_one_call(

@@ -17,7 +17,7 @@ from rich.table import Table
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
 from flashmoa.observe.page import page
-from flashmoa.observe.prefix_breaks import HOW_TO_RECORD, find_breaks, group_breaks
+from flashmoa.observe.prefix_breaks import HOW_TO_RECORD, NO_BREAK, find_breaks, group_breaks
 from flashmoa.observe.summary import COLUMNS, overlaps, row, summary
 from flashmoa.observe.timeline import draw, lanes, perfetto
 from flashmoa.observe.trace import TraceError, read
@@ -81,7 +81,7 @@ def _describe_breaks(events: Sequence[Event]) -> str:
         return f"Prefixes: not known, as the trace has no prompts; {HOW_TO_RECORD} records them"
     groups = group_breaks(find_breaks(all_calls))
     if not groups:
-        return "Prefixes: each prompt begins with the one before it"
+        return f"Prefixes: {NO_BREAK}"
     shown = [group.describe() for group in groups[:_MOST_BREAKS]]
     if len(groups) > len(shown):
         shown.append(f"... and {len(groups) - len(shown)} more")

@@ -12,6 +12,7 @@ from flashmoa.observe import PromptSent
 from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.prefix_breaks import (
     HOW_TO_RECORD,
+    NO_BREAK,
     BreakGroup,
     PrefixBreak,
     RenderedPrompt,
@@ -54,8 +55,7 @@ async def check_prefixes(
         groups = group_breaks(find_breaks(prompted))
     findings = [note("prefix", group.describe(), group.worst.remedy) for group in groups]
     if not findings:
-        text = f"each of {len(prompted)} prompts begins with the one before it"
-        findings.append(ok("prefix", text))
+        findings.append(ok("prefix", f"{NO_BREAK}, of {len(prompted)} prompts"))
     return problems + findings
 
 
@@ -101,7 +101,7 @@ async def _measure(client: EngineClient, one: PrefixBreak, costs: Costs | None) 
     old, new = await client.tokenize([one.old, one.new], add_special_tokens=False)
     pairs = enumerate(zip(old, new, strict=False))
     least = min(len(old), len(new))
-    token = next((number for number, (was, now) in pairs if was != now), least)
+    token = next((number for number, (was, now) in pairs if was != now), least) if one.at else 0
     again, points = one.again_tokens, costs.points if costs is not None else []
     if again is None or not points:
         return replace(one, token=token)

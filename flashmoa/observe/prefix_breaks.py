@@ -31,6 +31,7 @@ HOW_TO_RECORD = "link(team, trace=FILE, trace_prompts=True)"
 
 # Prefilling fewer tokens takes about as long as prefilling one.
 _FEWEST_TOKENS = 32
+NO_BREAK = f"no prompt had {_FEWEST_TOKENS} tokens or more computed again as its prefix broke"
 # Of how much text agents must have in common, behind a difference, to be expected to share it.
 _SHARED_CHARACTERS = 1000
 _SHOWN_CHARACTERS = 48
@@ -250,7 +251,8 @@ def _compare(earlier: _Prompt, later: _Prompt, number: int) -> PrefixBreak | Non
         new = later.rendered.text + later.rendered.opening
     else:
         old, new = "\n".join(old_parts), "\n".join(new_parts)
-    at = common_prefix(old, new)
+    # KV is shared within a namespace only.
+    at = common_prefix(old, new) if earlier.sent.namespace == later.sent.namespace else 0
     if at in (len(old), len(new)) or first == len(new_parts):
         return None
     changes = find_changes(before, later.sent)

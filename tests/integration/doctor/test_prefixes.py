@@ -182,5 +182,5 @@ async def test_engine_that_cannot_render_is_named_and_prompts_are_compared_as_se
     assert problem.level == "fix" and "without the flashmoa-sglang plugin" in problem.text
     assert (finding.level, finding.text) == (
         "ok",
-        "each of 2 prompts begins with the one before it",
+        "no prompt had 32 tokens or more computed again as its prefix broke, of 2 prompts",
     )

@@ -56,7 +56,7 @@ async def test_prompts_that_share_their_prefixes_are_ok(
     (finding,) = await check_prefixes(file)
     assert (finding.level, finding.about) == ("ok", "prefix")
     assert trace_command.main([str(file)]) == 0
-    assert "each prompt begins with the one before it" in capsys.readouterr().out
+    assert "Prefixes: no prompt had 32 tokens or more computed again" in capsys.readouterr().out
 
 
 async def test_trace_without_prompts_says_how_to_record_them(tmp_path: Path) -> None:

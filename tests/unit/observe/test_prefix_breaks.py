@@ -304,6 +304,15 @@ def test_settings_of_the_request_are_compared() -> None:
     ]
 
 
+def test_prompts_with_another_cache_salt_share_nothing() -> None:
+    """The engine renders them alike, but does not share their KV."""
+    salted = call(LONG, at=1.0, namespace={"cache_salt": "s"}, usage=used(1000, 0))
+    same = render(LONG)
+    (broken,) = find_breaks([call(LONG), salted], {"0.0": same, "1.0": same})
+    assert broken.at == 0 and broken.changes[0].text == "the request's cache_salt"
+    assert (broken.again_tokens or 0) > 950
+
+
 def test_all_of_settings_tools_and_messages_are_named() -> None:
     changes = compare(system("Turn 1."), system("Turn 2."), [SEARCH, READ], [READ, SEARCH]).changes
     assert [change.kind for change in changes] == ["tools", "value"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 
@@ -200,6 +201,8 @@ async def test_a_cache_that_keeps_nothing_gets_no_more_steps(
 async def test_an_error_of_the_server_ends_only_the_link(caplog: pytest.LogCaptureFixture) -> None:
     server, events = FakeServer(), list[Event]()
     server.error = EngineUnreachable("the server is gone")
+    # A warning the first time only, and another test's may have been that.
+    caplog.set_level(logging.DEBUG)
     async with running(make_link(server, events, Prompt([HEAD, Slot("A")]))) as link:
         await settle()
         link.feed("A", HEAD)

@@ -54,7 +54,8 @@ demo: $(READY)
 	@$(BIN)/python examples/chain.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
+	@$(BIN)/python -m pytest -m "not slow" tests/integration
 
 test-slow: $(READY) .venvs/frameworks/.ready
 	@$(BIN)/python -m pytest -m slow

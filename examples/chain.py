@@ -1,7 +1,8 @@
 """Run a chain of four travel agents, linked: planner -> local -> language -> summary.
 
-The agents take turns on two engines, and each has a destination guide in its prompt. If the chain
-is linked, an agent's engine prefills its prompt while the agent before it is still writing.
+The first three agents run on engine A, the summary on engine B, and each has a destination guide in
+its prompt. If the chain is linked, an agent's engine prefills its prompt while the agents before it
+are still writing.
 
 Without arguments this serves a small real model, SmolLM2-135M-Instruct, on two real SGLang engines
 on this machine's CPU, measures the chain unlinked, warmed and linked, and prints the last plan.
@@ -45,18 +46,18 @@ EXCERPT = 1500
 
 
 def build_team(
-    first: FlashMoAChatCompletionClient,
-    second: FlashMoAChatCompletionClient,
+    small: FlashMoAChatCompletionClient,
+    large: FlashMoAChatCompletionClient,
     guide: str = GUIDE.read_text(),
 ) -> RoundRobinGroupChat:
-    """Build the team of four agents, which take turns on the two clients' engines."""
+    """Build the team of four agents; only the last one runs on the large model."""
     agents = [
         AssistantAgent(
             name,
-            model_client=(first, second)[place % 2],
+            model_client=large if name == "summary" else small,
             system_message=f"{guide}\n\n{role}",
         )
-        for place, (name, role) in enumerate(ROLES.items())
+        for name, role in ROLES.items()
     ]
     return RoundRobinGroupChat(agents, max_turns=len(agents))
 

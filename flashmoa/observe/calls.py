@@ -86,9 +86,9 @@ class Call:
     """
 
     started: CallStarted
-    prompt: PromptSent | None = None
     first_token: float | None = None
     ended: CallFinished | CallFailed | None = None
+    prompt: PromptSent | None = None
     plain_tokens: int | None = None
 
     @property

@@ -34,7 +34,7 @@ from tests.integration.openai.programs import (
     random_program,
     statuses,
 )
-from tests.integration.support import wait_for_streams, wait_until_idle
+from tests.integration.support import slow_except, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -105,7 +105,9 @@ async def test_reviewers_at_once_are_linked_to_the_draft(clients: Clients, guide
     assert statuses(events) == [None, "hit", "hit"]
 
 
-@pytest.mark.parametrize("way", ["stream", "parse", "raw", "copy", "linked"])
+@pytest.mark.parametrize(
+    "way", slow_except(["stream", "parse", "raw", "copy", "linked"], "raw", "linked")
+)
 async def test_every_way_to_call_the_client_is_linked(
     clients: Clients, downstream: LocalEngine, guide: str, way: str
 ) -> None:

@@ -43,7 +43,7 @@ def call(
     who = {"agent": agent, "engine": "http://e", "call_id": str(at)}
     prompt = PromptSent(**who, at=at, messages=messages, tools=list(tools), **sent)
     finished = CallFinished(**who, at=at + 0.9, text=answer, usage=usage)
-    return Call(CallStarted(**who, at=at, model="m"), prompt, at + 0.5, finished)
+    return Call(CallStarted(**who, at=at, model="m"), at + 0.5, finished, prompt)
 
 
 def used(prompt: int, cached: int | None, streamed: int | None = None) -> PromptUsage:

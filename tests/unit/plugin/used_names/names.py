@@ -164,7 +164,12 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     },
     HTTP_SERVER: {"app": PLAIN},
     IPC_CHANNELS: {"send_to_tokenizer": SENDER},
-    MANAGER: {"model_config": MODEL_CONFIG, "rid_to_state": PLAIN, "send_to_scheduler": PLAIN},
+    MANAGER: {
+        "model_config": MODEL_CONFIG,
+        "rid_to_state": PLAIN,
+        "send_to_scheduler": PLAIN,
+        "server_status": PLAIN,
+    },
     MODEL_CONFIG: {
         "attention_arch": _srt("configs.model_config:AttentionArch"),
         "hf_config": PLAIN,

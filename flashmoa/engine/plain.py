@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -46,6 +47,8 @@ class PlainServer:
         self.costs = StepCosts()
         self._call = call
         self._model = model
+        # How many prefills are running, and how many have ever begun.
+        self._running, self._begun = 0, 0
         self._has_generate = True
         self._reports_cached = False
 
@@ -75,17 +78,31 @@ class PlainServer:
         except (errors.PluginMissing, errors.BadAnswer):
             return transcript
 
-    async def prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
+    async def prefill(
+        self, prompt: str, namespace: Mapping[str, str]
+    ) -> tuple[PromptUsage | None, float | None]:
         """Prefill the beginning of a prompt that :meth:`render` has returned.
 
         Args:
             namespace: the namespace of the KV.
 
-        Returns: what the server says of it, with zeros if it says nothing; ``None`` if there was
-            nothing to send.
+        Returns: what the server says of it, with zeros if it says nothing, and ``None`` if there
+            was nothing to send; and how many seconds it took, ``None`` if others ran beside it.
 
         Raises: PluginMissing if the server has no route for it, and other EngineErrors.
         """
+        was_alone = not self._running
+        self._begun += 1
+        self._running += 1
+        begun, start = self._begun, time.monotonic()
+        try:
+            usage = await self._prefill(prompt, namespace)
+        finally:
+            self._running -= 1
+        is_alone = was_alone and begun == self._begun
+        return usage, time.monotonic() - start if is_alone else None
+
+    async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
         if transcripts.is_transcript(prompt):
             body = transcripts.decode(prompt)
             if not body["messages"]:

@@ -51,7 +51,8 @@ class StepCosts:
     keep prompts (it is off, too small, or that of another replica); no step pays for a minute.
 
     The overhead is the median, over the steps of the last minute, of a step's time less its tokens'
-    time at the fastest rate of all these steps. It is zero after a single step.
+    time at the fastest rate of all these steps. It is zero after a single step. Only steps that ran
+    while this client had no other step on the server count.
 
     Args:
         clock: returns the time in seconds.
@@ -63,13 +64,14 @@ class StepCosts:
         self._is_reported = True
         self._lost_at = float("-inf")
 
-    def add(self, prompt: int, cached: int | None, seconds: float, before: int) -> bool:
+    def add(self, prompt: int, cached: int | None, seconds: float | None, before: int) -> bool:
         """Note a step. Return whether it found what the step before it left in the cache.
 
         Args:
             prompt: number of tokens of the prompt so far.
             cached: number of these that were cached; ``None`` if the server does not say.
-            seconds: the time from sending the request to its answer.
+            seconds: the time from sending the request to its answer; ``None`` if steps of other
+                prompts took part of it.
             before: number of tokens of the step before it; 0 if it is the first one of a prompt.
         """
         self._is_reported = cached is not None
@@ -78,7 +80,7 @@ class StepCosts:
         is_found = cached >= before / 2
         if not is_found:
             self._lost_at = self._clock()
-        elif prompt > cached:
+        elif prompt > cached and seconds is not None:
             missing = max(0, before - cached)
             self._steps.append(_Step(self._clock(), prompt - cached, seconds, missing))
         return is_found

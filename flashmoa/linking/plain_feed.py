@@ -121,9 +121,7 @@ class PlainFeed:
         if self.stream_id is None:
             self.stream_id = f"plain-{secrets.token_hex(8)}"
             self._report()
-        start = anyio.current_time()
-        usage = await self._server.prefill(text, self._namespace)
-        seconds = anyio.current_time() - start
+        usage, seconds = await self._server.prefill(text, self._namespace)
         if usage is not None:
             self._measure(usage, seconds)
             self._sent_tokens = usage.prompt_tokens or round(len(text) / _CHARACTERS_PER_TOKEN)
@@ -131,7 +129,7 @@ class PlainFeed:
         self._steps += 1
         self._report()
 
-    def _measure(self, usage: PromptUsage, seconds: float) -> None:
+    def _measure(self, usage: PromptUsage, seconds: float | None) -> None:
         cached, before = usage.cached_tokens, self._sent_tokens
         if not self._server.costs.add(usage.prompt_tokens, cached, seconds, before):
             level = logging.DEBUG if self._url in _forgetful else logging.WARNING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
 import pytest
 
 from flashmoa.engine import BadAnswer, EngineClient, MalformedRequest, PluginMissing, transcripts
@@ -63,7 +64,7 @@ async def test_sglang_prefills_tokens_without_decoding() -> None:
     fake = FakeServer(*SGLANG)
     server = PlainServer(fake.call, None)
     assert await server.render(MESSAGES, {"tools": None}) == RENDERED
-    usage = await server.prefill(RENDERED[:5], {"lora_path": "x"})
+    usage, _ = await server.prefill(RENDERED[:5], {"lora_path": "x"})
     assert usage is not None and (usage.prompt_tokens, usage.cached_tokens) == (9, 4)
     path, body = fake.requests[-1]
     assert path == "/generate"
@@ -86,7 +87,7 @@ async def test_vllm_prefills_tokens_with_one_token_to_decode() -> None:
     server = PlainServer(fake.call, "mine")
     assert await server.render(MESSAGES, {}) == RENDERED
     for text in ("ab", "abc"):
-        usage = await server.prefill(text, NO_NAMESPACE)
+        usage, _ = await server.prefill(text, NO_NAMESPACE)
         assert usage is not None and usage.cached_tokens == 4
         path, body = fake.requests[-1]
         assert (path, body["max_tokens"], body["model"]) == ("/v1/completions", 1, "mine")
@@ -98,7 +99,7 @@ async def test_a_server_that_cannot_tokenize_gets_messages() -> None:
     server = PlainServer(fake.call, None)
     messages = [{"role": "system", "content": "Be kind."}, *MESSAGES]
     prompt = await server.render(messages, {"tools": [{"type": "function"}], "x": None})
-    usage = await server.prefill(prompt[:-4], NO_NAMESPACE)
+    usage, _ = await server.prefill(prompt[:-4], NO_NAMESPACE)
     assert usage is not None and usage.cached_tokens == 4
     path, body = fake.requests[-1]
     assert path == "/v1/chat/completions"
@@ -115,7 +116,8 @@ async def test_messages_without_any_text_are_not_sent() -> None:
     fake = FakeServer(*OTHER)
     server = PlainServer(fake.call, None)
     prompt = await server.render(MESSAGES, {})
-    assert await server.prefill(prompt.removesuffix("Hi  you"), NO_NAMESPACE) is None
+    usage, _ = await server.prefill(prompt.removesuffix("Hi  you"), NO_NAMESPACE)
+    assert usage is None
     assert fake.requests == []
 
 
@@ -155,7 +157,7 @@ async def test_cached_tokens_that_are_left_out_are_none_once_others_were_reporte
     server = PlainServer(call, "m")
     prompt = transcripts.encode(MESSAGES, {})
     for _ in answers:
-        usage = await server.prefill(prompt, NO_NAMESPACE)
+        usage, _ = await server.prefill(prompt, NO_NAMESPACE)
         cached.append(usage.cached_tokens if usage is not None else -1)
     assert cached == [None, 5, 0]
 
@@ -182,3 +184,31 @@ async def test_an_aborted_prefill_is_an_error() -> None:
 async def test_the_choice_is_checked() -> None:
     with pytest.raises(ValueError, match="without_plugin must be 'prefill' or 'off', not 'on'"):
         EngineClient("http://127.0.0.1:9", without_plugin="on")  # type: ignore[arg-type]
+
+
+async def test_prefills_are_timed_only_if_they_run_alone() -> None:
+    """Otherwise each one would seem to take the time of all."""
+    gates = {"first": anyio.Event(), "second": anyio.Event()}
+    seconds: dict[str, float | None] = {}
+
+    async def call(method: str, path: str, answer: Any, body: Any = None) -> Any:
+        await gates[body["messages"][0]["content"]].wait()
+        return answer.model_validate({"usage": {"prompt_tokens": 9}})
+
+    server = PlainServer(call, "m")
+
+    async def prefill(name: str) -> None:
+        prompt = transcripts.encode([{"role": "user", "content": name}], {})
+        _, seconds[name] = await server.prefill(prompt, NO_NAMESPACE)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(prefill, "first")
+        await anyio.wait_all_tasks_blocked()
+        group.start_soon(prefill, "second")
+        await anyio.wait_all_tasks_blocked()
+        gates["first"].set()
+        await anyio.wait_all_tasks_blocked()
+        gates["second"].set()
+    assert seconds == {"first": None, "second": None}
+    await prefill("first")
+    assert seconds["first"] is not None

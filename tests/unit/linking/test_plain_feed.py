@@ -11,20 +11,12 @@ import pytest
 
 from flashmoa.engine import EngineClient, EngineUnreachable, PluginMissing, PromptUsage, StreamState
 from flashmoa.engine.plain import PlainServer
-from flashmoa.engine.prefill_steps import StepCosts
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened
 
 pytestmark = pytest.mark.anyio
 HEAD = "head" * 100
-
-
-class FreeSteps(StepCosts):
-    """Costs of steps without any overhead, however long they take here."""
-
-    def add(self, prompt: int, cached: int | None, seconds: float, before: int) -> bool:
-        return super().add(prompt, cached, 0.0, before)
 
 
 class FakeServer(PlainServer):
@@ -35,7 +27,6 @@ class FakeServer(PlainServer):
             raise AssertionError("nothing is sent by another way")
 
         super().__init__(call, None)
-        self.costs = FreeSteps()
         self.prompts: list[str] = []
         self.namespaces: list[Mapping[str, str]] = []
         self.hangs = False
@@ -44,7 +35,9 @@ class FakeServer(PlainServer):
         self._forgets = forgets
         self._sent = anyio.Event()
 
-    async def prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage:
+    async def prefill(
+        self, prompt: str, namespace: Mapping[str, str]
+    ) -> tuple[PromptUsage, float | None]:
         cached = len(self.prompts[-1]) // 4 if self.prompts and not self._forgets else 0
         self.prompts.append(prompt)
         self.namespaces.append(namespace)
@@ -56,9 +49,11 @@ class FakeServer(PlainServer):
             raise
         if self.error is not None:
             raise self.error
-        return PromptUsage(
+        usage = PromptUsage(
             prompt_tokens=len(prompt) // 4, completion_tokens=0, cached_tokens=cached
         )
+        # How long it takes here says nothing.
+        return usage, None
 
     async def wait_for(self, prompts: int) -> None:
         """Wait until so many prompts have been sent."""

@@ -52,6 +52,8 @@ class Forecast:
         received_since: returns the number of messages that the agent has received since the
             forecast, or ``None`` if its team was reset or the agent has had a turn. Without this
             function, the forecast always holds.
+        holds: returns whether the same would be forecast now; without it, only ``received_since``
+            is asked.
     """
 
     turn: Turn
@@ -62,6 +64,7 @@ class Forecast:
     namespace: Mapping[str, str] | None = None
     expected_messages: int = 0
     received_since: Callable[[], int | None] | None = None
+    holds: Callable[[], bool] | None = None
 
     @property
     def is_of_this_run(self) -> bool:
@@ -133,6 +136,8 @@ class PlannedLinks:
         link, forecast = self._links.get(turn.agent, (None, None))
         if link is None or forecast is None or (link.is_over and self._streams):
             return False
+        if forecast.holds is not None:
+            return forecast.holds()
         if forecast.received_since is None:
             return True
         received = forecast.received_since()

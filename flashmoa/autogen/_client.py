@@ -227,7 +227,7 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
                 extra_create_args=make_extra_args(self._create_args, extra_create_args, call),
                 **rest,
             )
-            return finish_call(call, result, json_output)
+            return finish_call(call, result, json_output, tools)
 
     async def _resolve(
         self,
@@ -270,7 +270,8 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
         messages, pending = await self._resolve(messages, tools, cancellation_token)
-        with self._begin(why_held_back(tools, json_output, self.model_info), pending) as call:
+        held = why_held_back(tools, json_output, self.model_info, is_stream=True)
+        with self._begin(held, pending) as call:
             args = make_extra_args(self._create_args, extra_create_args, call)
             if include_usage is None and "stream_options" not in {**self._create_args, **args}:
                 include_usage = True
@@ -286,7 +287,7 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
             async with aclosing(log_items_as(call, stream)) as items:
                 async for item in items:
                     if isinstance(item, CreateResult):
-                        item = finish_call(call, item, json_output)
+                        item = finish_call(call, item, json_output, tools)
                     yield item
 
     async def close(self) -> None:

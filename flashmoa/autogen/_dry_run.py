@@ -118,7 +118,7 @@ def agent_dry_runs(
     Raises: NotForecastable if the agent has no FlashMoA client, or if it is not included and a dry
         run would run code that is not AutoGen's own.
     """
-    client = _make_capturing_client(agent, included)
+    client = make_capturing_client(agent, included)
     if not included:
         _require_stock_agent(agent)
         for message in received:
@@ -127,7 +127,7 @@ def agent_dry_runs(
     def make_dry_run(memory: Any) -> DryRun:
         async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
             shadow = _make_shadow(agent, client, memory)
-            return await _first_call_of_turn(shadow, [*received, *future])
+            return await _call_of_turn(shadow, [*received, *future])
 
         return run
 
@@ -140,7 +140,7 @@ def manager_dry_runs(manager: Any) -> list[DryRun]:
     Raises: NotForecastable if the manager has no FlashMoA client, or is not a stock
         ``SelectorGroupChatManager`` or ``MagenticOneOrchestrator``.
     """
-    client = _make_capturing_client(manager, included=False)
+    client = make_capturing_client(manager, included=False)
     if is_stock(manager, SelectorGroupChatManager):
         return [lambda future: _dry_run_selector(manager, client, future)]
     if is_stock(manager, MagenticOneOrchestrator):
@@ -159,7 +159,7 @@ def summary_dry_run(
 
     Raises: NotForecastable, see :func:`agent_dry_runs`.
     """
-    client = _make_capturing_client(agent, included)
+    client = make_capturing_client(agent, included)
     if not included:
         require_stock(agent, SocietyOfMindAgent)
         for message in said:
@@ -172,12 +172,12 @@ def summary_dry_run(
         # contains them.
         shadow._model_context = UnboundedChatCompletionContext()
         shadow._team = _FinishedTeam([*said, *future])
-        return await _first_call_of_turn(shadow, [])
+        return await _call_of_turn(shadow, [])
 
     return run
 
 
-def _make_capturing_client(caller: Any, included: bool) -> _CapturingClient:
+def make_capturing_client(caller: Any, included: bool) -> _CapturingClient:
     client = client_of(caller)
     if client is None:
         raise NotForecastable("it has no FlashMoAChatCompletionClient")
@@ -229,7 +229,7 @@ def _make_shadow(agent: Any, client: _CapturingClient, memory: Any) -> Any:
         return shadow
     shadow._model_client = client
     if is_stock(agent, AssistantAgent):
-        shadow._model_context = _clone_context(agent._model_context)
+        shadow._model_context = clone_context(agent._model_context)
         shadow._memory = memory
     else:  # The attributes of any other class are unknown.
         _detach_containers(shadow)
@@ -240,12 +240,12 @@ def _detach_containers(shadow: Any) -> None:
     """Give the copy its own model contexts, lists, dicts and sets; their items stay shared."""
     for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
         if isinstance(value, ChatCompletionContext):
-            setattr(shadow, name, _clone_context(value))
+            setattr(shadow, name, clone_context(value))
         elif isinstance(value, list | dict | set):
             setattr(shadow, name, copy.copy(cast("Any", value)))
 
 
-def _clone_context(context: Any) -> Any:
+def clone_context(context: Any) -> Any:
     if not is_stock(context, *CONTEXTS):
         raise NotForecastable(
             f"its {type(context).__name__} chooses messages by rules that a text still being "
@@ -256,15 +256,15 @@ def _clone_context(context: Any) -> Any:
     return clone
 
 
-async def _first_call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
+async def _call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
     async def take_turn() -> None:
         async for _ in shadow.on_messages_stream(messages, CancellationToken()):
             pass
 
-    return await _first_call(take_turn())
+    return await first_call(take_turn())
 
 
-async def _first_call(run: Awaitable[object]) -> ModelCall:
+async def first_call(run: Awaitable[object]) -> ModelCall:
     """Return the first model call of a run that uses a :class:`_CapturingClient`.
 
     Raises: NotForecastable if the run ends without one.
@@ -282,10 +282,10 @@ async def _dry_run_selector(
     """Return the call with which a selector chooses the next speaker after these messages."""
     shadow: Any = copy.copy(manager)
     shadow._model_client = client
-    shadow._model_context = _clone_context(manager._model_context)
+    shadow._model_context = clone_context(manager._model_context)
     shadow._message_thread = list(manager._message_thread)
     await shadow.update_message_thread(future)
-    return await _first_call(shadow.select_speaker(shadow._message_thread))
+    return await first_call(shadow.select_speaker(shadow._message_thread))
 
 
 async def _dry_run_orchestrator(
@@ -297,4 +297,4 @@ async def _dry_run_orchestrator(
     shadow._message_thread = [*manager._message_thread, *future]
     # Messages that the copy publishes must not reach the team's output.
     shadow._output_message_queue = asyncio.Queue()
-    return await _first_call(shadow._orchestrate_step(CancellationToken()))
+    return await first_call(shadow._orchestrate_step(CancellationToken()))

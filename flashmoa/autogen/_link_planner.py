@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import anyio
 from autogen_agentchat.messages import BaseChatMessage
+from autogen_core import FunctionCall
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import DryRun, ModelCall
+from flashmoa.autogen._model_call import ToolAnswer
+from flashmoa.autogen._own_turns import find_tool_tasks, result_of
 from flashmoa.autogen._self_hosted import render
 from flashmoa.autogen._team_members import TeamMembers
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
 from flashmoa.linking.failure_policy import FailurePolicy
 from flashmoa.linking.link import Ahead, Link
 from flashmoa.linking.linked_call import LinkedCall
+from flashmoa.linking.own_turn import OwnTurn
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
 from flashmoa.linking.planned_links import Forecast, Turn
 from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkPlanner
@@ -112,6 +118,44 @@ class TeamLinkPlanner(LinkPlanner):
         counts = {name: len(self._members.received(name)) for name in readers if name != MANAGER}
         if counts:
             self.host.start(lambda: self._plan_when_delivered(call, counts))
+
+    def tools_called(self, call: LinkedCall, answer: object) -> None:
+        """Hold the agent's next request while its tools run, if it will make one."""
+        if self._settings.ahead == "nothing" or not isinstance(answer, ToolAnswer):
+            return
+        try:
+            request = self._members.own_request(call.agent, answer)
+        except Exception as error:
+            # Whatever is wrong with a prediction, the agent's answer must reach it.
+            self.decline(call.agent, error)
+            return
+        if request is None:
+            return
+        client, tools = request.client, request.tools
+
+        async def render_with(results: Mapping[str, str]) -> str:
+            following = await request.dry_run([results[tool] for tool in tools])
+            return await render(client, following.messages, following.tools)
+
+        policy = self._settings.policy(call.agent, client)
+        turn = OwnTurn(call.agent, client.engine, tools, render_with, on_failure=policy)
+        self.own_turns.hold(turn)
+        self.host.start(lambda: self._learn_results(turn, answer.calls))
+
+    async def _learn_results(self, turn: OwnTurn, calls: Sequence[FunctionCall]) -> None:
+        """Add the results of tools to a request that is held, as the tools end."""
+
+        async def learn(tool: str, task: asyncio.Task[Any]) -> None:
+            if (result := await result_of(task)) is None:
+                self.own_turns.give_up(turn)
+            else:
+                self.own_turns.add_result(turn, tool, result)
+
+        tasks = await find_tool_tasks(calls)
+        async with anyio.create_task_group() as group:
+            for tool, task in zip(turn.tools, tasks, strict=True):
+                if task is not None:
+                    group.start_soon(learn, tool, task)
 
     async def _plan_when_delivered(self, call: LinkedCall, counts: Mapping[str, int]) -> None:
         """Plan again once every reader has received more messages than it had.

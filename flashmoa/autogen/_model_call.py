@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from autogen_core import EVENT_LOGGER_NAME, CancellationToken
+from autogen_core import EVENT_LOGGER_NAME, CancellationToken, FunctionCall
 from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
 from autogen_core.tools import Tool, ToolSchema
@@ -47,12 +47,36 @@ class EngineUsage(RequestUsage):
     late_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    """An answer that calls tools, and the tools that its request offered."""
+
+    result: CreateResult
+    tools: Sequence[Tool | ToolSchema]
+
+    @property
+    def calls(self) -> list[FunctionCall]:
+        """The calls; AutoGen runs these very objects."""
+        content = self.result.content
+        return [] if isinstance(content, str) else content
+
+
 def why_held_back(
-    tools: Sequence[Tool | ToolSchema], json_output: JsonOutput, model_info: ModelInfo
+    tools: Sequence[Tool | ToolSchema],
+    json_output: JsonOutput,
+    model_info: ModelInfo,
+    *,
+    is_stream: bool = False,
 ) -> str | None:
-    """Return why an answer's text must not reach other agents as it arrives, if it must not."""
-    if tools:
-        return "it has tools, so its answer may be a tool call"
+    """Return why an answer's text must not reach other agents as it arrives, if it must not.
+
+    Args:
+        is_stream: whether AutoGen itself requests the answer as a stream. Servers parse tool calls
+            in a stream in another way than in a whole answer, so only then may the answer of a call
+            with tools be read as a stream.
+    """
+    if tools and not is_stream:
+        return "it has tools, and its answer is not requested as a stream (model_client_stream)"
     if isinstance(json_output, type):
         return "its answer is structured output, which AutoGen rewrites"
     if model_info["family"] == ModelFamily.R1:
@@ -74,8 +98,17 @@ def make_extra_args(
     return {**extra, "extra_body": call.body(own_body | given_body)}
 
 
-def finish_call(call: ObservedCall, result: CreateResult, json_output: JsonOutput) -> CreateResult:
-    """Report the result to a call's observers. Return it with the engine's usage."""
+def finish_call(
+    call: ObservedCall,
+    result: CreateResult,
+    json_output: JsonOutput,
+    tools: Sequence[Tool | ToolSchema],
+) -> CreateResult:
+    """Report the result to a call's observers. Return it with the engine's usage.
+
+    Args:
+        tools: the tools that the request offered.
+    """
     usage = call.usage
     if usage is not None and usage.cached_tokens is not None:
         result.usage = EngineUsage(
@@ -88,7 +121,8 @@ def finish_call(call: ObservedCall, result: CreateResult, json_output: JsonOutpu
     text = result.content if isinstance(result.content, str) else None
     # AutoGen turns a structured answer into a message other than its text.
     is_forwarded = text is not None and not isinstance(json_output, type)
-    call.finish(CallResult(text or "", usage, result.finish_reason, is_forwarded))
+    tool_calls = ToolAnswer(result, tools) if text is None else None
+    call.finish(CallResult(text or "", usage, result.finish_reason, is_forwarded, tool_calls))
     return result
 
 

@@ -19,6 +19,8 @@ from flashmoa.autogen._dry_run import (
     manager_dry_runs,
     summary_dry_run,
 )
+from flashmoa.autogen._model_call import ToolAnswer
+from flashmoa.autogen._own_turns import OwnRequest, own_request
 from flashmoa.autogen._stock import client_of, is_stock, why_rewritten
 from flashmoa.autogen._team_parts import TeamParts, find_agent_on_stack
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY, first_turns, summary_turn, upcoming_turns
@@ -169,6 +171,14 @@ class TeamMembers:
         included = agent in self._include
         return agent_dry_runs(self._caller(agent), self.received(agent), included)
 
+    def own_request(self, name: str, answer: ToolAnswer) -> OwnRequest | None:
+        """Return what an agent asks when the tools of its answer have run, if it asks anything.
+
+        Raises: NotForecastable, see :func:`agent_dry_runs`.
+        """
+        agent = self._assistant(name)
+        return None if agent is None else own_request(agent, answer, name in self._include)
+
     def possible_futures(
         self, turn: Turn, placeholders: Placeholders
     ) -> list[Sequence[BaseChatMessage]]:
@@ -219,7 +229,8 @@ class TeamMembers:
         return None if agent is None else {handoff.target for handoff in agent._handoffs.values()}
 
     def _assistant(self, name: str) -> AssistantAgent | None:
-        agent: Any = None if name == MANAGER else self._caller(name)
+        """Return the stock ``AssistantAgent`` that a participant is, or filters messages for."""
+        agent: Any = self._participant(name)
         while isinstance(agent, MessageFilterAgent):
             agent = agent._wrapped_agent
         return agent if is_stock(agent, AssistantAgent) else None

@@ -37,6 +37,14 @@ class CallOwner(ABC):
         """Note that the text which other agents get from a call is complete."""
 
     @abstractmethod
+    def tools_called(self, call: LinkedCall, answer: object) -> None:
+        """Note that a call's answer calls tools; ``answer`` is ``CallResult.tool_calls``."""
+
+    @abstractmethod
+    def call_taken_back(self, call: LinkedCall) -> None:
+        """Note that other agents will not get the text of a call, which links were fed."""
+
+    @abstractmethod
     def call_failed(self, call: LinkedCall) -> None:
         """Note that other agents will not get the text of a call."""
 
@@ -99,6 +107,8 @@ class LinkedCall(CallObserver):
         self._report.finished(result.text, result.usage, result.finish_reason)
         if result.usage is not None:
             self._owner.output_lengths.add(self.agent, result.usage.completion_tokens)
+        if result.tool_calls is not None:
+            self._owner.tools_called(self, result.tool_calls)
         if not self._owner.streams:
             return
         written = self.text.written
@@ -108,9 +118,7 @@ class LinkedCall(CallObserver):
             self._owner.call_finished(self)
         elif written:
             # Other agents get something else: the result of a tool call, or a rewritten text.
-            for link in self._owner.waiting_for(self.agent):
-                link.end("abort")
-            self._owner.call_failed(self)
+            self._owner.call_taken_back(self)
         else:
             self._owner.call_held_back(self, self._hold_reason or "it calls tools")
 

@@ -37,12 +37,15 @@ class CallResult:
         finish_reason: OpenAI's ``finish_reason``.
         is_forwarded: whether other agents get exactly this text; they do not if the answer is a
             tool call, or is rewritten.
+        tool_calls: an answer that calls tools, as the framework's planner wants it; ``None`` if it
+            calls none, or its planner does not ask.
     """
 
     text: str
     usage: PromptUsage | None
     finish_reason: str | None
     is_forwarded: bool
+    tool_calls: object = None
 
 
 class CallObserver:

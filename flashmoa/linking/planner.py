@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
@@ -14,6 +14,7 @@ from flashmoa.linking.link import Ahead, Link
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
 from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.output_lengths import OutputLengths
+from flashmoa.linking.own_turn import OwnTurns
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
@@ -50,6 +51,7 @@ class LinkPlanner(CallOwner):
         self.host = TaskHost("A link failed; its agents run unlinked")
         self._ahead: Ahead = ahead
         self._links = PlannedLinks(streams=self.streams)
+        self.own_turns = OwnTurns(self.host.start, self.plan, self._links.end)
         self._run = RunState()
         self._kv_share = KvShare(kv_share)
         # Unlinked agents, each with a reason that has been reported; a reason is reported once.
@@ -101,6 +103,7 @@ class LinkPlanner(CallOwner):
         """
         run = self._run
         run.changes += 1
+        self.own_turns.drop(agent)
         own_link = self.take_link(agent)
         attempt = run.attempts.get(agent)
         unplanned = attempt is Attempt.UNFINISHED or (attempt is None and self._planning.is_running)
@@ -127,6 +130,16 @@ class LinkPlanner(CallOwner):
     def call_finished(self, call: LinkedCall) -> None:
         """Do nothing; a subclass may plan again now that the text is complete."""
 
+    def tools_called(self, call: LinkedCall, answer: object) -> None:
+        """Do nothing; a subclass may hold the agent's next request in ``own_turns``."""
+
+    def call_taken_back(self, call: LinkedCall) -> None:
+        for link in self.waiting_for(call.agent):
+            link.end("abort")
+        self.call_failed(call)
+        # What was certain before the text still is, so it is linked again.
+        self.plan()
+
     def call_failed(self, call: LinkedCall) -> None:
         if self._run.running.get(call.agent) is call:
             del self._run.running[call.agent]
@@ -146,14 +159,21 @@ class LinkPlanner(CallOwner):
         """End every link, since no call that could use one will come."""
         self._planning.drop_pending()
         self._links.end_all(reason)
+        self.own_turns.clear()
         self._run.end_run()
 
     async def _plan(self) -> None:
         await anyio.sleep(DELIVERY_SECONDS)
         changes = self._run.changes
         turns = await self.upcoming(self._run.caller)
-        self._links.end_idle({turn.agent for turn in turns} | self.possible())
-        await self.link_all(turns, changes)
+        held = self.own_turns.agents()
+        self._links.end_idle({turn.agent for turn in turns} | self.possible() | held)
+        for own in self.own_turns.all():
+            if own in self.own_turns:
+                await self._link(own.turn, changes, own.forecast)
+            if own.is_given_up:
+                self._links.end(own.agent, "abort")
+        await self.link_all([turn for turn in turns if turn.agent not in held], changes)
 
     async def link_all(self, turns: Sequence[Turn], changes: int) -> None:
         """Make a link for each turn that has none; stop if the run has changed.
@@ -164,7 +184,7 @@ class LinkPlanner(CallOwner):
         for turn in turns:
             if changes != self._run.changes:
                 return
-            await self._link(turn, changes)
+            await self._link(turn, changes, self.forecast)
 
     async def _watch_end(self) -> None:
         """Poll until the run has ended, since a team does not report its end. End all links."""
@@ -176,8 +196,10 @@ class LinkPlanner(CallOwner):
         self.end_all("unused")
         self.host.start(self.after_run)
 
-    async def _link(self, turn: Turn, changes: int) -> None:
-        """Make a link for one turn of :meth:`link_all` if it has none."""
+    async def _link(
+        self, turn: Turn, changes: int, predict: Callable[[Turn], Awaitable[Forecast | None]]
+    ) -> None:
+        """Make a link for one turn if it has none, or bring it up to date by a newer forecast."""
         agent, attempts = turn.agent, self._run.attempts
         if attempts.get(agent) is Attempt.PLAIN_ENGINE:
             return
@@ -190,7 +212,7 @@ class LinkPlanner(CallOwner):
             attempts.setdefault(agent, Attempt.UNFINISHED)
             if not self._run.is_current(turn):
                 return
-            forecast = await self.forecast(turn)
+            forecast = await predict(turn)
             if forecast is None:
                 self._run.drop_unfinished_attempt(agent)
                 return
@@ -203,8 +225,6 @@ class LinkPlanner(CallOwner):
                 self._follow_running(link)
             else:
                 await self._open(forecast, prompt, changes)
-        except NotForecastable as reason:
-            self._decline(agent, str(reason))
         except PluginMissing as problem:
             attempts[agent] = Attempt.PLAIN_ENGINE
             if forecast is not None:
@@ -213,8 +233,7 @@ class LinkPlanner(CallOwner):
             self._run.drop_unfinished_attempt(agent)
             logger.warning("No link to %s this time: %s", agent, error)
         except Exception as error:
-            # The agent's own code failed, in its tools or its context. Other agents stay linked.
-            self._decline(agent, f"predicting its next prompt failed: {error!r}")
+            self.decline(agent, error)
 
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
@@ -247,8 +266,16 @@ class LinkPlanner(CallOwner):
             if link.waits_for(call.agent):
                 call.text.follow(link)
 
-    def _decline(self, agent: str, reason: str) -> None:
-        """Leave an agent unlinked this time; report each reason once."""
+    def decline(self, agent: str, problem: Exception) -> None:
+        """Leave an agent unlinked this time, and report why; each reason is reported once.
+
+        Args:
+            problem: what was raised when its next prompt was predicted. If that is no
+                NotForecastable, the agent's own code failed, in its tools or its context.
+        """
+        reason = str(problem)
+        if not isinstance(problem, NotForecastable):
+            reason = f"predicting its next prompt failed: {problem!r}"
         self._run.attempts[agent] = Attempt.DECLINED
         self._links.end(agent, "unused")
         if (agent, reason) in self._reported_declines:

@@ -39,7 +39,10 @@ def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
 
 
 class _ScriptedStream(httpx.AsyncByteStream):
-    """Yields an answer's events; the first one with text has all of the scripted answer instead."""
+    """Yields an answer's events; the first ones with text have the scripted answer instead.
+
+    A text comes in one event, and the calls after it in the next, as from an engine.
+    """
 
     def __init__(self, response: httpx.Response, answer: Answer) -> None:
         self._events, self._answer = response.stream, answer
@@ -47,7 +50,7 @@ class _ScriptedStream(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncGenerator[bytes]:
         assert isinstance(self._events, httpx.AsyncByteStream)
         body = b"".join([piece async for piece in self._events])
-        is_replaced = False
+        answers = iter(_split(self._answer))
         for line in body.decode().split("\n\n"):
             data = line.removeprefix("data: ")
             if not data.startswith("{"):
@@ -57,9 +60,8 @@ class _ScriptedStream(httpx.AsyncByteStream):
             for choice in event["choices"]:
                 if choice["delta"].get("content"):
                     choice["delta"]["content"] = None
-                    if not is_replaced:
-                        _replace(choice, "delta", self._answer)
-                    is_replaced = True
+                    if (answer := next(answers, None)) is not None:
+                        _replace(choice, "delta", answer)
                 if choice.get("finish_reason") and not isinstance(self._answer, str):
                     choice["finish_reason"] = "tool_calls"
             yield f"data: {json.dumps(event)}\n\n".encode()
@@ -67,6 +69,12 @@ class _ScriptedStream(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         assert isinstance(self._events, httpx.AsyncByteStream)
         await self._events.aclose()
+
+
+def _split(answer: Answer) -> list[Answer]:
+    parts = answer if isinstance(answer, list) else [answer]
+    calls = [part for part in parts if not isinstance(part, str)]
+    return [*(part for part in parts if isinstance(part, str)), *([calls] if calls else [])]
 
 
 def _replace(choice: dict[str, Any], key: str, answer: Answer) -> None:

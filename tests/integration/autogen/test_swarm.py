@@ -145,7 +145,10 @@ async def test_messages_next_to_a_handoff_are_not_mispredicted(
         ]
         return Swarm(agents, termination_condition=MaxMessageTermination(9))
 
-    calls, _ = await run(team, guide[:900])
+    calls, events = await run(team, guide[:900])
     assert len(calls) > 3
+    # Who hands off does not ask again, whatever other tools it calls.
+    upstream = [event.upstream for event in events if isinstance(event, LinkOpened)]
+    assert not any("()" in name for names in upstream for name in names)
     count_outcomes("swarm, more beside the handoff", calls[1:])
     assert {call.status for call in calls[1:]} <= {"hit", "late"} and mostly_hit(calls[1:])

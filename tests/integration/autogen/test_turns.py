@@ -172,7 +172,9 @@ async def test_tool_calls_are_not_streamed_and_reflections_are(
     assert len(readers) == 2
     assert are_predicted("tools, reflected on" if reflect else "tools", readers)
     waits = {event.reason for event in events if isinstance(event, LinkWaits)}
-    assert waits == {"it has tools, so its answer may be a tool call"}
+    assert waits == {
+        "it has tools, and its answer is not requested as a stream (model_client_stream)"
+    }
     assert ("one", "a fine lake") in messages_of(result) or reflect
 
 

@@ -1,0 +1,162 @@
+"""Hold the next requests of agents whose tools are running (:class:`OwnTurn`)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import anyio
+
+from flashmoa._concurrency import Work
+from flashmoa.engine import EngineClient
+from flashmoa.linking.failure_policy import OnFailure
+from flashmoa.linking.placeholders import Placeholders
+from flashmoa.linking.planned_links import Forecast, Turn
+
+# The request after a tool that takes less time comes before its stream would be of any use.
+_AT_ONCE_SECONDS = 0.02
+
+
+class OwnTurn:
+    """The next request of an agent whose tools are running.
+
+    Its prompt is certain up to the first result that is missing: the results follow each other in
+    the order of the calls, in whatever order the tools end.
+
+    Args:
+        agent: the agent's name.
+        engine: the engine that the request will be sent to.
+        tools: a name for each call of a tool, in the order of the calls. The names are slots of the
+            prompt, so they must differ from each other and from agents' names.
+        render: renders the prompt of the request, given the tools' results by these names. It may
+            raise EngineError.
+        on_failure: see :class:`Forecast`.
+        namespace: see :class:`Forecast`.
+
+    Attributes:
+        is_given_up: whether the request will not come.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        engine: EngineClient,
+        tools: Sequence[str],
+        render: Callable[[Mapping[str, str]], Awaitable[str]],
+        *,
+        on_failure: OnFailure = "abort",
+        namespace: Mapping[str, str] | None = None,
+    ) -> None:
+        self.turn = Turn(agent)
+        self.tools = tuple(tools)
+        self._engine = engine
+        self._render = render
+        self._on_failure: OnFailure = on_failure
+        self._namespace = namespace
+        self._results: dict[str, str] = {}
+        self.is_given_up = False
+
+    @property
+    def agent(self) -> str:
+        return self.turn.agent
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every result is there, so that the request itself follows at once."""
+        return len(self._results) == len(self.tools)
+
+    def add_result(self, tool: str, text: str) -> None:
+        """Note the result of a tool, as it will be in the request."""
+        self._results[tool] = text
+
+    async def forecast(self, turn: Turn) -> Forecast:
+        """Return what is known of the request now; the forecast holds until the next result.
+
+        Results are rendered with the whole prompt, since a chat template may quote or escape them.
+        """
+        results = dict(self._results)
+        placeholders = Placeholders(tool for tool in self.tools if tool not in results)
+        texts = {
+            tool: results[tool] if tool in results else placeholders.padded(tool)
+            for tool in self.tools
+        }
+        return Forecast(
+            turn,
+            self._engine,
+            placeholders,
+            [lambda: self._render(texts)],
+            on_failure=self._on_failure,
+            namespace=self._namespace,
+            holds=lambda: len(self._results) == len(results),
+        )
+
+
+class OwnTurns:
+    """Holds the next requests of agents whose tools are running; each agent has at most one.
+
+    A request is held, with a link to its prompt, until it comes (:meth:`drop`), is given up, or its
+    team ends (:meth:`clear`).
+
+    Args:
+        start: runs work in the background.
+        plan: brings links up to date in the background.
+        end_link: ends the link to an agent; its second argument is the reason.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Work], None],
+        plan: Callable[[], None],
+        end_link: Callable[[str, str], None],
+    ) -> None:
+        self._start = start
+        self._plan = plan
+        self._end_link = end_link
+        self._turns: dict[str, OwnTurn] = {}
+
+    def __contains__(self, turn: OwnTurn) -> bool:
+        return self._turns.get(turn.agent) is turn
+
+    def all(self) -> list[OwnTurn]:
+        """Return every request that is held."""
+        return list(self._turns.values())
+
+    def agents(self) -> set[str]:
+        """Return the agents whose requests are held."""
+        return set(self._turns)
+
+    def hold(self, turn: OwnTurn) -> None:
+        """Link an agent's next request, as far as it is certain, unless its tools end at once."""
+
+        async def plan_later() -> None:
+            await anyio.sleep(_AT_ONCE_SECONDS)
+            if turn in self:
+                self._plan()
+
+        self._turns[turn.agent] = turn
+        self._start(plan_later)
+
+    def add_result(self, turn: OwnTurn, tool: str, text: str) -> None:
+        """Note the result of a tool; it is prefilled once those before it are there."""
+        turn.add_result(tool, text)
+        if turn not in self:
+            return
+        if turn.is_complete:
+            # The request comes at once, and brings the last result along.
+            self.drop(turn.agent)
+        else:
+            self._plan()
+
+    def give_up(self, turn: OwnTurn) -> None:
+        """Hold a request no longer, since it will not come; end its link."""
+        turn.is_given_up = True
+        if turn in self:
+            self.drop(turn.agent)
+            self._end_link(turn.agent, "abort")
+
+    def drop(self, agent: str) -> None:
+        """Hold the request of an agent no longer, since it comes; its link stays."""
+        self._turns.pop(agent, None)
+
+    def clear(self) -> None:
+        """Hold no request any longer."""
+        self._turns.clear()

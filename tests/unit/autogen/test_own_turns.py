@@ -1,0 +1,346 @@
+"""What an agent asks when its tools have run is predicted as AutoGen asks it; without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import TextMessage
+from autogen_core import CancellationToken, FunctionCall
+from autogen_core.model_context import (
+    BufferedChatCompletionContext,
+    ChatCompletionContext,
+    HeadAndTailChatCompletionContext,
+    TokenLimitedChatCompletionContext,
+    UnboundedChatCompletionContext,
+)
+from autogen_core.models import CreateResult, RequestUsage
+from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult, ToolSchema
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import Environment
+
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._model_call import ToolAnswer
+from flashmoa.autogen._own_turns import OwnRequest, find_tool_tasks, own_request, result_of
+from flashmoa.autogen._self_hosted import render
+from flashmoa.linking.own_turn import OwnTurn
+from flashmoa.linking.placeholders import NotForecastable
+
+pytestmark = pytest.mark.anyio
+
+# Quotes the results of tools, as Llama's does, and names the tools that are offered.
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<{{ m.role }}>
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{{- m.content | tojson if m.role == "tool" else m.content or "" }}
+{%- endfor %}<assistant>"""
+Calls = Sequence[FunctionCall]
+
+
+class Renderer:
+    """Renders the template as an engine does."""
+
+    url = "http://engine"
+
+    def __init__(self) -> None:
+        self._template = Environment().from_string(TEMPLATE)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: object = None,
+    ) -> str:
+        return self._template.render(messages=messages, tools=tools)
+
+
+class ScriptedClient(FlashMoAChatCompletionClient):
+    """Answers with calls of tools, one list after the other, and then with a text.
+
+    It predicts the next request after each answer with calls, while its agent waits for the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(model="tiny", base_url="http://127.0.0.1:9")
+        self.engine = Renderer()  # type: ignore[assignment]
+        self.play([])
+
+    def play(self, script: Sequence[Calls], thought: str | None = None) -> None:
+        """Begin a script."""
+        self.agent: AssistantAgent | None = None
+        self.prompts: list[str] = []
+        self.predictions: list[OwnRequest | None] = []
+        self.problems: list[str] = []
+        # The results that were learned, by the answer's number and the tool's.
+        self.learned: dict[tuple[int, int], str | None] = {}
+        self._script = iter(script)
+        self._thought = thought
+        self._learning: list[asyncio.Task[None]] = []
+
+    async def create(self, messages: Any, *, tools: Any = (), **_: Any) -> CreateResult:  # type: ignore[override]
+        self.prompts.append(await render(self, messages, tools))
+        calls = next(self._script, None)
+        content = "Done." if calls is None else list(calls)
+        usage = RequestUsage(prompt_tokens=1, completion_tokens=1)
+        result = CreateResult(
+            finish_reason="stop", content=content, usage=usage, cached=False, thought=self._thought
+        )
+        if calls is not None:
+            answer = ToolAnswer(result, tools)
+            self._predict(answer)
+            self._learning.append(asyncio.create_task(self._learn(answer, len(self.prompts))))
+        return result
+
+    async def create_stream(  # type: ignore[override]
+        self, messages: Any, **more: Any
+    ) -> AsyncGenerator[str | CreateResult]:
+        yield await self.create(messages, **more)
+
+    def _predict(self, answer: ToolAnswer) -> None:
+        assert self.agent is not None
+        try:
+            self.predictions.append(own_request(self.agent, answer, included=True))
+        except NotForecastable as problem:
+            self.problems.append(str(problem))
+
+    async def _learn(self, answer: ToolAnswer, number: int) -> None:
+        for place, task in enumerate(await find_tool_tasks(answer.calls)):
+            if task is not None:
+                self.learned[number, place] = await result_of(task)
+
+    async def finished(self) -> None:
+        """Wait until all results of tools have been learned."""
+        await asyncio.wait_for(asyncio.gather(*self._learning), 5)
+
+
+@cache
+def shared_client() -> ScriptedClient:
+    """Make the client once, which takes a tenth of a second."""
+    return ScriptedClient()
+
+
+def scripted(script: Sequence[Calls], thought: str | None = None) -> ScriptedClient:
+    client = shared_client()
+    client.play(script, thought)
+    return client
+
+
+async def look(place: str) -> str:
+    """Look at a place."""
+    await asyncio.sleep(0)
+    return place
+
+
+def walk(hours: int) -> str:
+    """Walk for hours."""
+    if hours > 9:
+        raise ValueError(f"{hours} hours are too many")
+    return f"{hours} h"
+
+
+def called(*calls: tuple[str, object]) -> list[FunctionCall]:
+    # Some servers give every call of an answer the same id.
+    return [FunctionCall(id="call", name=name, arguments=json.dumps(a)) for name, a in calls]
+
+
+def make_agent(client: ScriptedClient, **options: Any) -> AssistantAgent:
+    options = {"tools": [look, walk], "system_message": "Be brief.", **options}
+    client.agent = AssistantAgent("one", model_client=client, **options)
+    return client.agent
+
+
+async def take_turn(agent: AssistantAgent) -> None:
+    async for _ in agent.on_messages_stream(
+        [TextMessage(content="Go.", source="user")], CancellationToken()
+    ):
+        pass
+
+
+CONTEXTS = (
+    UnboundedChatCompletionContext,
+    lambda: BufferedChatCompletionContext(2),
+    lambda: HeadAndTailChatCompletionContext(1, 1),
+)
+one_call = st.one_of(
+    st.tuples(st.just("look"), st.fixed_dictionaries({"place": st.text()})),
+    st.tuples(st.just("walk"), st.fixed_dictionaries({"hours": st.integers(0, 12)})),
+    st.tuples(st.just("walk"), st.just("no object")),
+    st.tuples(st.just("fly"), st.just({})),
+)
+
+
+@settings(max_examples=60)
+@given(
+    script=st.lists(st.lists(one_call, min_size=1, max_size=3), min_size=1, max_size=3),
+    iterations=st.integers(1, 3),
+    reflects=st.booleans(),
+    streams=st.booleans(),
+    thought=st.sampled_from([None, "Hm.\n"]),
+    context=st.sampled_from(CONTEXTS),
+)
+def test_every_request_after_tools_is_predicted_exactly(
+    script: list[list[tuple[str, object]]],
+    iterations: int,
+    reflects: bool,
+    streams: bool,
+    thought: str | None,
+    context: Any,
+) -> None:
+    async def check() -> None:
+        client = scripted([called(*calls) for calls in script], thought)
+        agent = make_agent(
+            client,
+            max_tool_iterations=iterations,
+            reflect_on_tool_use=reflects,
+            model_client_stream=streams,
+            model_context=context(),
+        )
+        try:
+            await take_turn(agent)
+        except RuntimeError as error:
+            # A reflection that is answered by further calls.
+            assert "no valid text" in str(error)
+        await client.finished()
+        predicted = [each for each in client.predictions if each is not None]
+        # An answer to a reflection is predicted like any other, but nobody asks for it.
+        assert len(predicted) >= len(client.prompts) - 1
+        for number, (request, prompt) in enumerate(
+            zip(predicted, client.prompts[1:], strict=False), start=1
+        ):
+            await check_request(client, request, number, prompt)
+
+    asyncio.run(check())
+
+
+async def check_request(
+    client: ScriptedClient, request: OwnRequest, number: int, prompt: str
+) -> None:
+    """Check that a prompt was predicted, step by step as the results were learned."""
+
+    async def rendered(results: Mapping[str, str]) -> str:
+        call = await request.dry_run([results[tool] for tool in request.tools])
+        return await render(client, call.messages, call.tools)
+
+    turn = OwnTurn("one", client.engine, request.tools, rendered)
+    certain = (await (await turn.forecast(turn.turn)).prompt()).stable()
+    assert prompt.startswith(certain)
+    for place, tool in enumerate(request.tools):
+        learned = client.learned.get((number, place))
+        # AutoGen refuses some calls at once, without running anything.
+        if learned is None:
+            return
+        turn.add_result(tool, learned)
+        more = (await (await turn.forecast(turn.turn)).prompt()).stable()
+        assert more.startswith(certain) and prompt.startswith(more)
+        certain = more
+    assert certain == prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "predicted"),
+    [
+        ({}, [False]),
+        ({"reflect_on_tool_use": True}, [True]),
+        ({"max_tool_iterations": 2}, [True, False]),
+        ({"max_tool_iterations": 2, "reflect_on_tool_use": True}, [True, True]),
+    ],
+    ids=str,
+)
+async def test_only_a_request_that_will_come_is_predicted(
+    options: dict[str, Any], predicted: list[bool]
+) -> None:
+    look_once = called(("look", {"place": "lake"}))
+    client = scripted([look_once] * len(predicted))
+    await take_turn(make_agent(client, **options))
+    await client.finished()
+    assert [each is not None for each in client.predictions] == predicted
+    assert len(client.prompts) == 1 + sum(predicted)
+
+
+async def test_after_a_handoff_nothing_is_asked() -> None:
+    client = scripted([called(("look", {"place": "lake"}), ("transfer_to_two", {}))])
+    await take_turn(make_agent(client, handoffs=["two"], max_tool_iterations=3))
+    await client.finished()
+    assert client.predictions == [None]
+
+
+async def test_a_context_that_counts_tokens_is_not_predicted() -> None:
+    client = scripted([called(("look", {"place": "lake"}))])
+    client.count_tokens = lambda *_, **__: 1  # type: ignore[method-assign]
+    context: ChatCompletionContext = TokenLimitedChatCompletionContext(client, token_limit=1000)
+    await take_turn(make_agent(client, model_context=context, max_tool_iterations=2))
+    await client.finished()
+    assert not client.predictions and "TokenLimited" in client.problems[0]
+
+
+async def test_a_workbench_is_not_asked_for_its_tools_once_more() -> None:
+    asked = 0
+
+    class Bench(StaticWorkbench):
+        async def list_tools(self) -> list[ToolSchema]:
+            nonlocal asked
+            asked += 1
+            return await super().list_tools()
+
+    client = scripted([called(("look", {"place": "lake"}))])
+    bench = Bench([FunctionTool(look, description="Looks.", name="look")])
+    agent = make_agent(client, tools=None, workbench=bench, max_tool_iterations=2)
+    await take_turn(agent)
+    await client.finished()
+    before = asked
+    (request, *_) = client.predictions
+    assert request is not None
+    call = await request.dry_run(["lake"])
+    assert await render(client, call.messages, call.tools) == client.prompts[1]
+    assert asked == before
+
+
+async def test_results_are_learned_as_each_tool_ends() -> None:
+    may_end = asyncio.Event()
+
+    async def wait() -> str:
+        """Wait."""
+        await may_end.wait()
+        return "waited"
+
+    client = scripted([called(("look", {"place": "lake"}), ("wait", {}), ("walk", {"hours": 12}))])
+    agent = make_agent(client, tools=[look, walk, wait], max_tool_iterations=2)
+    turn = asyncio.create_task(take_turn(agent))
+    while (1, 0) not in client.learned:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    may_end.set()
+    await turn
+    await client.finished()
+    assert client.learned == {(1, 0): "lake", (1, 1): "waited", (1, 2): "12 hours are too many"}
+
+
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("The bench is broken."), asyncio.CancelledError()]
+)
+def test_a_tool_that_is_cancelled_or_raises_has_no_result(failure: BaseException) -> None:
+    class Bench(StaticWorkbench):
+        async def call_tool(self, *_: Any, **__: Any) -> ToolResult:
+            await asyncio.sleep(0.01)
+            raise failure
+
+    async def run() -> None:
+        client = scripted([called(("look", {}))])
+        bench = Bench([FunctionTool(look, description="Looks.", name="look")])
+        agent = make_agent(client, tools=None, workbench=bench, max_tool_iterations=2)
+        # AutoGen waits for such a tool for ever.
+        turn = asyncio.create_task(take_turn(agent))
+        while not client._learning:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await client.finished()
+        turn.cancel()
+        assert client.learned == {(1, 0): None}
+
+    asyncio.run(run())

@@ -166,9 +166,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     IPC_CHANNELS: {"send_to_tokenizer": SENDER},
     MANAGER: {
         "model_config": MODEL_CONFIG,
-        "rid_to_state": PLAIN,
-        "send_to_scheduler": PLAIN,
-        "server_status": PLAIN,
+        **dict.fromkeys(("rid_to_state", "send_to_scheduler", "server_status"), PLAIN),
     },
     MODEL_CONFIG: {
         "attention_arch": _srt("configs.model_config:AttentionArch"),

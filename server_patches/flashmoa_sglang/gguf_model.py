@@ -1,7 +1,7 @@
 """Writes the model in a GGUF file as a folder that SGLang serves on a CPU.
 
-``python -m flashmoa_sglang.gguf_model --file MODEL.gguf --out DIR`` expands its weights to bfloat16
-and keeps its tokenizer and chat template.
+``python -m flashmoa_sglang.gguf_model --file MODEL.gguf --out DIR`` expands its weights to float32,
+since many CPUs compute bfloat16 slowly, and keeps its tokenizer and chat template.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def convert(file: Path, out: Path) -> None:
     # transformers' types of these are incomplete.
     parts: list[tuple[Any, dict[str, Any]]] = [
         (AutoTokenizer, {}),
-        (AutoModelForCausalLM, {"dtype": torch.bfloat16}),
+        (AutoModelForCausalLM, {"dtype": torch.float32}),
     ]
     for part, settings in parts:
         part.from_pretrained(file.parent, gguf_file=file.name, **settings).save_pretrained(scratch)

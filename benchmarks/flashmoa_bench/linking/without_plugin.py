@@ -64,7 +64,7 @@ class ChainRound:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverRow:
+class ChainFigures:
     """The medians of one way; ``engines`` is 1 if both agents run on one engine."""
 
     way: Way
@@ -78,7 +78,7 @@ class HandoverRow:
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench without-plugin`` and return the exit status."""
-    parser = make_parser("without-plugin", __doc__, ROLES)
+    parser = make_parser("without_plugin", __doc__, ROLES)
     parser.add_argument("--known", type=positive, default=1500, help="tokens of B's known text")
     parser.add_argument("--written", type=positive, default=300, help="tokens that A writes")
     anyio.run(_main, parser.parse_args(arguments))
@@ -96,12 +96,12 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 async def _measure(
     engines: Mapping[str, EngineClient], arguments: argparse.Namespace, console: Console
-) -> list[HandoverRow]:
+) -> list[ChainFigures]:
     dice = random.Random(arguments.seed)
     task = " ".join(dice.choices(_WORDS, k=10))
     known = await _make_text(engines["stock"], arguments.known, dice)
     ways: tuple[Way, ...] = get_args(Way)
-    rows: list[HandoverRow] = []
+    rows: list[ChainFigures] = []
     async with EngineClient(engines["stock"].url, without_plugin="off") as off:
         readers = {"unlinked": off, "linked": engines["stock"], "plugin": engines["flashmoa"]}
         with RoundPlayer(console, arguments.repeats, 2 * len(ways)) as player:
@@ -154,8 +154,8 @@ async def _play(
     )
 
 
-def _summarise(way: Way, engines: int, rounds: Sequence[ChainRound]) -> HandoverRow:
-    return HandoverRow(
+def _summarise(way: Way, engines: int, rounds: Sequence[ChainRound]) -> ChainFigures:
+    return ChainFigures(
         way=way,
         engines=engines,
         handoff=median(one.handoff for one in rounds),
@@ -166,7 +166,7 @@ def _summarise(way: Way, engines: int, rounds: Sequence[ChainRound]) -> Handover
     )
 
 
-def show(rows: Sequence[HandoverRow], console: Console) -> None:
+def show(rows: Sequence[ChainFigures], console: Console) -> None:
     """Print the table."""
     names = ("engines", "way", "A end to B", "unlinked/", "A start to B", "cached", "sent")
     table = make_table("From A's last token to B's first", *names)

@@ -12,6 +12,7 @@ import anyio
 import pytest
 from autogen_agentchat.base import TaskResult
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat
+from autogen_agentchat.tools import AgentTool
 from autogen_core import CancellationToken
 from autogen_core.models import CreateResult
 from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
@@ -370,6 +371,21 @@ async def test_a_tool_call_that_the_engine_parsed_is_predicted(engine: LocalEngi
     calls, _ = await run_both_ways(client, build)
     assert [call.status for call in calls] == [None, "hit"]
     await client.close()
+
+
+async def test_an_agent_that_is_a_tool_does_not_use_its_callers_link(
+    model_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, call_until(1, ("inner", {"task": "Look."})))
+
+    def build(_: Watch) -> BaseGroupChat:
+        inner = AgentTool(agent(model_client, "inner"))
+        one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=True)
+        return RoundRobinGroupChat([one], max_turns=1)
+
+    calls, watch = await run_both_ways(model_client, build)
+    assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
+    assert watch.reasons(watch.own_links) == ["used"]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "fails", "closed"])

@@ -78,6 +78,8 @@ class SchedulerStreams:
         self._scheduler = scheduler
         self._pins = pins
         self._open: dict[str, SchedulerStream] = {}
+        # The streams that keep_cached() has not looked at yet.
+        self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
@@ -129,10 +131,15 @@ class SchedulerStreams:
         if id_ not in self._ended:  # The stream may have been closed before this request came.
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
+            self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
         """Return a stream by its id. Its tokens and its request may come in either order."""
         return self._open.setdefault(id_, SchedulerStream(id_))
+
+    def grows(self, id_: str) -> bool:
+        """Return whether the agent before a stream's own writes already."""
+        return id_ in self._open and self._open[id_].grows
 
     def claim(self, id_: str) -> None:
         """Make no more increments of a stream, because its final request has come."""
@@ -152,6 +159,20 @@ class SchedulerStreams:
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
             if stream is not None:
                 stream.prefilled = 0
+
+    def keep_cached(self, room: Callable[[], int]) -> None:
+        """Pin what other requests have computed of the streams that were just opened.
+
+        The engine may be too busy to prefill these streams for a while, in which it could evict
+        that: what an agent has said before, for instance, while the agent's tool runs.
+
+        Args: room: returns the number of KV slots that streams may take.
+        """
+        new = [stream for stream in self._new if stream.id in self._open]
+        self._new = [stream for stream in new if not stream.tokens]
+        for stream in new:
+            if stream.growth(self._scheduler.page_size):
+                self._match(stream, room())
 
     # Increments.
 

@@ -29,7 +29,7 @@ from tests.integration.autogen.exactness import (
     finished_calls,
     mostly_hit,
 )
-from tests.integration.autogen.scripted import script
+from tests.integration.scripted import script
 from tests.integration.autogen.teams import Custom
 from tests.integration.support import wait_until_idle
 

@@ -88,7 +88,9 @@ class LearnedLinkPlanner(LinkPlanner):
         messages = self._predict(turn.agent, written)
 
         def holds() -> bool:
-            return self._predict(turn.agent, written) == messages
+            # While its tools run, more is known of a request that is held.
+            is_held = turn.agent in self.own_turns.agents()
+            return not is_held and self._predict(turn.agent, written) == messages
 
         variants = [messages]
         if earlier.differed is not None:

@@ -22,8 +22,8 @@ from flashmoa.autogen import watch as report_calls
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
 from tests.integration.autogen.exactness import CallOutcome, count_outcomes, finished_calls
-from tests.integration.scripted import Answer, script
 from tests.integration.autogen.teams import agent
+from tests.integration.scripted import Answer, script
 from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking import own_turn
-from flashmoa.observe import CallStarted, Event, LinkClosed, LinkOpened
+from flashmoa.observe import Event, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.integration.openai.programs import (
@@ -22,7 +23,6 @@ from tests.integration.openai.programs import (
     SETTINGS,
     Clients,
     ask,
-    closed,
     play_linked,
     statuses,
 )
@@ -35,7 +35,6 @@ TASK = "Plan three days in Nepal for two people."
 # How many tokens may be left for a request of which all but a short result was known.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})
-NEXT = [["look()"]]
 
 Tool = Callable[[str, dict[str, Any]], Awaitable[str]]
 
@@ -68,14 +67,20 @@ class Watch:
         self.events: list[Event] = []
         self.engine = engine
 
+        self._tools = 0
+
+    @property
+    def opened(self) -> list[LinkOpened]:
+        return [event for event in self.events if isinstance(event, LinkOpened)]
+
     @property
     def own_links(self) -> list[LinkOpened]:
-        opened = [event for event in self.events if isinstance(event, LinkOpened)]
-        return [event for event in opened if event.upstream and event.upstream[0].endswith(")")]
+        """The links to what agents ask after tools whose results are not expected."""
+        return [event for event in self.opened if event.upstream[:1] in (("look()",), ("walk()",))]
 
-    def reasons(self) -> list[str]:
-        """Return why the links to what agents ask after their tools were closed."""
-        ids = [opened.stream_id for opened in self.own_links]
+    def reasons(self, links: list[LinkOpened] | None = None) -> list[str]:
+        """Return why links were closed, by default those to what agents ask after their tools."""
+        ids = [link.stream_id for link in (self.own_links if links is None else links)]
         ended = [event for event in self.events if isinstance(event, LinkClosed)]
         return [event.reason for event in ended if event.stream_id in ids]
 
@@ -84,9 +89,15 @@ class Watch:
             while not is_so():  # noqa: ASYNC110
                 await anyio.sleep(0.002)
 
-    async def prefilled(self, links: int = 1) -> None:
-        """Wait until the latest own link has KV for nearly all that is certain."""
-        await self.until(lambda: len(self.own_links) >= links)
+    async def linked(self) -> None:
+        """Wait until there have been as many links as tools have run."""
+        self._tools += 1
+        await self.until(lambda: len(self.opened) >= self._tools)
+
+    async def prefilled(self) -> None:
+        """Wait until the own link of this tool has KV for nearly all that is certain."""
+        self._tools += 1
+        await self.until(lambda: len(self.own_links) >= self._tools)
         stream_id = self.own_links[-1].stream_id
         assert stream_id is not None
         state = await self.engine.stream_state(stream_id)
@@ -141,9 +152,16 @@ async def _streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
 
 
 async def fine(name: str, arguments: dict[str, Any]) -> str:
+    """Return what the tools find."""
     return f"A fine {arguments.get('place')}."
 
 
+async def look_when_prefilled(watch: Watch, name: str, arguments: dict[str, Any]) -> str:
+    await watch.prefilled()
+    return await fine(name, arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_after_a_tool_was_prefilled_while_the_tool_ran(
     clients: Clients,
     client: EngineClient,
@@ -174,22 +192,165 @@ async def test_a_request_after_a_tool_was_prefilled_while_the_tool_ran(
         assert watch.reasons() == (["used", "used"] if is_first else [])
 
 
-async def test_other_calls_and_results_than_before_are_linked_too(
+async def test_another_call_than_before_is_linked_too(
     clients: Clients, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def program(tool: Tool) -> str:
         return await agent(clients.first, "You look.", TASK, tool)
 
-    for place in ("lake", "hill", "hill"):
+    for place in ("lake", "hill"):
         script(monkeypatch, call_until(1, ("look", {"place": place})))
-        watch = Watch(client)
-
-        async def look(name: str, arguments: dict[str, Any]) -> str:
-            if place == "lake" or not watch.is_again:  # noqa: B023
-                await watch.prefilled()  # noqa: B023
-            return await fine(name, arguments)
-
-        assert await play_linked("other", partial(program, look), watch.events) == await program(
-            fine
-        )
+        unlinked, watch = await program(fine), Watch(client)
+        tool = partial(look_when_prefilled, watch)
+        assert await play_linked("other", partial(program, tool), watch.events) == unlinked
         assert statuses(watch.events) == [None, "hit"]
+        assert watch.reasons() == ["used"]
+
+
+async def test_another_result_than_before_changes_nothing_and_is_not_expected_again(
+    clients: Clients, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, call_until(1, LOOK))
+
+    async def program(weather: str, tool: Tool) -> str:
+        async def look(name: str, arguments: dict[str, Any]) -> str:
+            return f"{weather} {await tool(name, arguments)}"
+
+        return await agent(clients.first, "You look.", TASK, look)
+
+    found: list[list[str | None]] = []
+    for number, weather in enumerate(("Sun.", "Rain.", "Snow.")):
+        unlinked, watch = await program(weather, fine), Watch(client)
+        # In the second run the result of the first is expected; in the third, none is.
+        tool = fine if number == 1 else partial(look_when_prefilled, watch)
+        linked = partial(program, weather, tool)
+        assert await play_linked("result", linked, watch.events) == unlinked
+        found.append(statuses(watch.events))
+    assert (found[0], found[2]) == ([None, "hit"], [None, "hit"])
+
+
+async def test_the_text_of_an_agent_that_is_a_tool_streams_into_its_callers_next_request(
+    clients: Clients, client: EngineClient, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, call_until(1, LOOK))
+
+    async def program(place: str) -> str:
+        async def delegate(name: str, arguments: dict[str, Any]) -> str:
+            return await ask(clients.second, guide[:2000], f"What of {place}?")
+
+        return await agent(clients.first, guide[:3000], f"Go to {place}.", delegate)
+
+    await play_linked("delegate", partial(program, "Atlantis"))
+    watch = Watch(client)
+    linked = await play_linked("delegate", partial(program, "Utopia"), watch.events)
+    assert linked == await program("Utopia")
+    assert statuses(watch.events) == [None, "hit", "hit"]
+    caller, other, after = calls(watch.events)
+    (opened,) = [event for event in watch.opened if event.stream_id == after.started.stream_id]
+    assert opened.upstream == (other.agent,) and caller.agent != after.agent
+    assert after.usage is not None and after.usage.late_tokens is not None
+    assert after.usage.late_tokens < FEW
+
+
+@pytest.mark.parametrize("says", ["", "Let me look there first."])
+async def test_the_text_before_a_tool_call_is_taken_back(
+    clients: Clients,
+    client: EngineClient,
+    guide: str,
+    monkeypatch: pytest.MonkeyPatch,
+    says: str,
+) -> None:
+    """In the first run no tool is called, so that the text is expected by its reader."""
+
+    async def program(tool: Tool) -> list[str]:
+        answer = await agent(clients.first, "You look.", TASK, tool, stream=True)
+        return [answer, await ask(clients.second, guide[:2000], f"Check:\n{answer}")]
+
+    await play_linked("back", partial(program, fine))
+    script(monkeypatch, call_until(1, [says, LOOK] if says else LOOK))
+    unlinked, watch = await program(fine), Watch(client)
+    tool = partial(look_when_prefilled, watch)
+    assert await play_linked("back", partial(program, tool), watch.events) == unlinked
+    first, second, reader = calls(watch.events)
+    assert (first.agent, second.agent) == (reader.agent, reader.agent) or watch.reasons() == [
+        "used"
+    ]
+    to_reader = [event for event in watch.opened if event.agent == reader.agent]
+    assert watch.reasons(to_reader) == (["abort", "used"] if says else ["used"])
+
+
+async def test_a_tool_call_that_the_engine_parsed_is_predicted(
+    clients: Clients, client: EngineClient
+) -> None:
+    async def program(tool: Tool) -> str:
+        forced = {"tool_choice": "required", "parallel_tool_calls": False, "extra_body": {}}
+        return await agent(clients.first, "You look.", TASK, tool, max_tokens=100, **forced)
+
+    unlinked, watch = await program(fine), Watch(client)
+    tool = partial(look_when_prefilled, watch)
+    assert await play_linked("parsed", partial(program, tool), watch.events) == unlinked
+    assert statuses(watch.events) == [None, "hit"]
+
+
+@pytest.mark.parametrize("how", ["ends", "cancelled", "fails", "minute"])
+async def test_what_is_held_is_given_back_if_the_request_does_not_come(
+    clients: Clients, client: EngineClient, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    script(monkeypatch, call_until(1, LOOK))
+    if how == "minute":
+        monkeypatch.setattr(own_turn, "_LONGEST_SECONDS", 0.2)
+    watch, opened = Watch(client), anyio.Event()
+
+    class Left(Exception):
+        """Is raised by a tool."""
+
+    async def leave(name: str, arguments: dict[str, Any]) -> str:
+        await watch.prefilled()
+        opened.set()
+        if how == "cancelled":
+            await anyio.sleep_forever()
+        if how == "minute":
+            await watch.until(lambda: bool(watch.reasons()))
+            await wait_until_idle(client)
+        raise Left
+
+    async def program() -> None:
+        async with run(f"left {how}", listener=watch.events.append):
+            try:
+                await agent(clients.first, "You look.", TASK, leave)
+            except Left:
+                if how == "fails":
+                    raise
+
+    task = asyncio.create_task(program())
+    await opened.wait()
+    if how == "cancelled":
+        task.cancel()
+    with contextlib.suppress(Left, asyncio.CancelledError):
+        await task
+    assert watch.reasons() == ["unused"]
+    assert (await wait_until_idle(client)).pinned_streams == 0
+
+
+async def test_nothing_is_held_where_no_request_followed_before(
+    clients: Clients, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a handoff, or an output function."""
+    script(monkeypatch, call_until(1, LOOK))
+    watch = Watch(client)
+
+    class Handoff(Exception):
+        """Carries what the tool was called with out of the agent's loop."""
+
+    async def hand_off(name: str, arguments: dict[str, Any]) -> str:
+        raise Handoff
+
+    async def program() -> str:
+        with pytest.raises(Handoff):
+            await agent(clients.first, "You hand off.", TASK, hand_off)
+        return await ask(clients.second, TASK)
+
+    unlinked = await program()
+    await play_linked("handoff", program)
+    assert await play_linked("handoff", program, watch.events) == unlinked
+    assert statuses(watch.events) == [None, "hit"] and watch.reasons() == []

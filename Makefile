@@ -5,9 +5,10 @@
 # make soak    ten thousand prompt streams: nothing grows (minutes)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
+# make test-vllm   links on real vLLM servers on the CPU (another environment)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
-# make check   lint, format and types
+# make check   lint, format, types, and the files of deploy/
 # make names   rewrite the list of what the plugin uses inside SGLang
 # make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
@@ -19,11 +20,12 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 SOURCES := flashmoa server_patches benchmarks examples tests docs
 PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.toml
+REQUIREMENTS := $(filter-out requirements/vllm.txt,$(wildcard requirements/*.txt))
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 
-.PHONY: setup demo test test-slow test-all soak test-conformance test-releases $(RELEASE_TESTS) check format names docs clean
+.PHONY: setup demo test test-slow test-all soak test-conformance test-vllm test-releases $(RELEASE_TESTS) check format names docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -34,7 +36,7 @@ define CHECK_MACHINE
 @command -v $${CC:-cc} >/dev/null || { echo "A C compiler is needed (cc); install gcc"; exit 1; }
 endef
 
-$(READY): requirements/*.txt $(PROJECTS)
+$(READY): $(REQUIREMENTS) $(PROJECTS)
 	$(CHECK_MACHINE)
 	@echo "[1/4] torch (CPU, the longest step)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
@@ -43,7 +45,7 @@ $(READY): requirements/*.txt $(PROJECTS)
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen,agent-framework,examples,moa,opentelemetry,router]' -e 'server_patches[device]' -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e 'server_patches[device]' -e 'benchmarks[datasets]' -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/embedder.txt -r requirements/routers.txt
 	@touch $@
@@ -52,9 +54,10 @@ demo: $(READY)
 	@$(BIN)/python examples/chain.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
+	@$(BIN)/python -m pytest -m "not slow" tests/integration
 
-test-slow: $(READY)
+test-slow: $(READY) .venvs/frameworks/.ready
 	@$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow
@@ -67,12 +70,21 @@ test-releases: $(RELEASE_TESTS)
 test-conformance: $(READY)
 	@$(BIN)/python tests/conformance/run.py
 
+test-vllm: $(READY) .venvs/vllm/.ready
+	@$(BIN)/python -m pytest tests/vllm -s
+
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"
 	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
 
+.venvs/frameworks/.ready: requirements/frameworks.txt pyproject.toml
+	@echo "The newest clients of agent frameworks: an environment of its own"
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -r $< -e '.[openai]'
+	@touch $@
+
 .venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
-.venvs/%/.ready: requirements/releases/%.txt requirements/*.txt $(PROJECTS)
+.venvs/%/.ready: requirements/releases/%.txt $(REQUIREMENTS) $(PROJECTS)
 	$(CHECK_MACHINE)
 	@echo "SGLang $*: an environment of its own"
 	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
@@ -85,11 +97,25 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@$(RELEASE_PIP) --no-deps sglang==$*
 	@touch $@
 
+# Of what vLLM names, text models do not need torchvision and the like, and a build of these for CUDA
+# cannot be imported beside a CPU build of torch.
+.venvs/vllm/.ready: requirements/vllm.txt
+	$(CHECK_MACHINE)
+	@echo "vLLM: an environment of its own"
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+	@$(RELEASE_PIP) --upgrade pip
+	@$(RELEASE_PIP) -r $<
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 check: $(READY)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/pyright
 	@$(BIN)/pyright -p tests
+	@$(BIN)/hadolint deploy/Dockerfile
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
+	@$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
 
 format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)

@@ -1,12 +1,13 @@
 """Run a chain of four travel agents, linked: planner -> local -> language -> summary.
 
-The first three agents run on engine A, the summary on engine B with a larger model. Each agent has
-a destination guide of some 2,500 tokens in its prompt, so B has much to prefill before its first
-token. If the chain is linked, B does so while the agents before it are still writing.
+The first three agents run on engine A, the summary on engine B, and each has a destination guide in
+its prompt. If the chain is linked, an agent's engine prefills its prompt while the agents before it
+are still writing.
 
-Without arguments this makes two tiny models, starts two real SGLang engines on this machine's
-CPU and measures the chain unlinked, warmed and linked. Tiny models with random weights write
-noise, but the timing is real. On your own engines:
+Without arguments this serves a small real model, SmolLM2-135M-Instruct, on two real SGLang engines
+on this machine's CPU, measures the chain unlinked, warmed and linked, and prints the last plan.
+With `--tiny`, untrained models write noise instead, with the whole guide of some 2,500 tokens in
+the prompts, so that there is more to prefill; `--repeats 5` gives medians. On your own engines:
 
     python examples/chain.py --engine-a http://HOST:30000 --model-a NAME \\
                              --engine-b http://HOST:30001 --model-b NAME
@@ -40,11 +41,16 @@ MODES = {
 }
 
 
+# As much of the guide as the small real model can use, in characters.
+EXCERPT = 1500
+
+
 def build_team(
-    small: FlashMoAChatCompletionClient, large: FlashMoAChatCompletionClient
+    small: FlashMoAChatCompletionClient,
+    large: FlashMoAChatCompletionClient,
+    guide: str = GUIDE.read_text(),
 ) -> RoundRobinGroupChat:
     """Build the team of four agents; only the last one runs on the large model."""
-    guide = GUIDE.read_text()
     agents = [
         AssistantAgent(
             name,
@@ -59,14 +65,18 @@ def build_team(
 async def main() -> None:
     """Measure the chain in every mode, and print and save the comparison."""
     parser = two_engine_parser(__doc__, tokens=48)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path(".cache/chain.json"))
+    parser.add_argument("--tiny", action="store_true", help="untrained models, the whole guide")
     arguments = parser.parse_args()
     console = Console()
-    async with two_clients(arguments, GUIDE, console) as (small, large):
+    guide = (
+        GUIDE.read_text() if arguments.tiny or arguments.engine_a else GUIDE.read_text()[:EXCERPT]
+    )
+    async with two_clients(arguments, GUIDE, console, real=not arguments.tiny) as clients:
         runs = await measure(
-            lambda: build_team(small, large),
-            [small, large],
+            lambda: build_team(*clients, guide),
+            clients,
             TASK,
             MODES,
             arguments.repeats,
@@ -75,6 +85,7 @@ async def main() -> None:
     comparison = Comparison(runs)
     console.print()
     comparison.show(console)
+    console.print(f"\n[bold]The plan[/]\n{runs[-1].texts[-1]}", highlight=False)
     comparison.save(arguments.json)
     console.print(f"\nThe same as JSON: {arguments.json}")
     console.print("Next: source .venv/bin/activate; python examples/mapreduce.py")

@@ -34,18 +34,20 @@ _NOTES = (
 
 @asynccontextmanager
 async def two_clients(
-    arguments: argparse.Namespace, text: Path, console: Console
+    arguments: argparse.Namespace, text: Path, console: Console, *, real: bool = False
 ) -> AsyncGenerator[tuple[FlashMoAChatCompletionClient, FlashMoAChatCompletionClient]]:
     """Yield clients of :func:`~engines.two_engines`, whose runs can be compared token for token.
 
-    Answers have ``--tokens`` tokens each, at temperature 0.
+    Answers are made at temperature 0 and have at most ``--tokens`` tokens, those of tiny models so
+    many.
     """
     settings: dict[str, Any] = {
         "temperature": 0,
         "max_tokens": arguments.tokens,
-        "extra_body": {"ignore_eos": True},
+        # Small models repeat themselves.
+        "extra_body": {"repetition_penalty": 1.1} if real else {"ignore_eos": True},
     }
-    async with two_engines(arguments, text, console) as (url_a, url_b):
+    async with two_engines(arguments, text, console, real=real) as (url_a, url_b):
         small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=url_a, **settings)
         large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=url_b, **settings)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 from rich.console import Console
 
+from flashmoa.engine.smollm2 import smollm2_engines
 from flashmoa.engine.tiny_models import tiny_engines
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes
@@ -62,13 +63,14 @@ def two_engine_parser(about: str | None, tokens: int) -> argparse.ArgumentParser
 
 @asynccontextmanager
 async def two_engines(
-    arguments: argparse.Namespace, text: Path, console: Console
+    arguments: argparse.Namespace, text: Path, console: Console, *, real: bool = False
 ) -> AsyncGenerator[tuple[str, str]]:
     """Yield the given URLs, or those of two engines started here, one per core.
 
     Args:
         arguments: command line, parsed by :func:`two_engine_parser`.
         text: file on which the tiny models' tokenizer is trained.
+        real: whether both serve SmolLM2, which writes English, and no tiny models.
 
     Raises: ValueError if one URL is given without the other.
     """
@@ -78,13 +80,21 @@ async def two_engines(
     if urls[0]:
         yield urls
         return
-    console.print("Real SGLang on this CPU. The models are tiny and untrained: what they say is")
-    console.print("noise, the timing is real.\n")
+    console.print("Real SGLang on this CPU, two engines.")
+    if not real:
+        console.print(
+            "The models are tiny and untrained: what they say is noise, the timing is real."
+        )
     status = console.status("")
     status.start()
     try:
         models = arguments.cache / "models"
-        async with tiny_engines(["small", "large"], [text], models, status.update) as (a, b):
+        engines = (
+            smollm2_engines(2, models, status.update)
+            if real
+            else tiny_engines(["small", "large"], [text], models, status.update)
+        )
+        async with engines as (a, b):
             status.stop()
             console.print(f"engine A (core 0): {a.url}   engine B (core 1): {b.url}\n")
             yield a.url, b.url

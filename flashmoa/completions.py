@@ -20,6 +20,7 @@ from openai import (
     AuthenticationError,
     NotFoundError,
 )
+from openai.resources.chat.completions import AsyncCompletions
 
 from flashmoa.engine import PromptUsage
 from flashmoa.openai_tap import first_text, tap, text_goes_to
@@ -34,6 +35,8 @@ class WatchedBody(dict[str, Any]):
         body: fields to add to the request's body.
         on_text: the function to call with each piece of the answer's text, without any reasoning.
             If it raises, that is logged and it gets no more text; the call is not affected.
+        on_request: the function to call with the body of the request that is about to be sent. If
+            it raises, that is logged.
         taps: whether it also gets the text of an answer that is not requested as a stream.
 
     Attributes:
@@ -41,12 +44,30 @@ class WatchedBody(dict[str, Any]):
     """
 
     def __init__(
-        self, body: Mapping[str, Any], on_text: Callable[[str], None], *, taps: bool = False
+        self,
+        body: Mapping[str, Any],
+        on_text: Callable[[str], None],
+        *,
+        on_request: Callable[[Mapping[str, Any]], None] | None = None,
+        taps: bool = False,
     ) -> None:
         super().__init__(body)
         self._on_text: Callable[[str], None] | None = on_text
+        self._on_request = on_request
         self.taps = taps
         self.usage: PromptUsage | None = None
+
+    def report_request(self, arguments: Mapping[str, Any]) -> None:
+        """Pass the body of the request on.
+
+        Args:
+            arguments: the keyword arguments of OpenAI's client.
+        """
+        if self._on_request is not None:
+            try:
+                self._on_request({**arguments, **self})
+            except Exception:
+                logger.exception("An observer of a call failed; the call is sent all the same")
 
     def on_text(self, text: str) -> None:
         """Pass a piece of the answer's text on."""
@@ -60,22 +81,30 @@ class WatchedBody(dict[str, Any]):
 
 def watch_completions(client: AsyncOpenAI) -> None:
     """Make a client's chat completions report to the :class:`WatchedBody` of their call."""
-    completions = client.chat.completions
     tap(client._client)  # Below OpenAI's retry loop: every attempt passes through it.
+    _watch_method(client, client.chat.completions, "create")
+    # AutoGen asks for structured output there; a stream of it is made by ``create``.
+    _watch_method(client, client.beta.chat.completions, "parse")
+    _watch_method(client, client.beta.chat.completions, "create")
 
-    async def create(**request: Any) -> Any:
+
+def _watch_method(client: AsyncOpenAI, completions: AsyncCompletions, name: str) -> None:
+    """Watch the calls of one method of a client's chat completions."""
+
+    async def call(**request: Any) -> Any:
         try:
-            return await create_watched(request)
+            return await call_watched(request)
         except APIError as error:
             _add_advice(error, str(client.base_url).rstrip("/").removesuffix("/v1"))
             raise
 
-    async def create_watched(request: dict[str, Any]) -> Any:
+    async def call_watched(request: dict[str, Any]) -> Any:
         # Looked up at each call, so that a patch of the class still takes effect.
-        send = cast("Callable[..., Awaitable[Any]]", type(completions).create)
+        send = cast("Callable[..., Awaitable[Any]]", getattr(type(completions), name))
         body = request.get("extra_body")
         if not isinstance(body, WatchedBody):
             return await send(completions, **request)
+        body.report_request(request)
         if request.get("stream"):
             return _WatchedStream(await send(completions, **request), body)
         with text_goes_to(body.on_text) if body.taps else nullcontext():
@@ -83,7 +112,7 @@ def watch_completions(client: AsyncOpenAI) -> None:
         body.usage = _read_usage(result)
         return result
 
-    completions.create = create  # type: ignore[method-assign]
+    setattr(completions, name, call)
 
 
 def _add_advice(error: APIError, url: str) -> None:
@@ -110,6 +139,11 @@ class _WatchedStream:
     def __init__(self, chunks: Any, body: WatchedBody) -> None:
         self._chunks = chunks
         self._watched_chunks = _watch(chunks, body)
+
+    @property
+    def response(self) -> Any:
+        """The HTTP response, which OpenAI's stream of structured output closes."""
+        return self._chunks.response
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self._watched_chunks

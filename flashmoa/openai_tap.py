@@ -82,7 +82,7 @@ def text_goes_to(on_text: OnText) -> Generator[None]:
         _current_filter.set(before)
 
 
-class _UnusableStream(Exception):
+class UnusableStream(Exception):
     """Raised when an answer does not arrive as chunks that make a completion."""
 
 
@@ -91,7 +91,7 @@ def _as_unusable() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise _UnusableStream from error
+        raise UnusableStream from error
 
 
 def tap(http: Any) -> None:
@@ -111,50 +111,55 @@ def tap(http: Any) -> None:
         retry_filter = _current_filter.get()
         if retry_filter is None or options.get("stream"):
             return await send_untapped(request, **options)
-        streaming = _as_stream(request)
+        streaming = as_stream(request)
         if streaming is None:
             return await send_untapped(request, **options)
         # httpx or httpx2, whichever this client is made of: its exceptions must be raised.
         errors: Any = sys.modules[type(request).__module__.partition(".")[0]]
-        tapped = _TappedRequest(request, errors, retry_filter.start_attempt())
+        tapped = TappedRequest(request, errors, retry_filter.start_attempt())
         try:
             return await tapped.send(send_untapped, streaming, options)
-        except _UnusableStream:
+        except UnusableStream:
             logger.exception("A streamed answer could not be put together; it is asked for again")
             return await send_untapped(request, **options)
 
     http.send = send
 
 
-def _as_stream(request: _Request) -> _Request | None:
-    """Return a request for a chat completion as one for a stream; ``None`` for other requests."""
+def read_chat_body(request: _Request) -> dict[str, Any] | None:
+    """Return the body of a request for a chat completion; ``None`` for other requests."""
     if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
         return None
     try:
-        body: dict[str, Any] = json.loads(request.content)
+        body: object = json.loads(request.content)
     except ValueError:
         return None
-    if body.get("stream"):
-        return None
-    options: dict[str, Any] = {**(body.get("stream_options") or {}), "include_usage": True}
+    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
+
+
+def with_body(request: _Request, body: Mapping[str, Any]) -> _Request:
+    """Return a request with another JSON body, in the format of OpenAI's client."""
     headers = request.headers.copy()
     headers.pop("content-length", None)
-    # The same JSON format as OpenAI's client.
-    content = json.dumps(
-        {**body, "stream": True, "stream_options": options},
-        ensure_ascii=False,
-        separators=(",", ":"),
-    )
     return type(request)(
         request.method,
         request.url,
         headers=headers,
-        content=content.encode(),
+        content=json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(),
         extensions=request.extensions,
     )
 
 
-class _TappedRequest:
+def as_stream(request: _Request) -> _Request | None:
+    """Return a request for a chat completion as one for a stream; ``None`` for other requests."""
+    body = read_chat_body(request)
+    if body is None or body.get("stream"):
+        return None
+    options: dict[str, Any] = {**(body.get("stream_options") or {}), "include_usage": True}
+    return with_body(request, {**body, "stream": True, "stream_options": options})
+
+
+class TappedRequest:
     """One attempt at a request, sent as a streaming one.
 
     Args:
@@ -175,7 +180,7 @@ class _TappedRequest:
     async def send(self, send: _Send, streaming: _Request, options: Mapping[str, Any]) -> _Response:
         """Return the response that the request would have had without a stream.
 
-        Raises: the HTTP client's exceptions; _UnusableStream if the chunks make no completion.
+        Raises: the HTTP client's exceptions; UnusableStream if the chunks make no completion.
         """
         extensions: Mapping[str, Mapping[str, float | None]] = self._request.extensions
         read_timeout = extensions.get("timeout", {}).get("read")
@@ -203,7 +208,7 @@ class _TappedRequest:
     async def _read_stream(self, response: _Response) -> _Response:
         """Read a stream to its end.
 
-        Raises: RemoteProtocolError if the stream breaks off; _UnusableStream.
+        Raises: RemoteProtocolError if the stream breaks off; UnusableStream.
         """
         async with aclosing(read_event_data(response)) as events:
             async for data in events:
@@ -250,7 +255,7 @@ class _TappedRequest:
 
 
 class _Completion:
-    """The chat completion that chunks add up to. Every method raises _UnusableStream."""
+    """The chat completion that chunks add up to. Every method raises UnusableStream."""
 
     def __init__(self) -> None:
         self._state = ChatCompletionStreamState[Any]()

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
-from flashmoa.engine.client import check_ttl
+from flashmoa.engine.connections import check_ttl
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
@@ -269,7 +269,8 @@ class Workflow:
     ) -> None:
         filled = await pending.messages()
         body = {**parameters, **pending.claim()}
-        report.started(body.get("prompt_stream_id"), late=pending.is_late)
+        report.started(body.get("prompt_stream_id") or pending.used_id, late=pending.is_late)
+        report.prompt_sent({**body, "messages": filled})
         async with engine.chat(filled, **body) as deltas:
             async for delta in deltas:
                 answer.usage = delta.usage or answer.usage

@@ -13,6 +13,9 @@ from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
 from tests.integration.support import wait_until_measured
 
+# These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
+collect_ignore = ["frameworks"]
+
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "examples" / "guides" / "nepal.md"
 POOL = 12000
@@ -76,7 +79,7 @@ async def plain_engine(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(
         model,
         core=1,
-        arguments=["--max-total-tokens", str(POOL)],
+        arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_PLUGINS": "none"},
     )
 

@@ -40,6 +40,9 @@ BENCHMARKS = {
     ),
     "chunk": Benchmark("linking.chunk", "what prefilling in pieces costs (§6.5)"),
     "first_token": Benchmark("linking.first_token", "first tokens of streamed prompts by length"),
+    "without_plugin": Benchmark(
+        "linking.without_plugin", "links on engines without the plugin, and what the plugin adds"
+    ),
     "shared_engine": Benchmark(
         "linking.shared_engine", "chains of agents on one engine, which costs others time"
     ),

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from flashmoa.engine.local import local_engines
+from flashmoa.engine.smollm2 import smollm2_engines
 from flashmoa.engine.tiny_models import tiny_engines
 
 _EXAMPLES = Path(__file__).parents[1]
@@ -26,8 +27,10 @@ class Engines:
         await self._started.aclose()
 
 
-async def start() -> Engines:
+async def start(*, real: bool = False) -> Engines:
     """Start two engines with tiny models, one per core; or take those of FLASHMOA_ENGINE.
+
+    If ``real``, both have SmolLM2 instead, which writes English.
 
     This environment variable has one URL, or two separated by a space. Engines that are started run
     until :meth:`Engines.stop`, or until the notebook ends.
@@ -36,7 +39,11 @@ async def start() -> Engines:
     async with AsyncExitStack() as stack:
         if not urls:
             models = _EXAMPLES.parent / ".cache" / "models"
-            two = tiny_engines(["small", "large"], _DOCUMENTS, models, print)
+            two = (
+                smollm2_engines(2, models, print)
+                if real
+                else tiny_engines(["small", "large"], _DOCUMENTS, models, print)
+            )
             urls = [engine.url for engine in await stack.enter_async_context(two)]
         return Engines(urls, stack.pop_all())
 

@@ -23,7 +23,7 @@ from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
 from flashmoa.completions import watch_completions
-from flashmoa.engine import EngineClient, kv_namespace, self_hosted_url
+from flashmoa.engine import EngineClient, WithoutPlugin, kv_namespace, self_hosted_url
 from flashmoa.linking.observed_call import CallRequest, CallResult, LinkedTeam, ObservedCall
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
@@ -91,6 +91,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         default_headers: headers to send with every request.
         stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
             this process vanishes.
+        without_plugin: what links to its prompts do on a server that does not have the plugin:
+            ``prefill`` them in a few steps, as far as that pays, or nothing (``off``).
         **kwargs: see the stock client.
 
     Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
@@ -111,6 +113,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         api_key: str | None = None,
         default_headers: Mapping[str, str] | None = None,
         stream_ttl_seconds: float = 30.0,
+        without_plugin: WithoutPlugin = "prefill",
         **kwargs: Any,
     ) -> None:
         url = self_hosted_url(base_url)
@@ -127,6 +130,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             api_key=api_key,
             headers=default_headers,
             stream_ttl_seconds=stream_ttl_seconds,
+            model=self.model,
+            without_plugin=without_plugin,
         )
         # Weak: a client may live longer than the workflows that use it and must not keep them in
         # memory. A workflow holds its WorkflowLink itself.

@@ -15,8 +15,8 @@ from flashmoa.agent_framework._dry_run import client_of
 from flashmoa.agent_framework._link_planner import WorkflowLinkPlanner
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest, LinkedTeam
-from flashmoa.observe import Listener, both, contained, ignore
-from flashmoa.observe.trace import Trace
+from flashmoa.observe import Listener, ignore
+from flashmoa.observe.trace import add_trace
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ def link(
     *,
     include: Collection[str] = (),
     trace: Path | str | None = None,
+    trace_prompts: bool = False,
     listener: Listener = ignore,
 ) -> WorkflowLink:
     """Link a workflow's agents: each one's tokens stream into the prompts of those after it.
@@ -46,6 +47,8 @@ def link(
             run unlinked otherwise. To predict its next request, such an executor is run on a copy,
             up to the call of its model.
         trace: a file to write all events to, for ``flashmoa trace``.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
+            ``flashmoa doctor --trace`` then say why prefixes broke.
         listener: receives all events.
 
     Raises:
@@ -53,7 +56,7 @@ def link(
         OSError: if the trace cannot be written.
         ValueError: if no agent of the workflow uses a FlashMoA client; if ``include`` names an
             unknown executor; if ``trace`` names an HTML page, or an existing file that is not a
-            trace.
+            trace; if ``trace_prompts`` is given without ``trace``.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -62,9 +65,8 @@ def link(
         )
     if unknown := [name for name in include if name not in workflow.executors]:
         raise ValueError(f"include names {unknown}; the workflow has {sorted(workflow.executors)}")
-    if trace is not None:
-        listener = both(contained(Trace(trace)), contained(listener))
-    return WorkflowLink(workflow, frozenset(include), contained(listener))
+    listener = add_trace(listener, trace, prompts=trace_prompts)
+    return WorkflowLink(workflow, frozenset(include), listener)
 
 
 class WorkflowLink(LinkedTeam):

@@ -10,7 +10,6 @@ from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, LLMMessage
 from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
-from pydantic import SecretStr
 
 from flashmoa._concurrency import all_of
 from flashmoa.autogen._call_observers import CallObservers, caller_name, calling_agent
@@ -29,8 +28,10 @@ from flashmoa.autogen._self_hosted import (
     FlashMoAClientConfigurationConfigModel,
     SelfHostedClient,
     ToolChoice,
+    client_arguments,
     render,
 )
+from flashmoa.engine import WithoutPlugin
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.observed_call import ObservedCall
 from flashmoa.linking.streamed_text import Text
@@ -56,6 +57,8 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         on_failure: what happens to links to its prompts when a text in them fails.
         stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
             this process vanishes.
+        without_plugin: what links to its prompts do on a server that does not have the plugin:
+            ``prefill`` them in a few steps, as far as that pays, or nothing (``off``).
         listener: receives events of its calls, and of links to their prompts, but not in teams that
             were given to ``link``. Neither ``dump_component`` nor a pickle keeps it.
         **kwargs: see the stock client.
@@ -74,12 +77,14 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         merge_user_messages: bool = False,
         on_failure: OnFailure = "abort",
         stream_ttl_seconds: float = 30.0,
+        without_plugin: WithoutPlugin = "prefill",
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             merge_user_messages=merge_user_messages,
             stream_ttl_seconds=stream_ttl_seconds,
+            without_plugin=without_plugin,
             **kwargs,
         )
         self.on_failure = FailurePolicy.of(on_failure)
@@ -107,12 +112,7 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
 
     @classmethod
     def _from_config(cls, config: OpenAIClientConfigurationConfigModel) -> Self:
-        fields = config.model_dump(exclude_none=True)
-        if isinstance(config.api_key, SecretStr):
-            fields["api_key"] = config.api_key.get_secret_value()
-        if isinstance(config, FlashMoAClientConfigurationConfigModel):
-            fields["on_failure"] = config.on_failure
-        return cls(**fields)
+        return cls(**client_arguments(config))
 
     def _to_config(self) -> FlashMoAClientConfigurationConfigModel:
         return FlashMoAClientConfigurationConfigModel(
@@ -121,6 +121,7 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
             merge_user_messages=self._merge_user_messages,
             on_failure=self.on_failure,
             stream_ttl_seconds=self._stream_ttl_seconds,
+            without_plugin=self._without_plugin,
         )
 
     async def create(
@@ -253,8 +254,7 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         if pending is None and text is None:
             return ObservedCall(self.observers.begin(held), held)
         promised = PromisedCall(self._promises, pending, text, held)
-        late = pending is not None and pending.is_late
-        observers = self.observers.begin(held, promised.prompt_stream_id, late=late)
+        observers = self.observers.begin(held, promised.used_id, late=promised.is_late)
         return ObservedCall([*observers, promised], held)
 
     async def create_stream(  # noqa: PLR0913 - AutoGen's signature

@@ -181,6 +181,7 @@ async def score_call(
 ) -> Scores:
     """Score candidates within a call; see :meth:`FlashMoAChatCompletionClient.score`."""
     with call:
+        call.report_prompt({"messages": messages, "chat_template_kwargs": scorer.template_args})
         request = asyncio.ensure_future(
             scorer.score(
                 messages,

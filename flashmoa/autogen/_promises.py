@@ -52,6 +52,9 @@ class PromisedCall(CallObserver):
         pending: the request with the texts it reads, if any; its prompt stream is claimed.
         text: the promised text it writes, if any.
         held: see :class:`CallRequest`.
+
+    Attributes:
+        used_id, is_late: what to report in ``CallStarted``.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class PromisedCall(CallObserver):
     ) -> None:
         claimed = pending.claim() if pending is not None else {}
         self.prompt_stream_id = claimed.get("prompt_stream_id")
+        self.used_id = pending.used_id if pending is not None else None
+        self.is_late = pending is not None and pending.is_late
         self._promises = promises
         self._pending = pending
         self._text = text if held is None else None

@@ -13,10 +13,17 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from autogen_ext.models.openai._model_info import get_info
 from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
+from pydantic import SecretStr
 
 from flashmoa.autogen._model_call import JsonOutput
 from flashmoa.completions import watch_completions
-from flashmoa.engine import EngineClient, EngineError, kv_namespace, self_hosted_url
+from flashmoa.engine import (
+    EngineClient,
+    EngineError,
+    WithoutPlugin,
+    kv_namespace,
+    self_hosted_url,
+)
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
@@ -36,6 +43,17 @@ class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigMode
     merge_user_messages: bool = False
     on_failure: OnFailure = FailurePolicy()
     stream_ttl_seconds: float = 30.0
+    without_plugin: WithoutPlugin = "prefill"
+
+
+def client_arguments(config: OpenAIClientConfigurationConfigModel) -> dict[str, Any]:
+    """Return the arguments of the client that a configuration describes."""
+    fields = config.model_dump(exclude_none=True)
+    if isinstance(config.api_key, SecretStr):
+        fields["api_key"] = config.api_key.get_secret_value()
+    if isinstance(config, FlashMoAClientConfigurationConfigModel):
+        fields["on_failure"] = config.on_failure
+    return fields
 
 
 class SelfHostedClient(OpenAIChatCompletionClient):
@@ -45,7 +63,12 @@ class SelfHostedClient(OpenAIChatCompletionClient):
     """
 
     def __init__(
-        self, *, merge_user_messages: bool, stream_ttl_seconds: float, **kwargs: Any
+        self,
+        *,
+        merge_user_messages: bool,
+        stream_ttl_seconds: float,
+        without_plugin: WithoutPlugin,
+        **kwargs: Any,
     ) -> None:
         url = self_hosted_url(kwargs.get("base_url"))
         kwargs["base_url"] = f"{url}/v1"
@@ -57,6 +80,7 @@ class SelfHostedClient(OpenAIChatCompletionClient):
         super().__init__(**kwargs)
         self._merge_user_messages = merge_user_messages
         self._stream_ttl_seconds = stream_ttl_seconds
+        self._without_plugin: WithoutPlugin = without_plugin
         self._connect()
 
     def _connect(self) -> None:
@@ -69,6 +93,8 @@ class SelfHostedClient(OpenAIChatCompletionClient):
             headers=self._raw_config.get("default_headers"),
             stream_ttl_seconds=self._stream_ttl_seconds,
             namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
+            model=model,
+            without_plugin=self._without_plugin,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from flashmoa.autogen._team_parts import TeamParts
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest, LinkedTeam
-from flashmoa.observe import Listener, both, contained, ignore
-from flashmoa.observe.trace import Trace
+from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe.trace import add_trace
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ def link(  # noqa: PLR0913 - all but the team have a default
     kv_share: float = _KV_SHARE,
     include: Collection[str] = (),
     trace: Path | str | None = None,
+    trace_prompts: bool = False,
     listener: Listener = ignore,
 ) -> TeamLink:
     """Link a team's agents: each one's tokens stream into the prompts of those after it.
@@ -64,6 +65,8 @@ def link(  # noqa: PLR0913 - all but the team have a default
             lists, dicts, sets and contexts.
         trace: a file to write all events to, for ``flashmoa trace``, which also makes a page of
             it; an existing trace is replaced.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
+            ``flashmoa doctor --trace`` then say why prefixes broke.
         listener: receives all events.
 
     Raises:
@@ -71,15 +74,14 @@ def link(  # noqa: PLR0913 - all but the team have a default
         OSError: if the trace cannot be written.
         ValueError: if no agent of the team uses a FlashMoA client; if ``on_failure`` or
             ``include`` names an unknown agent or action, or an agent that cannot be linked; if
-            ``trace`` names an HTML page, or an existing file that is not a trace.
+            ``trace`` names an HTML page, or an existing file that is not a trace; if
+            ``trace_prompts`` is given without ``trace``.
     """
     parts = _get_parts(team)
     policies = _make_policies(on_failure, parts)
     _check_included(include, parts)
     settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
-    if trace is not None:
-        listener = both(contained(Trace(trace)), contained(listener))
-    return TeamLink(parts, settings, contained(listener))
+    return TeamLink(parts, settings, add_trace(listener, trace, prompts=trace_prompts))
 
 
 def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:

@@ -21,7 +21,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa bench NAME [options]
        flashmoa plan FILE [--engines N] [--gpu GPU] [--model NAME] [options]
        flashmoa trace FILE [--html FILE] [--perfetto FILE]
-       flashmoa doctor [--engine URL]
+       flashmoa doctor [--engine URL] [--trace FILE]
        flashmoa moa serve CONFIG.toml
        flashmoa score INPUT.jsonl --out OUT.jsonl
        flashmoa router --engine URL --engine URL [options]
@@ -35,7 +35,8 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
   score   compute how likely given answers are, for each line of a file, without decoding
   router  serve several engines at one address and send each request where its prefix is cached;
           or serve requests that read each other's answers, on a PD pair
-  doctor  check what is installed here and a running engine, and show how to fix problems
+  doctor  check what is installed here and a running engine, and show how to fix problems; or say
+          why the prompts in a trace did not share their prefixes
 """
 
 

@@ -19,10 +19,13 @@ from flashmoa.doctor.machine import compiler, runs_engines
 
 _DEFAULT_PORT = 30000
 _HELP = """\
-usage: flashmoa serve --model-path PATH [any SGLang argument]
+usage: flashmoa serve --model-path PATH [--drain-seconds SECONDS] [any SGLang argument]
 
-Starts SGLang with FlashMoA's plugin, on the CPU if there is no GPU. All arguments are SGLang's:
-python -m sglang.launch_server --help
+Starts SGLang with FlashMoA's plugin, on the CPU if there is no GPU. All arguments but one are
+SGLang's: python -m sglang.launch_server --help
+
+  --drain-seconds SECONDS  how long requests may still run after SIGTERM or Ctrl-C; then they are
+                           ended (30)
 """
 
 
@@ -31,8 +34,13 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0 if arguments else 2
-    options = _parse_checked_options(arguments)
-    problem = _installation_problem() or _model_problem(options) or port_problem(options.port)
+    options, arguments = _parse_own_options(arguments)
+    problem = (
+        _installation_problem()
+        or _model_problem(options)
+        or port_problem(options.port)
+        or _drain_problem(options.drain_seconds)
+    )
     if problem is not None:
         _print_message(problem)
         return 2
@@ -52,7 +60,7 @@ def _serve(arguments: Sequence[str], options: argparse.Namespace) -> int:
         )
     if compiler() is None:
         _print_message("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
-    problem = Server(arguments, options.host, options.port).run()
+    problem = Server(arguments, options.host, options.port, options.drain_seconds).run()
     if problem is not None:
         _print_message(problem.text)
         return problem.status
@@ -63,14 +71,24 @@ def _print_message(text: str) -> None:
     print(f"flashmoa serve: {text}", file=sys.stderr)
 
 
-def _parse_checked_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the SGLang arguments that are checked here. SGLang parses all of them."""
-    parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=_DEFAULT_PORT)
-    parser.add_argument("--config")
-    return parser.parse_known_args(arguments)[0]
+def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command's own argument, and the SGLang arguments that are checked here.
+
+    Return them with the arguments that are SGLang's, which it parses itself.
+    """
+    own = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
+    own.add_argument("--drain-seconds", type=float, default=30.0)
+    options, of_sglang = own.parse_known_args(arguments)
+    checked = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
+    checked.add_argument("--model-path", "--model")
+    checked.add_argument("--host", default="127.0.0.1")
+    checked.add_argument("--port", type=int, default=_DEFAULT_PORT)
+    checked.add_argument("--config")
+    return checked.parse_known_args(of_sglang, options)[0], of_sglang
+
+
+def _drain_problem(seconds: float) -> str | None:
+    return None if seconds >= 0 else f"--drain-seconds {seconds:g} is not at least 0"
 
 
 def _installation_problem() -> str | None:

@@ -22,7 +22,6 @@ import httpx
 
 from flashmoa.cli.causes import find_cause
 
-_STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 # The stages of SGLang's start, each after the text that SGLang writes when it begins.
 _STAGES = (
@@ -47,12 +46,16 @@ class Server:
     Args:
         arguments: SGLang's arguments.
         host, port: the address that ``arguments`` make SGLang listen on.
+        drain_seconds: how long requests may still run once the server is asked to stop.
     """
 
-    def __init__(self, arguments: Sequence[str], host: str, port: int) -> None:
+    def __init__(
+        self, arguments: Sequence[str], host: str, port: int, drain_seconds: float = 30.0
+    ) -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._command = [sys.executable, "-m", "flashmoa_sglang.serve", *arguments]
+        self._drain_seconds = drain_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._progress = StartProgress()
         self._stopping_since: float | None = None
@@ -115,7 +118,7 @@ class Server:
 
     def _is_stop_overdue(self) -> bool:
         since = self._stopping_since
-        return since is not None and time.monotonic() - since > _STOP_SECONDS
+        return since is not None and time.monotonic() - since > self._drain_seconds
 
     def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -17,9 +17,12 @@ from rich.table import Table
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
 from flashmoa.observe.page import page
+from flashmoa.observe.prefix_breaks import HOW_TO_RECORD, NO_BREAK, find_breaks, group_breaks
 from flashmoa.observe.summary import COLUMNS, overlaps, row, summary
 from flashmoa.observe.timeline import draw, lanes, perfetto
 from flashmoa.observe.trace import TraceError, read
+
+_MOST_BREAKS = 10
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(events: Sequence[Event], console: Console) -> None:
-    """Print the timeline, a table of the calls, and a summary of what was prefilled ahead."""
+    """Print the timeline, the calls, what was prefilled ahead, and where prefixes broke."""
     if not any(isinstance(event, CallFinished) for event in events):
         console.print("No call in this trace has finished.")
         return
@@ -69,6 +72,20 @@ def show(events: Sequence[Event], console: Console) -> None:
     links = ", ".join(f"{count} {reason}" for reason, count in closed.most_common())
     console.print(f"links, by why they ended: {links or 'none'}", markup=False)
     console.print(str(summary(calls(events))), markup=False)
+    console.print(f"\n{_describe_breaks(events)}", markup=False, soft_wrap=True)
+
+
+def _describe_breaks(events: Sequence[Event]) -> str:
+    all_calls = calls(events)
+    if not any(call.prompt is not None for call in all_calls):
+        return f"Prefixes: not known, as the trace has no prompts; {HOW_TO_RECORD} records them"
+    groups = group_breaks(find_breaks(all_calls))
+    if not groups:
+        return f"Prefixes: {NO_BREAK}"
+    shown = [group.describe() for group in groups[:_MOST_BREAKS]]
+    if len(groups) > len(shown):
+        shown.append(f"... and {len(groups) - len(shown)} more")
+    return "\n\n".join(("Prefixes that broke, the costliest first", *shown))
 
 
 def _make_call_table(events: Sequence[Event]) -> Table:

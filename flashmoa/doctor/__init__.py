@@ -1,7 +1,15 @@
-"""Check an installation and a running engine, and name a remedy for each problem."""
+"""Check an installation, a running engine or a run's prefixes; name a remedy for each problem."""
 
 from flashmoa.doctor.findings import Finding, Level
 from flashmoa.doctor.installation import check_installation
+from flashmoa.doctor.prefixes import check_prefixes
 from flashmoa.doctor.running import EngineToCheck, check_engine
 
-__all__ = ["EngineToCheck", "Finding", "Level", "check_engine", "check_installation"]
+__all__ = [
+    "EngineToCheck",
+    "Finding",
+    "Level",
+    "check_engine",
+    "check_installation",
+    "check_prefixes",
+]

@@ -15,7 +15,7 @@ class Finding:
 
     Attributes:
         about: the thing that was checked, in a word or two.
-        text: the result. "It" in this text is the thing that was checked.
+        text: the result, in one line or several. "It" in this text is the thing that was checked.
         remedy: the command or argument that fixes the problem; empty if there is none.
     """
 

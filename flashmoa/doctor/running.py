@@ -24,6 +24,7 @@ from flashmoa.engine import (
 )
 
 _TIMEOUT_SECONDS = 30.0
+_IN_STEPS = "prefill prompts there in a few steps only, for its own prefix cache"
 _CAPABILITIES = {"prefill_only", "render", "prompt_streams", "prompt_stream_id"}
 
 
@@ -96,12 +97,12 @@ async def _explain_failure(error: EngineError, url: str, key: str | None) -> Fin
 async def _identify_server(url: str, key: str | None) -> Finding:
     """Find out what kind of server answers at ``url``, if it is not SGLang with the plugin."""
     if "model_path" in await _get_json(url, key, "/model_info", "/get_model_info"):
-        text = f"{url} is SGLang without the plugin: agents run there, but unlinked"
+        text = f"{url} is SGLang without the plugin: links {_IN_STEPS}"
         remedy = "where SGLang runs: pip install ./server_patches, unset SGLANG_PLUGINS, restart"
-        return fix("engine", text, remedy)
+        return note("engine", text, remedy)
     if "data" in await _get_json(url, key, "/v1/models"):
-        text = f"{url} is an OpenAI server, but not SGLang: agents run there, but unlinked"
-        return fix("engine", text, "flashmoa serve --model-path PATH")
+        text = f"{url} is an OpenAI server, but not SGLang: links {_IN_STEPS}, if it has one"
+        return note("engine", text, "flashmoa serve --model-path PATH")
     text = f"{url} answers, but is not an engine"
     return fix("engine", text, "--engine http://HOST:PORT as flashmoa serve shows it")
 

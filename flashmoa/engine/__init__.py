@@ -3,6 +3,7 @@
 from flashmoa.engine.client import EngineClient
 from flashmoa.engine.connections import engine_url, self_hosted_url
 from flashmoa.engine.generation import NextLogprobs
+from flashmoa.engine.plain import WithoutPlugin
 from flashmoa.engine.wire import (
     Costs,
     Delta,
@@ -56,6 +57,7 @@ __all__ = [
     "StreamUnknown",
     "StreamUse",
     "TooManyStreams",
+    "WithoutPlugin",
     "engine_url",
     "kv_namespace",
     "self_hosted_url",

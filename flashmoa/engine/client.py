@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from math import isfinite
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
 from flashmoa import errors
 from flashmoa.engine import wire
-from flashmoa.engine.connections import engine_url, make_http_client, send_request, stream_events
-from flashmoa.engine.generation import Generated, NextLogprobs, read_chat, read_generation
-from flashmoa.engine.refusals import bad_answer
+from flashmoa.engine.connections import (
+    Answer,
+    ask,
+    check_ttl,
+    engine_url,
+    make_http_client,
+    send_request,
+    stream_events,
+)
+from flashmoa.engine.generation import (
+    Generated,
+    NextLogprobs,
+    logprobs_body,
+    read_chat,
+    read_generation,
+)
+from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
 from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState
 
-Answer = TypeVar("Answer", bound=BaseModel)
 Messages = Sequence[Mapping[str, Any]]
 
 
 class EngineClient:
-    """A client of one SGLang server, with the plugin or without.
+    """A client of one SGLang server, with the plugin or without, or of another OpenAI server.
 
     Args:
         base_url: ``http://HOST:PORT``, with or without ``/v1``.
@@ -32,13 +43,16 @@ class EngineClient:
         stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
             that of a link, once the client has vanished.
         namespace: the namespace of its prompt streams' KV, as :func:`kv_namespace` returns it.
+        model: the served model's name, for servers that require it.
+        without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
+            a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
     :class:`RequestRefused` (see ``flashmoa.errors``). Close it, or use it as a context manager.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the URL have a default
         self,
         base_url: str,
         *,
@@ -47,10 +61,16 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
         stream_ttl_seconds: float = 30.0,
         namespace: Mapping[str, str] | None = None,
+        model: str | None = None,
+        without_plugin: WithoutPlugin = "prefill",
     ) -> None:
         self.url = engine_url(base_url)
-        self._namespace = dict(namespace or {})
+        self.namespace = dict(namespace or {})
         self.stream_ttl_seconds = check_ttl(stream_ttl_seconds)
+        self._model = model or "default"
+        self.without_plugin = check_choice(without_plugin)
+        # How links prefill if the server does not have the plugin.
+        self.plain = PlainServer(self._call, model)
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
     async def __aenter__(self) -> Self:
@@ -74,10 +94,18 @@ class EngineClient:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt that the engine's chat template makes of ``messages``, as text."""
-        body: dict[str, Any] = {"messages": list(messages), "tools": tools or None}
-        body["chat_template_kwargs"] = template_args or None
-        return (await self._call("POST", "/render", wire.RenderedText, body)).text
+        """Return the prompt that the engine's chat template makes of ``messages``, as text.
+
+        Without the plugin, see :meth:`PlainServer.render`.
+        """
+        fields = {"tools": tools or None, "chat_template_kwargs": template_args or None}
+        try:
+            body = {"messages": list(messages), **fields}
+            return (await self._call("POST", "/render", wire.RenderedText, body)).text
+        except errors.PluginMissing:
+            if self.without_plugin == "off":
+                raise
+            return await self.plain.render(messages, fields)
 
     async def prefill_only(
         self,
@@ -125,7 +153,7 @@ class EngineClient:
             "add_special_tokens": add_special_tokens,
             "ttl_seconds": ttl_seconds,
             "expected_output_tokens": expected_output_tokens,
-            **(self._namespace if namespace is None else namespace),
+            **(self.namespace if namespace is None else namespace),
         }
         return await self._call("POST", "/prompt_streams", StreamState, body)
 
@@ -207,7 +235,7 @@ class EngineClient:
             parameters: parameters of OpenAI's chat completions, and SGLang's own.
         """
         body = {
-            "model": "default",
+            "model": self._model,
             **parameters,
             "messages": list(messages),
             "prompt_stream_id": prompt_stream_id,
@@ -235,17 +263,8 @@ class EngineClient:
 
         Raises: MalformedRequest if the prompt is too long, or a token is not in the vocabulary.
         """
-        body = {
-            "input_ids": [*input_ids, *continuation],
-            # If another request of the batch decodes, SGLang applies each request's temperature to
-            # its log-probabilities.
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            # SGLang gives log-probabilities only for the tokens after this position.
-            "logprob_start_len": len(input_ids) - 1 if continuation else -1,
-            "token_ids_logprob": list(token_ids) or None,
-            "prompt_stream_id": prompt_stream_id,
-        }
+        body = logprobs_body(input_ids, token_ids, continuation)
+        body["prompt_stream_id"] = prompt_stream_id
         answer = await self._call("POST", "/generate", Generated, body)
         return answer.logprobs(token_ids, continuation)
 
@@ -275,21 +294,6 @@ class EngineClient:
         return answer.in_order()
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        answer: type[Answer],
-        body: Mapping[str, Any] | None = None,
+        self, method: str, path: str, answer: type[Answer], body: Mapping[str, Any] | None = None
     ) -> Answer:
-        content = await send_request(self._http, self.url, method, path, body)
-        try:
-            return answer.model_validate_json(content)
-        except ValidationError as error:
-            raise bad_answer(self.url, path) from error
-
-
-def check_ttl(seconds: float) -> float:
-    """Return ``seconds``. Raises: ValueError if they are not positive and finite."""
-    if not (isfinite(seconds) and seconds > 0):
-        raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
-    return seconds
+        return await ask(self._http, self.url, method, path, answer, body)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from math import isfinite
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from flashmoa.engine.generation import read_events
 from flashmoa.engine.refusals import bad_answer, make_refusal, translate_errors
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 # SGLang closes a connection that was idle for 5 s (``SGLANG_TIMEOUT_KEEP_ALIVE``). A request that
 # is sent at that moment is lost, so the client closes idle connections long before.
@@ -46,6 +50,13 @@ def self_hosted_url(base_url: str | None) -> str:
     The default is ``OPENAI_BASE_URL`` in the environment, and then SGLang's default address.
     """
     return engine_url(base_url or os.environ.get("OPENAI_BASE_URL") or _LOCAL)
+
+
+def check_ttl(seconds: float) -> float:
+    """Return ``seconds``. Raises: ValueError if they are not positive and finite."""
+    if not (isfinite(seconds) and seconds > 0):
+        raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
+    return seconds
 
 
 def make_http_client(
@@ -87,6 +98,25 @@ async def send_request(
     if response.is_error:
         raise make_refusal(response, url)
     return response.content
+
+
+async def ask(
+    http: httpx.AsyncClient,
+    url: str,
+    method: str,
+    path: str,
+    answer: type[Answer],
+    body: Mapping[str, Any] | None = None,
+) -> Answer:
+    """Send a request, and return the answer as a value of the type ``answer``.
+
+    Raises: EngineError, see :func:`send_request`; BadAnswer if the answer is of another form.
+    """
+    content = await send_request(http, url, method, path, body)
+    try:
+        return answer.model_validate_json(content)
+    except ValidationError as error:
+        raise bad_answer(url, path) from error
 
 
 @asynccontextmanager

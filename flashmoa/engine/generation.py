@@ -110,6 +110,25 @@ class NextLogprobs:
     usage: PromptUsage
 
 
+def logprobs_body(
+    input_ids: Sequence[int], token_ids: Sequence[int], continuation: Sequence[int]
+) -> dict[str, Any]:
+    """Return the body of a ``/generate`` request for log-probabilities after a prompt.
+
+    Args: see :meth:`EngineClient.next_logprobs`.
+    """
+    return {
+        "input_ids": [*input_ids, *continuation],
+        # If another request of the batch decodes, SGLang applies each request's temperature to its
+        # log-probabilities.
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        # SGLang gives log-probabilities only for the tokens after this position.
+        "logprob_start_len": len(input_ids) - 1 if continuation else -1,
+        "token_ids_logprob": list(token_ids) or None,
+    }
+
+
 class Generated(BaseModel):
     """An answer of ``/generate`` with log-probabilities."""
 

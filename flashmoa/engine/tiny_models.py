@@ -15,11 +15,13 @@ from pathlib import Path
 
 import anyio
 
-from flashmoa.engine import EngineError
+from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
 
 # Size of an engine's KV pool in tokens.
 _POOL_TOKENS = 12_000
+# An engine on a busy machine may be used before it has measured its costs.
+_MEASURE_SECONDS = 120.0
 
 
 def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
@@ -73,6 +75,22 @@ async def tiny_engines(
     """
     progress("making tiny models (random weights, own tokenizer)")
     models = [await anyio.to_thread.run_sync(tiny_model, shape, texts, cache) for shape in shapes]
+    async with engines_per_core(models, progress) as engines:
+        yield engines
+
+
+@asynccontextmanager
+async def engines_per_core(
+    models: Sequence[Path], progress: Callable[[str], None] = _ignore
+) -> AsyncGenerator[list[LocalEngine]]:
+    """Serve models on this CPU, the first one on core 0, the second one on core 1, and so on.
+
+    Args:
+        models: the folders of the models.
+        progress: called with a short message when a step begins.
+
+    Raises: EngineError if an engine does not start.
+    """
     progress("importing SGLang, once for all engines")
     async with local_engines() as starter:
         progress(f"starting {len(models)} engines, one per core")
@@ -85,4 +103,15 @@ async def tiny_engines(
         ]
         for engine in engines:
             await engine.wait_until_ready()
+        progress("the engines measure what their forwards cost")
+        for engine in engines:
+            await _wait_until_measured(engine.url)
         yield engines
+
+
+async def _wait_until_measured(url: str) -> None:
+    """Wait until an engine has measured its costs: before, they share its core with requests."""
+    async with EngineClient(url) as client:
+        with anyio.move_on_after(_MEASURE_SECONDS):
+            while (await client.info()).costs is None:  # noqa: ASYNC110 - there is no event for it
+                await anyio.sleep(0.1)

@@ -9,13 +9,14 @@ downstream request is computed as it would have been without the link.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import anyio
 
 from flashmoa.engine import EngineClient, PluginMissing, StreamState
 from flashmoa.linking.failure_policy import Failure, FailurePolicy, OnFailure
+from flashmoa.linking.plain_feed import PlainFeed, report_plain_engine
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import PromptFeed
 from flashmoa.observe import (
@@ -34,15 +35,16 @@ logger = logging.getLogger(__name__)
 # also the text of its upstream agents as they write it.
 Ahead = Literal["nothing", "known", "text"]
 
-_LATE = "too late"
-# URLs of engines without the plugin that have been logged.
-_plain_engines: set[str] = set()
+_LATE, _PLAIN = "too late", "plain engine"
 # Failures that have been logged as a warning, by the engine's URL; each is logged so only once.
 _logged_failures: set[tuple[str, type[Exception]]] = set()
 
 
 class Link:
     """Sends one downstream prompt to a prompt stream while upstream agents write it.
+
+    On an engine without the plugin it prefills the prompt in a few steps instead, unless the engine
+    client says otherwise.
 
     Args:
         engine: the downstream agent's engine.
@@ -55,6 +57,7 @@ class Link:
             as the engine client says.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         expected_output_tokens: how long the agent's answer is likely to be, if that is known.
+        expect: returns how many tokens an upstream agent is likely to write, if that is known.
         listener: receives the link's events.
 
     Run :meth:`run` in a task group; cancelling it deletes the stream.
@@ -71,6 +74,7 @@ class Link:
         stream_ttl_seconds: float | None = None,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
+        expect: Callable[[str], int | None] = lambda _: None,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
@@ -79,7 +83,10 @@ class Link:
         self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
-        self._feed = PromptFeed(
+        self._plain_feed = PlainFeed(
+            engine, prompt, self._report_state, namespace=namespace, expect=expect
+        )
+        self._feed: PromptFeed | PlainFeed = PromptFeed(
             engine,
             prompt,
             self._report_state,
@@ -102,8 +109,13 @@ class Link:
 
     @property
     def stream_id(self) -> str | None:
-        """The prompt stream's id, once it is open."""
+        """The prompt stream's id, once it is open; without the plugin, an id for events only."""
         return self._feed.stream_id
+
+    @property
+    def used_id(self) -> str | None:
+        """The id that events of the request name: the :attr:`stream_id` of a link that was used."""
+        return self.stream_id if self._end_reason == "used" else None
 
     def waits_for(self, name: str) -> bool:
         """Return whether a slot of that name is still open."""
@@ -164,9 +176,11 @@ class Link:
         """
         if self.is_over:
             return None
+        is_plain = self._feed is self._plain_feed
         # A stream that is still being opened is too late for the request.
-        self.end("used" if self.stream_id is not None else _LATE)
-        return self.stream_id
+        not_open = _PLAIN if is_plain else _LATE
+        self.end("used" if self.stream_id is not None else not_open)
+        return None if is_plain else self.stream_id
 
     def end(self, reason: str) -> None:
         """End the link.
@@ -193,12 +207,14 @@ class Link:
 
     async def _feed_stream(self) -> None:
         try:
-            await self._feed.run()
-            if self.stream_id is not None:
+            try:
+                await self._feed.run()
+            except PluginMissing as error:
+                await self._feed_plain_engine(error)
+            if self.stream_id is not None or self._feed is self._plain_feed:
                 await self._wait_for_request()
-        except PluginMissing as error:
-            self._end_reason = "plain engine"
-            report_plain_engine(self.engine.url, error)
+        except PluginMissing:
+            self._end_reason = _PLAIN
         except Exception as error:
             # If the link has ended, its request overtook an append. That is not a failure.
             if not self.is_over:
@@ -208,6 +224,14 @@ class Link:
                 _logged_failures.add(failure)
                 text = "The link to %s has ended: %s. Its request is sent all the same."
                 logger.log(level, text, self.agent, f"{error}".removesuffix("."))
+
+    async def _feed_plain_engine(self, problem: PluginMissing) -> None:
+        """Prefill in steps. Raises: PluginMissing if that is off, or there is no route for it."""
+        report_plain_engine(self.engine, problem)
+        if self.engine.without_plugin == "off" or self.is_over:
+            raise problem
+        self._feed = self._plain_feed
+        await self._feed.run()
 
     async def _watch_stalls(self) -> None:
         stall_seconds = self._policy.stall_seconds
@@ -226,7 +250,11 @@ class Link:
         if state.next_seq == 0:
             upstream = tuple(slot.name for slot in self.prompt.slots)
             opened = LinkOpened(
-                agent=self.agent, engine=self.engine.url, upstream=upstream, stream_id=state.id
+                agent=self.agent,
+                engine=self.engine.url,
+                upstream=upstream,
+                stream_id=state.id,
+                plain=self._feed is self._plain_feed,
             )
             self._listener(opened)
             return
@@ -268,10 +296,3 @@ class Link:
 
     def _open_slots(self, name: str) -> list[Slot]:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]
-
-
-def report_plain_engine(url: str, problem: PluginMissing) -> None:
-    """Log once for each engine that it runs without the plugin, so that nothing is linked."""
-    if url not in _plain_engines:
-        _plain_engines.add(url)
-        logger.warning("%s. Its agents run unlinked.", f"{problem}".removesuffix("."))

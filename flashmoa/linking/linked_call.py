@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
@@ -90,7 +92,10 @@ class LinkedCall(CallObserver):
             owner.listener, agent=agent, engine=request.engine, model=request.model
         )
         late = missed_link or (own_link is not None and own_link.is_late)
-        self._report.started(self.prompt_stream_id, late=late)
+        self._report.started(own_link.used_id if own_link is not None else None, late=late)
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._report.prompt_sent(body)
 
     def on_text(self, text: str) -> None:
         self._report.text_arrived()

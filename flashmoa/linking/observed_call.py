@@ -60,6 +60,9 @@ class CallObserver:
     prompt_stream_id: str | None = None
     expected_output_tokens: int | None = None
 
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        """Receive the body of the chat completion, as it is about to be sent."""
+
     def on_text(self, text: str) -> None:
         """Receive the next piece of the answer's text."""
 
@@ -90,6 +93,9 @@ class ReportedCall(CallObserver):
 
     def __init__(self, report: CallReporter) -> None:
         self._report = report
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._report.prompt_sent(body)
 
     def on_text(self, text: str) -> None:
         self._report.text_arrived()
@@ -144,8 +150,13 @@ class ObservedCall:
         # An answer that is held back may be a tool call, and servers may format tool calls in a
         # stream in another way.
         taps = bool(self._observers) and self._hold_reason is None
-        self._body = WatchedBody(body, self._on_text, taps=taps)
+        self._body = WatchedBody(body, self._on_text, on_request=self.report_prompt, taps=taps)
         return self._body
+
+    def report_prompt(self, body: Mapping[str, Any]) -> None:
+        """Notify the observers of the body of the chat completion that is about to be sent."""
+        for observer in self._observers:
+            observer.on_prompt(body)
 
     def finish(self, result: CallResult) -> None:
         """Notify the observers that the answer is complete."""

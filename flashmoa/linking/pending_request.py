@@ -11,8 +11,9 @@ import anyio
 from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
-from flashmoa.linking.link import Link, report_plain_engine
+from flashmoa.linking.link import Link
 from flashmoa.linking.placeholders import Placeholders
+from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, UpstreamFailed, ignore
@@ -77,6 +78,11 @@ class PendingRequest(Generic[Messages]):
     def is_late(self) -> bool:
         """Whether the request was claimed before its prompt stream was open."""
         return self._is_late or (self._link is not None and self._link.is_late)
+
+    @property
+    def used_id(self) -> str | None:
+        """The id of the link that the request uses, for events; ``None`` before it is claimed."""
+        return self._link.used_id if self._link is not None else None
 
     async def messages(self) -> Messages:
         """Wait for the texts, and return the messages to send.
@@ -166,7 +172,7 @@ class PendingRequest(Generic[Messages]):
             rendered = await render(self._fill(self._messages, replacements))
             return placeholders.build_prompt(rendered)
         except PluginMissing as problem:
-            report_plain_engine(engine.url, problem)
+            report_plain_engine(engine, problem)
         except Exception as error:  # Linking must not cost the request.
             logger.warning("No link to %s this time: %s", self._agent, error)
         return None

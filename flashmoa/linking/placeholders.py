@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterable
 
@@ -41,15 +42,13 @@ class Placeholders:
     def build_prompt(self, *rendered: str) -> Prompt:
         """Build a prompt from one that an engine rendered, with a slot at each placeholder.
 
-        There is no slot for a placeholder that is not in the rendered prompt.
+        There is no slot for a placeholder that is not in the rendered prompt, and one for each time
+        that a text is in it.
 
         Args:
             rendered: the rendered prompt. If it depends on something that cannot be known, every
                 possible prompt: only their common beginning is certain, and the prompt ends there
                 in an :data:`UNCERTAIN` slot.
-
-        Raises:
-            NotForecastable: if the chat template shows a text more than once.
         """
         first = rendered[0]
         if len(rendered) == 1:
@@ -63,9 +62,9 @@ class Placeholders:
         If the template kept the margin on a side of a placeholder, its slot is not stripped there.
         """
         places = sorted(
-            (rendered.index(core), name, core)
+            (match.start(), name, core)
             for name, core in self._cores.items()
-            if _occurs_once(rendered, core, name)
+            for match in re.finditer(re.escape(core), rendered)
         )
         segments: list[str | Slot] = []
         done = 0
@@ -79,10 +78,3 @@ class Placeholders:
             segments.append(Slot(name, strip_start=not kept_start, strip_end=not kept_end))
             done = end + len(_MARGIN) * kept_end
         return [*segments, rendered[done:certain]]
-
-
-def _occurs_once(rendered: str, core: str, name: str) -> bool:
-    """Return whether a placeholder was rendered. Raises: NotForecastable if more than once."""
-    if rendered.count(core) > 1:
-        raise NotForecastable(f"the chat template shows {name}'s text more than once")
-    return core in rendered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.link import Link
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
@@ -76,7 +76,6 @@ class Forecast:
 
         Raises:
             EngineError: if the engine cannot render it.
-            NotForecastable: if the chat template shows a text more than once.
         """
         return self.placeholders.build_prompt(*[await render() for render in self.renders])
 
@@ -129,7 +128,7 @@ class PlannedLinks:
             return received is not None
         if link.prompt.is_complete:
             return received == forecast.expected_messages
-        return received >= sum(not slot.is_open for slot in link.prompt.slots)
+        return received >= len({slot.name for slot in link.prompt.slots if not slot.is_open})
 
     def fits(self, turn: Turn) -> bool:
         """Return whether there is a link for a turn whose forecast still holds."""
@@ -208,6 +207,25 @@ class KvShare:
         self._share = share
         # Sizes of the KV pools in tokens, by the engine's URL.
         self._pools: dict[str, int] = {}
+
+    async def why_no_room(
+        self, engine: EngineClient, prompt: Prompt, others: Iterable[Link]
+    ) -> str | None:
+        """Return why there can be no link to a prompt that may never come; ``None`` if there can.
+
+        Raises: EngineError, see :meth:`has_room`.
+        """
+        try:
+            if await self.has_room(engine, prompt, others):
+                return None
+        except PluginMissing:
+            return (
+                "its engine has no plugin; only prompts that are sure to come are prefilled there"
+            )
+        return (
+            "the share of the KV pool for links that may go unused is taken by agents that are "
+            "likelier to speak"
+        )
 
     async def has_room(self, engine: EngineClient, prompt: Prompt, others: Iterable[Link]) -> bool:
         """Return whether a prompt fits into an engine's share alongside the prompts of ``others``.

@@ -10,12 +10,13 @@ import anyio
 
 from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.linking.link import Ahead, Link, report_plain_engine
+from flashmoa.linking.link import Ahead, Link
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
 from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.output_lengths import OutputLengths
 from flashmoa.linking.own_turn import OwnTurns
 from flashmoa.linking.placeholders import NotForecastable
+from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.run_state import Attempt, RunState
@@ -227,7 +228,7 @@ class LinkPlanner(CallOwner):
         except PluginMissing as problem:
             attempts[agent] = Attempt.PLAIN_ENGINE
             if forecast is not None:
-                report_plain_engine(forecast.engine.url, problem)
+                report_plain_engine(forecast.engine, problem)
         except EngineError as error:
             self._run.drop_unfinished_attempt(agent)
             logger.warning("No link to %s this time: %s", agent, error)
@@ -236,14 +237,11 @@ class LinkPlanner(CallOwner):
 
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
-        if not turn.sure and not await self._kv_share.has_room(
-            engine, prompt, self._links.uncertain()
-        ):
+        reason: str | None = None
+        if not turn.sure:
+            reason = await self._kv_share.why_no_room(engine, prompt, self._links.uncertain())
+        if reason is not None:
             self._run.drop_unfinished_attempt(turn.agent)
-            reason = (
-                "the share of the KV pool for links that may go unused is taken by agents that are "
-                "likelier to speak"
-            )
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
         if changes != self._run.changes or not self._run.is_current(turn):
@@ -255,6 +253,7 @@ class LinkPlanner(CallOwner):
             on_failure=forecast.on_failure,
             namespace=forecast.namespace,
             expected_output_tokens=self.output_lengths.expect(turn.agent),
+            expect=self.output_lengths.expect,
             listener=self.listener,
         )
         self._links.add(link, forecast)

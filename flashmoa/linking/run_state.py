@@ -16,7 +16,8 @@ class Attempt(Enum):
     UNFINISHED = auto()
     # The agent's next prompt could not be forecast.
     DECLINED = auto()
-    # The agent's engine has no plugin. The next attempt is made in the team's next run.
+    # The engine has no plugin, and links are off there. The next attempt is made in the team's
+    # next run.
     PLAIN_ENGINE = auto()
 
 

@@ -135,7 +135,8 @@ class IncrementalWriter:
         body = {**self._parameters(size), **continuation, **request.claim()}
         engine, model = self._model.engine, self._model.model
         report = CallReporter(self._listener, agent=chunk.name, engine=engine.url, model=model)
-        report.started(body.get("prompt_stream_id"), late=request.is_late)
+        report.started(request.used_id, late=request.is_late)
+        report.prompt_sent({**body, "messages": messages})
         next_request: Pending | None = None
         text, round_ = "", self.rounds[-1]
         round_.asked = time.time()

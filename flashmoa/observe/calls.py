@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from flashmoa.engine import PromptUsage
+from flashmoa.engine import PromptUsage, kv_namespace
 from flashmoa.observe.events import (
     CallEvent,
     CallFailed,
@@ -18,8 +18,10 @@ from flashmoa.observe.events import (
     CallStarted,
     Event,
     FirstToken,
+    LinkAdvanced,
     LinkOpened,
     Listener,
+    PromptSent,
 )
 
 
@@ -35,6 +37,20 @@ class CallReporter:
     def started(self, stream_id: str | None, *, late: bool) -> None:
         """Report that the request is about to be sent; see :class:`CallStarted`."""
         self._listener(CallStarted(**self._call, model=self._model, stream_id=stream_id, late=late))
+
+    def prompt_sent(self, body: Mapping[str, Any]) -> None:
+        """Report the prompt of the request, given the body of its chat completion."""
+        # SGLang shows the model no tools in this case.
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        self._listener(
+            PromptSent(
+                **self._call,
+                messages=list(body["messages"]),
+                tools=list(tools or ()),
+                template_args=dict(body.get("chat_template_kwargs") or {}),
+                namespace=kv_namespace(body),
+            )
+        )
 
     def text_arrived(self) -> None:
         """Report the first token; call it whenever a piece of the answer has arrived."""
@@ -62,11 +78,18 @@ class _CallFields(TypedDict):
 
 @dataclass(slots=True)
 class Call:
-    """Holds what the events say of one call; times in Unix seconds."""
+    """Holds what the events say of one call; times in Unix seconds.
+
+    Attributes:
+        plain_tokens: number of tokens of its prompt that its link had prefilled on an engine
+            without the plugin; ``None`` if there was no such link.
+    """
 
     started: CallStarted
     first_token: float | None = None
     ended: CallFinished | CallFailed | None = None
+    prompt: PromptSent | None = None
+    plain_tokens: int | None = None
 
     @property
     def agent(self) -> str:
@@ -90,12 +113,19 @@ def calls(events: Iterable[Event]) -> list[Call]:
     A call without ``CallStarted``, which failed before its request was sent, is left out.
     """
     by_id: dict[str, Call] = {}
+    plain: dict[str, int] = {}
     for event in events:
-        if isinstance(event, CallStarted):
-            by_id[event.call_id] = Call(event)
+        if isinstance(event, LinkOpened) and event.plain:
+            plain[event.stream_id] = 0
+        elif isinstance(event, LinkAdvanced) and event.stream_id in plain:
+            plain[event.stream_id] = event.prefilled_tokens
+        elif isinstance(event, CallStarted):
+            by_id[event.call_id] = Call(event, plain_tokens=plain.get(event.stream_id or ""))
         elif isinstance(event, CallEvent) and event.call_id in by_id:
             call = by_id[event.call_id]
-            if isinstance(event, FirstToken):
+            if isinstance(event, PromptSent):
+                call.prompt = event
+            elif isinstance(event, FirstToken):
                 call.first_token = event.at
             elif isinstance(event, CallFinished | CallFailed):
                 call.ended = event

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from flashmoa.engine import PromptUsage
 
@@ -34,7 +35,7 @@ class CallEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted(CallEvent):
-    """An agent's request is about to be sent; ``stream_id`` is set if it uses a prompt stream.
+    """An agent's request is about to be sent; ``stream_id`` is set if it uses a link.
 
     ``model`` is the model name in the request. ``late``: the request came before its stream was
     open, since its link was still being made.
@@ -43,6 +44,20 @@ class CallStarted(CallEvent):
     model: str = ""
     stream_id: str | None = None
     late: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSent(CallEvent):
+    """The prompt of a call's request, as it is sent; a ``repr`` does not show it.
+
+    ``messages`` and ``tools`` are OpenAI's, ``template_args`` the ``chat_template_kwargs``, and
+    ``namespace`` what its KV is shared within (see ``flashmoa.engine.kv_namespace``).
+    """
+
+    messages: list[dict[str, Any]] = field(repr=False)
+    tools: list[Any] = field(default_factory=list[Any], repr=False)
+    template_args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    namespace: dict[str, str] = field(default_factory=dict[str, str], repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +87,15 @@ class CallFailed(CallEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOpened(Event):
-    """A future prompt of ``agent`` is being prefilled."""
+    """A future prompt of ``agent`` is being prefilled.
+
+    ``plain``: its engine has no plugin, so it is prefilled in a few steps, and ``stream_id`` is an
+    id that the client has made for the events of this link.
+    """
 
     upstream: tuple[str, ...]
     stream_id: str
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +142,8 @@ class LinkDeclined(Event):
 class LinkClosed(Event):
     """The link has ended.
 
-    ``reason`` is ``used``, ``abort``, ``mispredicted``, ``unused``, ``closed``, or an error.
+    ``reason`` is ``used``, ``abort``, ``mispredicted``, ``unused``, ``closed``, ``too late``,
+    ``plain engine``, or an error.
     """
 
     stream_id: str | None

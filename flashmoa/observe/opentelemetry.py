@@ -24,6 +24,7 @@ from flashmoa.observe.events import (
     FirstToken,
     LinkClosed,
     LinkOpened,
+    PromptSent,
 )
 
 try:
@@ -110,6 +111,8 @@ class OpenTelemetry:
                 self._finish(event)
             case CallFailed():
                 self._fail(event)
+            case PromptSent():
+                pass  # Prompts are not recorded.
             case LinkOpened():
                 self._links[event.stream_id] = _Link(event, context.get_current())
                 _drop_oldest(self._links, self._abandon_link)

@@ -184,7 +184,7 @@ def row(call: Call, overlap: Overlap | None) -> list[str]:
         (
             usage.prompt_tokens,
             usage.cached_tokens,
-            usage.streamed_tokens,
+            call.plain_tokens if usage.streamed_tokens is None else usage.streamed_tokens,
             usage.late_tokens,
             usage.completion_tokens,
         )
@@ -197,12 +197,15 @@ def row(call: Call, overlap: Overlap | None) -> list[str]:
 
 
 def link_status(call: Call) -> str:
-    """Return the state of a call's prompt stream as the engine reports it, ``late`` or ``""``.
+    """Return the state of a call's prompt stream as the engine reports it, or another word.
 
-    ``late``: the call came before its stream was open. ``""``: there was no link to it.
+    ``late``: the call came before its stream was open. ``plain``: its link was to an engine without
+    the plugin, which does not report whether it was of use. ``""``: there was no link to it.
     """
     if call.usage is not None and call.usage.prompt_stream is not None:
         return call.usage.prompt_stream.status
+    if call.plain_tokens is not None:
+        return "plain"
     return "late" if call.started.late else ""
 
 

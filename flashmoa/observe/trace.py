@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from flashmoa.errors import FlashMoAError
-from flashmoa.observe.events import CallEvent, Event
+from flashmoa.observe.events import CallEvent, Event, Listener, PromptSent, both, contained
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ class Trace:
 
     Args:
         path: the file's path; an existing trace is replaced.
+        prompts: whether to write the prompts of calls, too. They say why a prefix broke, but may be
+            confidential, and make the file larger: each prompt repeats the ones before it.
 
     If an event cannot be written (the disk is full), that is logged, and the trace ends there.
 
@@ -41,8 +43,9 @@ class Trace:
         ValueError: if ``path`` names a web page, or an existing file that is not a trace.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, prompts: bool = False) -> None:
         self._path = Path(path)
+        self._writes_prompts = prompts
         if self._path.suffix.lower() in (".html", ".htm"):
             trace = self._path.with_suffix(".jsonl")
             raise ValueError(
@@ -53,11 +56,12 @@ class Trace:
         self._has_ended = False
 
     def __call__(self, event: Event) -> None:
-        if self._has_ended:
+        if self._has_ended or (isinstance(event, PromptSent) and not self._writes_prompts):
             return
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_as_json(event)) + "\n")
+                # Tools may be objects of OpenAI's client.
+                file.write(json.dumps(_as_json(event), default=str) + "\n")
         except OSError as error:
             self._has_ended = True
             text = "The trace %s could not be written and ends here: %s"
@@ -72,6 +76,25 @@ class Trace:
                     f"{self._path} exists and is not a trace; give another name, or delete it"
                 ) from error
         self._path.write_text("")
+
+
+def add_trace(listener: Listener, path: Path | str | None, *, prompts: bool) -> Listener:
+    """Return a listener that also writes a trace if ``path`` is given.
+
+    Neither the trace nor ``listener`` raises exceptions.
+
+    Args:
+        prompts: see :class:`Trace`.
+
+    Raises:
+        OSError, ValueError: see :class:`Trace`.
+        ValueError: if prompts are wanted, but no trace.
+    """
+    if path is not None:
+        return both(contained(Trace(path, prompts=prompts)), contained(listener))
+    if prompts:
+        raise ValueError("trace_prompts=True records prompts in a trace; give trace=FILE, too")
+    return contained(listener)
 
 
 def read(path: Path | str) -> list[Event]:

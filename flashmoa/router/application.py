@@ -40,6 +40,8 @@ from flashmoa.router.policies import Policy
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.prompts import PromptHasher
 
+# An engine that shuts down finishes requests, and even takes new ones, but answers these with 503.
+_REFUSED_WHILE_DRAINING = (STREAMS, "/prefill_only")
 _MODEL_INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
 
 
@@ -210,6 +212,10 @@ class _Router:
                     stack.enter_context(self._pollers[placement.engine].follow(placement))
             self._metrics.count_prompt(placement.engine, blocks.length)
             answer = await self._send(call, placement.engine, placement, stack.pop_all())
+        if call.path in _REFUSED_WHILE_DRAINING and answer.status_code == 503:
+            await self._monitor.recheck(self._engines[placement.engine])
+            if not self._engines[placement.engine].is_up:
+                raise EngineLost(f"{placement.engine}: it is shutting down", reached=False)
         if call.path == STREAMS:
             self._pool.remember_stream(parse_object(answer.body).get("id"), placement.engine)
         return answer

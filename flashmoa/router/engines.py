@@ -77,7 +77,7 @@ class RoutedEngine:
 
 
 class EngineMonitor:
-    """Probes engines; those that answer join the dispatcher, and the others leave it.
+    """Probes engines; those that are ready join the dispatcher, and the others leave it.
 
     ``config`` is the model's, and ``interval`` the time between two probes of an engine in seconds.
     The other arguments are those of :class:`~flashmoa.router.application.RouterOptions`.
@@ -147,15 +147,19 @@ class EngineMonitor:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
         engine.is_up = False
         self._dispatcher.leave(engine.url)
-        text = "%s does not answer; it gets no requests until it does; see the engine's log"
+        text = "%s is shutting down or does not answer; it gets no requests until it is ready again"
         logger.warning(text, engine.url)
 
     async def _answers(self, engine: RoutedEngine) -> bool | None:
-        """Return whether an engine answers; ``None`` if it accepts connections but is silent."""
-        # ``/health`` would not do, because SGLang generates a token to answer it.
+        """Return whether an engine takes new requests, which it does not while it shuts down.
+
+        Return ``None`` if it accepts connections but is silent.
+        """
+        # ``/health`` would not do, because SGLang generates a token to answer it. An engine without
+        # the plugin answers 404.
         try:
             seconds = min(_PROBE_SECONDS, self._hung_seconds)
-            answer = await self._http.get(f"{engine.url}/model_info", timeout=seconds)
+            answer = await self._http.get(f"{engine.url}/health/ready", timeout=seconds)
         except httpx.ConnectError:
             return False  # If an engine has ended, its host refuses connections.
         except httpx.RequestError:

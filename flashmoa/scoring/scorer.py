@@ -61,7 +61,7 @@ class Scorer:
             raise ValueError(f"concurrency must be at least 1, not {concurrency}")
         self.concurrency = concurrency
         self._engine = engine
-        self._template_args = template_args
+        self.template_args = template_args
         self._limit = anyio.Semaphore(concurrency)
         self._tokenizer = CandidateTokenizer(engine)
         # Whether the engine computes a shared prefix once; None until it was asked.
@@ -193,7 +193,7 @@ class Scorer:
             return list(cast("Sequence[int]", context))
         if kind == "messages":
             messages = cast("Messages", context)
-            return await self._engine.tokenize_chat(messages, template_args=self._template_args)
+            return await self._engine.tokenize_chat(messages, template_args=self.template_args)
         (tokens,) = await self._engine.tokenize([str(context)])
         if not tokens:
             raise ValueError("the context is empty; give a text that candidates can follow")

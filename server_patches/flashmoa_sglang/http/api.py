@@ -23,6 +23,7 @@ from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import (
     ApiError,
     DecodesOnly,
+    EngineBusy,
     EngineDraining,
     MalformedRequest,
     PromptTooLarge,
@@ -37,6 +38,7 @@ from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
 CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
 # The capabilities of an engine without a KV cache, and of the decode engine of a PD pair.
 _WITHOUT_KV = ["render"]
+_SHUTS_DOWN = "The server is shutting down; use another engine."
 # The status that proxies log for a client that has disconnected.
 _CLIENT_GONE = 499
 Handler = Callable[[Request], Awaitable[Any]]
@@ -58,6 +60,8 @@ class Api:
         """
         sglang_routes = list(app.router.routes)
         routes: list[tuple[str, str, Handler]] = [
+            # SGLang asks for no API key where a path begins with /health.
+            ("GET", "/health/ready", self.ready),
             ("GET", "/flashmoa/info", self.info),
             ("POST", "/prefill_only", self.prefill_only),
             ("POST", "/render", self.render),
@@ -73,6 +77,14 @@ class Api:
         own_routes = app.router.routes[len(sglang_routes) :]
         app.router.routes[:] = own_routes + sglang_routes
         logging.getLogger("uvicorn.access").addFilter(_is_not_append)
+
+    async def ready(self, _request: Request) -> dict[str, Any]:
+        """Answer whether new requests may come; SGLang's /health would decode a token for that."""
+        if self._engine.draining:
+            raise EngineDraining(_SHUTS_DOWN)
+        if self._engine.warming_up:
+            raise EngineBusy("The server is warming up; ask again in a few seconds.")
+        return {"status": "ready"}
 
     async def info(self, request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
@@ -109,7 +121,7 @@ class Api:
             raise MalformedRequest("The prompt is empty; there is nothing to prefill.")
         self._check_room(len(ids))
         if self._engine.draining:
-            raise EngineDraining("The server is shutting down; use another engine.")
+            raise EngineDraining(_SHUTS_DOWN)
         prefilled = await self._engine.prefill(
             ids, terms=prompt.terms(self._engine.model["name"]), http_request=request
         )

@@ -122,7 +122,8 @@ def _is_steady(times: list[float]) -> bool:
 
 
 async def _until_idle(engine: Engine) -> None:
-    while engine.others_active():  # noqa: ASYNC110 - SGLang has no event for it
+    # SGLang would wait for the measurements before it shuts down.
+    while engine.draining or engine.others_active():  # noqa: ASYNC110 - SGLang has no event for it
         await asyncio.sleep(_IDLE_POLL)
 
 

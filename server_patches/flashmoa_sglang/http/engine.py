@@ -110,6 +110,10 @@ class Engine:
         return RELEASE.steps_together(self._arguments)
 
     @property
+    def warming_up(self) -> bool:
+        return self._manager.server_status.value == "Starting"
+
+    @property
     def draining(self) -> bool:
         return self._manager.gracefully_exit
 
@@ -261,9 +265,7 @@ class Engine:
     async def kv(self) -> list[KvReport]:
         """Ask every data-parallel rank for a report on its KV pool."""
         query = next(self._queries)
-        reports: list[KvReport] = []
-        complete = asyncio.Event()
-        self._reports[query] = (reports, complete)
+        reports, complete = self._reports[query] = (list[KvReport](), asyncio.Event())
         try:
             self._manager.auto_create_handle_loop()
             RELEASE.to_scheduler(self._manager, KvQuery(query))
@@ -275,8 +277,7 @@ class Engine:
         return sorted(reports, key=lambda report: report.dp_rank)
 
     def _on_report(self, report: KvReport) -> None:
-        waiting = self._reports.get(report.query)
-        if waiting is None:
+        if (waiting := self._reports.get(report.query)) is None:
             return
         reports, complete = waiting
         reports.append(report)

@@ -73,13 +73,13 @@ async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) 
         await wait_until_idle(client.engine)
 
 
-async def test_a_plain_server_works_unlinked_with_one_warning(
+async def test_a_plain_server_works_with_one_warning(
     plain_engine: LocalEngine,
     guide: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.link._plain_engines", set())
+    monkeypatch.setattr("flashmoa.linking.plain_feed._plain_engines", set())
     async with FlashMoAChatClient("tiny", base_url=plain_engine.url) as plain:
         build: Callable[[], Workflow] = lambda: chain((plain, plain), guide)  # noqa: E731
         unlinked = await run(build())

@@ -10,7 +10,15 @@ from agent_framework import Agent, AgentExecutorResponse, Message, Workflow
 from agent_framework.orchestrations import ConcurrentBuilder, SequentialBuilder
 
 from flashmoa.agent_framework import link
-from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, LinkOpened, LinkWaits
+from flashmoa.observe import (
+    CallFinished,
+    Event,
+    LinkClosed,
+    LinkDeclined,
+    LinkOpened,
+    LinkWaits,
+    PromptSent,
+)
 from flashmoa.observe.calls import calls
 from flashmoa.observe.trace import read
 from tests.integration.agent_framework.workflows import (
@@ -187,13 +195,20 @@ async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
     assert statuses(events)["third"] == "hit"
 
 
-async def test_a_run_is_traced(clients: Pair, guide: str, tmp_path: Path) -> None:
+async def test_a_run_is_traced_with_prompts_if_they_are_asked_for(
+    clients: Pair, guide: str, tmp_path: Path
+) -> None:
     file, events = tmp_path / "run.jsonl", list[Event]()
     workflow = chain(clients, guide)
-    linked = link(workflow, trace=file, listener=events.append)
-    await workflow.run(TASK)
-    await linked.close()
-    assert read(file) == events and len(calls(events)) == 3
+    for prompts in (False, True):
+        events.clear()
+        linked = link(workflow, trace=file, trace_prompts=prompts, listener=events.append)
+        await workflow.run(TASK)
+        await linked.close()
+        traced = [each for each in events if prompts or not isinstance(each, PromptSent)]
+        assert read(file) == traced and len(calls(events)) == 3
+    sent = [call.prompt.messages[0] for call in calls(read(file)) if call.prompt is not None]
+    assert len(sent) == 3 and all(guide[:100] in message["content"] for message in sent)
 
 
 async def test_a_serialized_client_has_only_its_settings(clients: Pair) -> None:

@@ -17,7 +17,14 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
+from flashmoa.observe import (
+    CallFinished,
+    Event,
+    LinkAdvanced,
+    LinkClosed,
+    LinkOpened,
+    PromptSent,
+)
 from flashmoa.observe.trace import read
 from tests.integration.autogen.runs import Mode, Run, run_once
 from tests.integration.support import wait_until_idle
@@ -153,13 +160,13 @@ async def test_cancelling_a_team_ends_its_links(
     assert any(isinstance(event, LinkClosed) for event in events)
 
 
-async def test_a_plain_server_works_unlinked_with_one_warning(
+async def test_a_plain_server_works_with_one_warning(
     plain_engine: LocalEngine,
     guide: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.link._plain_engines", set())
+    monkeypatch.setattr("flashmoa.linking.plain_feed._plain_engines", set())
     plain = make(plain_engine)
     build: Callable[[], RoundRobinGroupChat] = lambda: chain((plain, plain), guide)  # noqa: E731
     try:
@@ -174,6 +181,49 @@ async def test_a_plain_server_works_unlinked_with_one_warning(
         record for record in caplog.records if "without the flashmoa-sglang" in record.message
     ]
     assert len(warnings) == 1
+
+
+async def test_prompts_on_a_plain_server_are_prefilled_while_agents_before_write(
+    engine: LocalEngine, plain_engine: LocalEngine, guide: str
+) -> None:
+    clients = make(engine, 200), make(plain_engine)
+
+    def build() -> RoundRobinGroupChat:
+        agents = [
+            AssistantAgent("writer", model_client=clients[0]),
+            AssistantAgent("reader", model_client=clients[1], system_message=guide[:6000]),
+        ]
+        return RoundRobinGroupChat(agents, max_turns=2)
+
+    unlinked = await run_once(build, clients, "Go.", "unlinked")
+    linked = await run_once(build, clients, "Go.", "linked")
+    for client in clients:
+        await client.close()
+    assert linked.texts == unlinked.texts
+    before, after = (run.turns[-1].usage for run in (unlinked, linked))
+    assert before is not None and after is not None
+    assert before.prompt_tokens == after.prompt_tokens
+    assert (before.cached_tokens or 0) < 10
+    advanced = [
+        event
+        for event in linked.events
+        if isinstance(event, LinkAdvanced) and event.agent == "reader"
+    ]
+    assert 1000 < advanced[-1].prefilled_tokens - 8 <= (after.cached_tokens or 0)
+
+
+async def test_links_to_a_plain_server_can_be_turned_off(
+    plain_engine: LocalEngine, guide: str
+) -> None:
+    client = Client(model="tiny", base_url=plain_engine.url, without_plugin="off", max_tokens=12)
+    again = Client.load_component(client.dump_component())
+    assert again.engine.without_plugin == "off"
+    try:
+        linked = await run_once(lambda: chain((client, again), guide), [client], "Go.", "linked")
+    finally:
+        await client.close()
+        await again.close()
+    assert not any(isinstance(event, LinkOpened) for event in linked.events)
 
 
 async def test_the_answer_of_an_agent_with_tools_is_not_streamed(
@@ -224,7 +274,12 @@ async def test_a_run_is_traced(
     linked = link(team, trace=file, listener=events.append)
     await team.run(task="Go.")
     await linked.close()
-    assert read(file) == events
+    # Prompts are only recorded on request.
+    prompts = [event for event in events if isinstance(event, PromptSent)]
+    assert len(prompts) == 4
+    assert read(file) == [event for event in events if event not in prompts]
+    with pytest.raises(ValueError, match="give trace=FILE, too"):
+        link(team, trace_prompts=True)
     with pytest.raises(OSError):
         link(team, trace=tmp_path / "nowhere" / "run.jsonl")
     await wait_until_idle(client)

@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, stock: str, plugin: str, other: str, folder: Path) -> None:
         self._urls = {"stock": stock, "flashmoa": plugin, "streaming": plugin, "sjf": plugin}
-        self._urls |= {"fcfs": stock, "second": other}
+        self._urls |= {"fcfs": stock, "second": other, "writer": other}
         self._urls |= {"small": plugin, "medium": plugin, "large": plugin}
         self._urls |= {f"stock-{size}": stock for size in ("small", "medium", "large")}
         self._urls["stock-mixed"] = stock
@@ -95,6 +95,22 @@ async def test_first_token_measures_every_prompt_length(benches: Bench) -> None:
     # Exactly the tokens that came with the request were left.
     assert [length["late_tokens"] for length in found["lengths"]] == [10, 10]
     assert found["lengths"][0]["growth"] == 1
+
+
+async def test_without_plugin_measures_every_way_on_two_engines_and_on_one(
+    benches: Bench,
+) -> None:
+    roles = ["writer", "stock", "flashmoa"]
+    found = await benches.run("without-plugin", roles, "--known", "600", "--written", "150")
+    assert [(row["engines"], row["way"]) for row in found["rows"]] == [
+        (engines, way) for engines in (2, 1) for way in ("unlinked", "linked", "plugin")
+    ]
+    assert all(row["whole"] > row["handoff"] > 0 for row in found["rows"])
+    unlinked, linked, plugin = found["rows"][:3]
+    assert unlinked["steps"] == 0 and unlinked["cached"] < 50
+    assert plugin["cached"] > 400
+    # With a model so small, a request may cost more than it computes; then nothing is sent.
+    assert 0 <= linked["cached"] <= linked["prompt"]
 
 
 async def test_client_measures_the_gap_with_and_without_links(benches: Bench) -> None:
@@ -211,11 +227,12 @@ async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) ->
     for way in ("undecided", "full", "as published"):
         assert rows[way]["deciding_on_path"] > 0
     assert rows["tree + overlap"]["deciding_on_path"] is None
-    # There are 9 + 3 + 1 agents. The stock engine of these tests does not report cached tokens.
-    for way, is_reported in (("tree", False), ("tree + overlap", True)):
+    # There are 9 + 3 + 1 agents, and every engine of these tests reports cached tokens.
+    for way in ("tree", "tree + overlap"):
         prompts = rows[way]["prompts"]
         assert len(prompts) == 13 and "3.1" in prompts
-        assert [one["late"] is not None for one in prompts.values()] == [is_reported] * 13
+        assert None not in [one["late"] for one in prompts.values()]
+    assert all(one["streamed"] == 0 for one in rows["tree"]["prompts"].values())
     computed = {
         way: rows[way]["prompts"]["2.1"]["late"] + rows[way]["prompts"]["2.1"]["streamed"]
         for way in ("appended", "staircase")

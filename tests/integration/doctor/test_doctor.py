@@ -27,5 +27,6 @@ async def test_engine_that_links_has_nothing_to_fix(
 
 async def test_engine_without_the_plugin_gets_a_remedy(plain_engine: LocalEngine) -> None:
     (finding,) = await check_engine(EngineToCheck(plain_engine.url))
-    assert finding.level == "fix" and "without the plugin" in finding.text
+    assert finding.level == "note" and "without the plugin" in finding.text
+    assert "prefix cache" in finding.text
     assert "pip install ./server_patches" in finding.remedy

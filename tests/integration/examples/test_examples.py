@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from flashmoa import EngineClient, Workflow
+from flashmoa import EngineClient
 from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.engine import PromptUsage
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.observe.calls import calls
+from flashmoa.openai import AsyncOpenAI as openai_client
+from flashmoa.openai import run
 from tests.conftest import ROOT
 from tests.integration.support import wait_until_idle
 
@@ -48,14 +50,33 @@ async def test_the_openai_client_example_is_the_same_linked(idle: EngineClient) 
 async def test_the_langgraph_example_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("langgraph_chain")
     model = example.chat(idle.url, "tiny")
+    graph = example.build_graph(model)
     events: list[Event] = []
-    async with Workflow(idle, listener=events.append) as flow:
-        linked = await example.LinkedGraph(model, flow).run(example.TASK)
-    unlinked = await example.LinkedGraph(model, None).run(example.TASK)
+    for task in example.TASKS:
+        async with run("langgraph", listener=events.append):
+            linked = await graph.ainvoke({"task": task})
+    unlinked = await graph.ainvoke({"task": example.TASKS[-1]})
     assert linked == unlinked and set(linked) == {"task", "draft", "review", "summary"}
     closed = {event.agent: event.reason for event in events if isinstance(event, LinkClosed)}
     assert closed == {"review": "used", "summary": "used"}
     await model.root_async_client.close()
+
+
+async def test_the_program_of_openai_calls_is_the_same_linked(idle: EngineClient) -> None:
+    example: Any = importlib.import_module("openai_runs")
+    async with openai_client(base_url=idle.url) as client:
+        for task in example.TASKS:
+            events: list[Event] = []
+            async with run("plan", listener=events.append):
+                linked = await example.plan(client, "tiny", task)
+        assert linked == await example.plan(client, "tiny", example.TASKS[-1])
+    assert [call.started.stream_id is not None for call in calls(events)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert "streamed" in example.describe(events)
 
 
 async def test_the_agent_framework_example_is_the_same_linked(idle: EngineClient) -> None:

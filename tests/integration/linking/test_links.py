@@ -86,12 +86,12 @@ async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: 
     assert (await wait_until_idle(client)).pinned_streams == 0
 
 
-async def test_a_link_to_a_plain_or_dead_engine_ends_without_an_error(
+async def test_a_link_to_a_plain_engine_that_is_off_or_to_a_dead_one_ends_without_an_error(
     plain_engine: LocalEngine, words: Words
 ) -> None:
     for url in (plain_engine.url, "http://127.0.0.1:9"):
         events: list[Event] = []
-        async with EngineClient(url) as other:
+        async with EngineClient(url, without_plugin="off") as other:
             link = Link(
                 other, Prompt([words(20, 83), Slot("A")]), agent="B", listener=events.append
             )

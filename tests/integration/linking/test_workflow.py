@@ -153,7 +153,7 @@ async def test_leaving_a_workflow_early_releases_everything(
     assert (await wait_until_idle(reader)).pinned_streams == 0
 
 
-async def test_a_plain_server_answers_unlinked(plain_engine: LocalEngine, guide: str) -> None:
+async def test_a_plain_server_answers(plain_engine: LocalEngine, guide: str) -> None:
     async with EngineClient(plain_engine.url) as plain, Workflow(plain) as flow:
         first = flow.ask(asks(guide[:300]), **PARAMETERS)
         second = flow.ask(asks(f"In short: {first}"), **PARAMETERS)

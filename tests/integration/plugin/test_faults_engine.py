@@ -159,10 +159,12 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
         await growing.wait_until(lambda state: state["prefilling"])
         await prefill.send(prefilling.final_request(4))
         await prefilling.wait_until(lambda state: "error" in state or state["in_use"])
+        assert (await http.get("/health/ready")).status_code == 200
         before = len(doomed.log.read_text())
         os.kill(doomed.pid, signal.SIGTERM)
         for cell in [*early, growing]:
             assert await cell.wait_for_end() == "drained"
+        assert (await http.get("/health/ready")).json()["error"]["code"] == "draining"
         with pytest.raises(EngineDraining):
             await client.open_stream(text="one more")
         with pytest.raises(EngineDraining):

@@ -168,7 +168,7 @@ async def test_the_servers_api_key_guards_the_routes(
 
 async def test_health_and_metrics_need_no_key(guarded: LocalEngine) -> None:
     async with httpx.AsyncClient(base_url=guarded.url, timeout=60) as http:
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/health/ready", "/metrics"):
             assert (await http.get(path)).status_code == 200
 
 

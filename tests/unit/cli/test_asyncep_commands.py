@@ -45,7 +45,7 @@ MODELS = {
     "examples/models/qwen3-30b-a3b": QWEN3_30B,
 }
 # Placeholders for a model's name, and a model for CPUs.
-NO_MODEL = {"MODEL", "M", "$(ls"}
+NO_MODEL = {"MODEL", "M", "$(ls", ".cache/models/SmolLM2-135M-Instruct"}
 OLD = "--disable-cuda-graph --chunked-prefill-size 131072 --max-prefill-tokens 131072"
 
 

@@ -15,15 +15,15 @@ from flashmoa.cli import moa, router, serve
 SERVER = """
 import sys
 from flashmoa.cli.server import Server
-server = Server([], "127.0.0.1", 9)
+server = Server([], "127.0.0.1", 9, *map(float, sys.argv[2:]))
 server._command = [sys.executable, "-c", sys.argv[1]]
 print("ended:", server.run(), flush=True)
 """
 
 
-def start(instead: str) -> subprocess.Popen[str]:
+def start(instead: str, *drain_seconds: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SERVER, instead],
+        [sys.executable, "-c", SERVER, instead, *drain_seconds],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,9 +66,33 @@ def test_interrupt_during_start_leaves_no_process() -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
+@pytest.mark.parametrize(("drain_seconds", "finishes"), [("0", False), ("60", True)])
+def test_a_stopped_server_may_run_for_the_seconds_of_its_drain(
+    drain_seconds: str, finishes: bool
+) -> None:
+    drains = (
+        "import signal, sys, time;"
+        "signal.signal(15, lambda *_: (time.sleep(1), print('finished', flush=True), sys.exit()));"
+        "print('started', flush=True); time.sleep(100)"
+    )
+    process = start(drains, drain_seconds)
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert out == ("finished\n" if finishes else "") + "ended: None\n"
+
+
+def test_only_its_own_argument_is_kept_from_sglang() -> None:
+    given = ["--model-path", "m", "--drain-seconds", "5", "--tp", "2", "--port", "7"]
+    options, of_sglang = serve._parse_own_options(given)
+    assert (options.drain_seconds, options.model_path, options.port) == (5, "m", 7)
+    assert of_sglang == ["--model-path", "m", "--tp", "2", "--port", "7"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        (["--model-path", "a/b", "--drain-seconds", "-1"], "--drain-seconds -1 is not at least 0"),
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
         (["--model-path", "/tmp"], "--model-path /tmp is not a model: it has no config.json"),
         (["--model-path", "a/b", "--port", "99999"], "--port 99999 is not between 1 and 65535"),

@@ -82,7 +82,7 @@ def exceptions() -> set[type[BaseException]]:
 
 # They end a dry run once its request is captured, or have a request sent again without a tap. They
 # reach no user.
-INTERNAL = {"RequestCaptured", "_CallCaptured", "_UnusableStream"}
+INTERNAL = {"RequestCaptured", "_CallCaptured", "UnusableStream"}
 
 
 def test_every_exception_is_a_flashmoa_error() -> None:

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from flashmoa import EngineClient
+from flashmoa.engine import EngineInfo, PluginMissing
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallRequest, CallResult
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
@@ -32,10 +33,11 @@ class Pair(LinkPlanner):
         self.may_forecast = anyio.Event()
         self.may_forecast.set()
         self.problem: str | None = None
+        self.turn = TURN
         self._engine = engine
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
-        return [TURN] if caller == "writer" else []
+        return [self.turn] if caller == "writer" else []
 
     async def forecast(self, turn: Turn) -> Forecast:
         self.forecasts += 1
@@ -120,3 +122,31 @@ async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pai
     planner.problem = None
     planner.begin("writer", REQUEST, rewrite_reason=None)
     await planner.link()
+
+
+class PlainEngine(EngineClient):
+    """An engine without the plugin."""
+
+    async def info(self) -> EngineInfo:
+        raise PluginMissing("no plugin")
+
+
+async def test_without_the_plugin_only_agents_that_are_sure_to_be_next_are_linked() -> None:
+    async with PlainEngine("http://127.0.0.1:9") as engine:
+        planner = Pair(engine)
+        planner.turn = Turn("reader", TURN.after, sure=False)
+        planner.begin("writer", REQUEST, rewrite_reason=None)
+        await planner.planned(1)
+        (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
+        assert "its engine has no plugin" in declined.reason
+        planner.turn = TURN
+        planner.plan()
+        assert (await planner.link()).agent == "reader"
+        await planner.host.close()
+
+
+async def test_a_link_knows_how_long_its_writers_last_answers_were(planner: Pair) -> None:
+    planner.output_lengths.add("writer", 120)
+    planner.begin("writer", REQUEST, rewrite_reason=None)
+    link = await planner.link()
+    assert link._plain_feed._expect("writer") == 120

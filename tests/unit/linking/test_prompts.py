@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa import Prompt, Slot
+from flashmoa.linking.placeholders import Placeholders
 
 
 def test_the_frontier_stops_inside_the_first_open_slot() -> None:
@@ -106,3 +107,14 @@ def test_a_prompt_cannot_be_replaced_by_one_with_a_different_beginning() -> None
     with pytest.raises(ValueError, match="already sent"):
         prompt.become(Prompt(["So good"]))
     assert prompt.slots == (slot,) and prompt.take() == ""
+
+
+def test_a_text_that_is_in_a_prompt_twice_has_two_slots_of_its_name() -> None:
+    placeholders = Placeholders(["first", "second"])
+    first, second = placeholders.padded("first"), placeholders.padded("second")
+    prompt = placeholders.build_prompt(f"<{first}|{second}|{first}>")
+    assert [slot.name for slot in prompt.slots] == ["first", "second", "first"]
+    for slot in prompt.slots:
+        slot.append(slot.name[0])
+        slot.close()
+    assert prompt.stable() == "<f|s|f>"

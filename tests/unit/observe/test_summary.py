@@ -11,6 +11,7 @@ from flashmoa.observe import (
     CallStarted,
     Event,
     FirstToken,
+    LinkAdvanced,
     LinkClosed,
     LinkDeclined,
     LinkOpened,
@@ -136,3 +137,22 @@ def test_notes_name_failures_lateness_and_declined_links() -> None:
         ("C", "mispredicted"),
     ]
     assert "A failed (stall); action: finalize" in [note.text for note in notes(events)]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_row_says_what_a_link_to_a_plain_engine_had_prefilled(plain: bool) -> None:
+    who = {"agent": "B", "engine": "http://e"}
+    usage = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=88)
+    events: list[Event] = [
+        LinkOpened(**who, at=0, upstream=("A",), stream_id="s", plain=plain),
+        *(
+            LinkAdvanced(**who, at=at, stream_id="s", received_tokens=at, prefilled_tokens=at)
+            for at in (50, 80)
+        ),
+        CallStarted(**who, at=90, call_id="B", stream_id="s"),
+        FirstToken(**who, at=91, call_id="B"),
+        CallFinished(**who, at=92, call_id="B", usage=usage),
+    ]
+    (found,) = calls(events)
+    streamed, status = ("80", "plain") if plain else ("", "")
+    assert row(found, None) == ["B", "100", "88", streamed, "", "9", "", "1.00 s", status]

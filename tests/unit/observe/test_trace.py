@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from flashmoa.cli import trace as command
-from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, UpstreamFailed
+from flashmoa.observe import (
+    CallStarted,
+    Event,
+    LinkAdvanced,
+    LinkClosed,
+    LinkOpened,
+    PromptSent,
+    UpstreamFailed,
+)
+from flashmoa.observe.calls import CallReporter, calls
 from flashmoa.observe.timeline import perfetto
 from flashmoa.observe.trace import Trace, TraceError, read
 from tests.unit.observe.test_timeline import EVENTS
@@ -43,6 +52,65 @@ def test_reading_returns_what_was_written(file: Path) -> None:
     whole = file.read_text()
     file.write_text(whole[:-20])
     assert read(file) == RUN[:-1]
+
+
+PROMPTS: list[Event] = [
+    PromptSent(
+        agent="A",
+        engine="http://a",
+        at=1.0,
+        call_id=call.call_id,
+        messages=[{"role": "user", "content": "Köln?"}],
+        tools=[{"type": "function", "function": {"name": "look"}}],
+        template_args={"enable_thinking": False},
+        namespace={"cache_salt": "s"},
+    )
+    for call in EVENTS
+    if isinstance(call, CallStarted) and call.agent == "A"
+]
+
+
+def test_prompts_are_written_on_request_only(tmp_path: Path) -> None:
+    for prompts, expected in ((False, RUN), (True, [*PROMPTS, *RUN])):
+        trace = Trace(tmp_path / "run.jsonl", prompts=prompts)
+        for event in [*PROMPTS, *RUN]:
+            trace(event)
+        assert read(tmp_path / "run.jsonl") == expected
+    # Whoever prints the events does not show the prompts.
+    assert "Köln" not in str(PROMPTS[0])
+
+
+def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "run.jsonl", prompts=True)
+    reporter = CallReporter(trace, agent="A", engine="http://a", model="m")
+    reporter.started(None, late=False)
+    reporter.prompt_sent({"messages": [{"role": "user"}], "tools": [Path("tool")]})
+    (call,) = calls(read(tmp_path / "run.jsonl"))
+    assert call.prompt is not None and call.prompt.tools == ["tool"]
+
+
+def test_tools_that_the_model_is_not_shown_are_not_in_the_prompt() -> None:
+    events: list[Event] = []
+    reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
+    body = {"messages": [], "tools": [{}], "chat_template_kwargs": None, "cache_salt": "s"}
+    reporter.prompt_sent({**body, "tool_choice": "none"})
+    reporter.prompt_sent({**body, "tool_choice": "auto"})
+    sent = [event for event in events if isinstance(event, PromptSent)]
+    assert [event.tools for event in sent] == [[], [{}]]
+    assert sent[0].namespace == {"cache_salt": "s"} and sent[0].template_args == {}
+
+
+def test_trace_of_an_earlier_release_can_be_read(tmp_path: Path, capsys: Any) -> None:
+    """It has no prompts; the command says how they are recorded."""
+    file = tmp_path / "run.jsonl"
+    who = '"agent": "A", "engine": "http://a", "call_id": "1"'
+    file.write_text(
+        f'{{"event": "CallStarted", {who}, "at": 1.0, "model": "m", "stream_id": null, "late": '
+        f'false}}\n{{"event": "CallFinished", {who}, "at": 2.0, "text": "Hi.", "usage": null, '
+        '"finish_reason": "stop"}\n'
+    )
+    assert command.main([str(file)]) == 0
+    assert "link(team, trace=FILE, trace_prompts=True) records them" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 from flashmoa_sglang.http import calibration
 from flashmoa_sglang.http.calibration import calibrate, measure
@@ -42,9 +43,14 @@ class FakeEngine:
         self.rides: list[tuple[int, int]] = []
         self._seconds = seconds
         self.asked: list[int] = []
+        self.forwards_until_drain = 1 << 30
 
     def others_active(self) -> bool:
         return False
+
+    @property
+    def draining(self) -> bool:
+        return len(self.asked) >= self.forwards_until_drain
 
     async def max_forward_tokens(self) -> int:
         return self.max_unchunked_prompt
@@ -123,6 +129,16 @@ async def test_steps_in_which_tokens_ride_are_measured() -> None:
         assert found.decode(decodes) == pytest.approx(0.01 + 0.001 * decodes)
         assert found.added(decodes, 64) == pytest.approx(0.0064)
     assert set(engine.rides) == {(n, k) for n in (1, 8) for k in (16, 64, 256)} | {(32, 16)}
+
+
+async def test_nothing_more_is_measured_once_the_engine_drains() -> None:
+    engine: Any = FakeEngine(lambda tokens, _: 1e-5 * tokens)
+    engine.forwards_until_drain = 3
+    async with anyio.create_task_group() as group:
+        group.start_soon(measure, engine, engine)
+        await anyio.wait_all_tasks_blocked()
+        assert engine.asked == [1, 1, 4]
+        group.cancel_scope.cancel()
 
 
 async def test_an_engine_that_mixes_nothing_has_no_mixed_steps() -> None:

@@ -19,6 +19,8 @@ from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
 
 KEY = {"authorization": "Bearer right"}
+# What an engine refuses while it drains; it takes other requests.
+DRAINING = {("GET", "/health/ready"), ("POST", STREAMS), ("POST", "/prefill_only")}
 
 
 class FakeEngine:
@@ -30,12 +32,14 @@ class FakeEngine:
 
     Attributes:
         requests: the requests that it accepted, except the router's own.
+        refuses: methods and paths that it answers as while it drains.
     """
 
     def __init__(self, *streams: str, needs_key: bool = True) -> None:
         self._streams = streams
         self._needs_key = needs_key
         self.requests: list[str] = []
+        self.refuses: set[tuple[str, str]] = set()
 
     def app(self) -> Starlette:
         methods = ["GET", "POST", "PUT", "DELETE"]
@@ -44,9 +48,11 @@ class FakeEngine:
     async def _answer(self, request: Request) -> Response:
         path = request.url.path
         await request.body()
+        if (request.method, path) in self.refuses:
+            return make_json_response({"error": {"code": "draining", "message": "No."}}, 503)
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
             return make_json_response({"error": "Unauthorized"}, 401)
-        if path not in ("/model_info", "/server_info", "/v1/loads"):
+        if path not in ("/health/ready", "/server_info", "/v1/loads"):
             self.requests.append(f"{request.method} {path}")
         if path == STREAMS:
             count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}

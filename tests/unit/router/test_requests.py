@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from flashmoa.router.application import RouterOptions, application
 from flashmoa.router.client_requests import CHAT, GENERATE, POLICY_ROUTES, STREAMS
-from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, pair, routing, running
+from flashmoa.router.policies import RoundRobin
+from tests.unit.router.fake_engines import (
+    DRAINING,
+    KEY,
+    FakeEngine,
+    RouterClient,
+    pair,
+    routing,
+    running,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +48,33 @@ async def test_requests_about_a_stream_go_to_its_engine() -> None:
     assert engines[0].requests == searches
     posts = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
     assert engines[1].requests == [searches[0], *posts, searches[0], searches[1]]
+
+
+@pytest.mark.parametrize("path", [STREAMS, "/prefill_only"])
+async def test_what_a_draining_engine_refuses_goes_to_another_engine(path: str) -> None:
+    """The router has not noticed yet that the engine drains; afterwards it sends nothing there."""
+    engines = [FakeEngine("a"), FakeEngine("b")]
+    async with routing(*engines, policy=RoundRobin()) as client:
+        engines[0].refuses = DRAINING
+        for _ in range(3):
+            assert (await client("POST", path, b'{"text": "x"}', KEY))[0] == 200
+        for _ in range(2):
+            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
+        assert engines[0].requests == []
+        # The streams of the draining engine are closed, and their requests are served elsewhere.
+        with_stream = b'{"text": "x", "prompt_stream_id": "a"}'
+        assert (await client("POST", GENERATE, with_stream, KEY))[0] == 200
+        assert engines[0].requests == []
+
+
+async def test_a_refusal_is_passed_on_if_no_engine_drains() -> None:
+    """An engine whose weights are changed refuses streams, too; it takes other requests."""
+    engine = FakeEngine("a")
+    engine.refuses = {("POST", STREAMS)}
+    async with routing(engine) as client:
+        status, content = await client("POST", STREAMS, b'{"text": "x"}', KEY)
+        assert status == 503 and json.loads(content)["error"]["code"] == "draining"
+        assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
 
 
 REFUSED = [

@@ -110,6 +110,25 @@ async def test_engine_that_never_sends_its_settings_joins_after_some_attempts() 
     assert 1 < probes < 20 and list(dispatcher.engines) == ["http://engine"]
 
 
+async def test_draining_engine_gets_no_requests_and_finishes_those_that_it_has() -> None:
+    status = 200
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        is_probe = request.url.path == "/health/ready"
+        return httpx.Response(status if is_probe else 200, json={})
+
+    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        monitor = EngineMonitor(http, dispatcher, hung_seconds=0)
+        await monitor.probe(engine)
+        with engine.hang_scope() as running:
+            for status in (503, 404, 503):  # A stock engine has no such route.
+                await monitor.probe(engine)
+                assert engine.is_up == (status == 404) == bool(dispatcher.engines)
+            await anyio.lowlevel.checkpoint()
+        assert not running.cancelled_caught
+
+
 async def test_requests_to_a_hung_engine_are_cancelled() -> None:
     is_silent = False
 

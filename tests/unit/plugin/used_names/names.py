@@ -164,7 +164,10 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     },
     HTTP_SERVER: {"app": PLAIN},
     IPC_CHANNELS: {"send_to_tokenizer": SENDER},
-    MANAGER: {"model_config": MODEL_CONFIG, "rid_to_state": PLAIN, "send_to_scheduler": PLAIN},
+    MANAGER: {
+        "model_config": MODEL_CONFIG,
+        **dict.fromkeys(("rid_to_state", "send_to_scheduler", "server_status"), PLAIN),
+    },
     MODEL_CONFIG: {
         "attention_arch": _srt("configs.model_config:AttentionArch"),
         "hf_config": PLAIN,
@@ -252,7 +255,7 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 # Files with nothing that an engine needs of SGLang: their imports fail at once and say so.
-APART = ("internals/", "forkserver.py", "tiny_model.py")
+APART = ("internals/", "forkserver.py", "gguf_model.py", "tiny_model.py")
 
 # Which engines come to a place in the plugin, if not all do: the longest beginning counts.
 _FEATURE: Mapping[str, str] = {

@@ -1,0 +1,146 @@
+"""Mark the runs of a program, whose calls are then linked (:func:`run`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from flashmoa._concurrency import all_of
+from flashmoa.engine import EngineClient, WithoutPlugin, engine_url, kv_namespace
+from flashmoa.engine.plain import check_choice
+from flashmoa.linking.learned_planner import LearnedLinkPlanner
+from flashmoa.linking.learned_runs import Program, RecordedRequest
+from flashmoa.linking.observed_call import CallObserver
+from flashmoa.observe import Listener, ignore
+from flashmoa.observe.trace import add_trace
+from flashmoa.openai._agent_names import calling_agent
+from flashmoa.openai._observed_http import Request
+
+logger = logging.getLogger(__name__)
+
+_programs: dict[str, Program] = {}
+_current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
+
+
+def run(
+    name: str | None = None,
+    *,
+    without_plugin: WithoutPlugin = "prefill",
+    trace: Path | str | None = None,
+    trace_prompts: bool = False,
+    listener: Listener = ignore,
+) -> AbstractAsyncContextManager[None]:
+    """Link the calls that are made within ``async with run():``.
+
+    The first run of a program is only watched. In later ones, the prompt of each call that the run
+    before had is prefilled while the calls before it still write. Prompts and answers stay the
+    same; a program that does something else this time only gains less. Calls count if their client
+    is an :class:`AsyncOpenAI` of this package or was given to :func:`link`.
+
+    Args:
+        name: the program's name. Runs with the same name are of one program; by default those that
+            are entered at the same line of code. What is learned lives as long as this process.
+        without_plugin: what links do on a server that does not have the plugin: ``prefill`` prompts
+            in a few steps, as far as that pays, or nothing (``off``).
+        trace: a file to write all events to, for ``flashmoa trace``.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
+            ``flashmoa doctor --trace`` then say why prefixes broke.
+        listener: receives all events.
+
+    Within another run, this does nothing. A run that ends with an exception is not learned from.
+
+    Raises:
+        OSError: if the trace's file cannot be written.
+        ValueError: if ``without_plugin`` is none of these; if the trace's file holds something that
+            is not a trace; if ``trace_prompts`` is given without ``trace``.
+    """
+    check_choice(without_plugin)
+    caller = sys._getframe(1)
+    program = name or f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    listener = add_trace(listener, trace, prompts=trace_prompts)
+    return _run(Run(_programs.setdefault(program, Program()), without_plugin, listener))
+
+
+@asynccontextmanager
+async def _run(this: Run) -> AsyncGenerator[None]:
+    outer = _current.get()
+    if outer is not None and not outer.is_closed:
+        yield
+        return
+    _current.set(this)
+    try:
+        yield
+    except BaseException:
+        await this.close(learn=False)
+        raise
+    else:
+        await this.close(learn=True)
+    finally:
+        # Not with a token: this may be closed in another context than it was entered in.
+        _current.set(outer)
+
+
+class Run:
+    """One run of a program."""
+
+    def __init__(self, program: Program, without_plugin: WithoutPlugin, listener: Listener) -> None:
+        self.is_closed = False
+        self._without_plugin: WithoutPlugin = without_plugin
+        self._planner = LearnedLinkPlanner(program, listener, self._find_engine)
+        self._engines: dict[tuple[str, str | None, str], EngineClient] = {}
+
+    def observe(self, request: RecordedRequest, hold_reason: str | None) -> CallObserver:
+        """Return the observer of a request that is about to be sent."""
+        return self._planner.observe(calling_agent(), request, hold_reason)
+
+    async def close(self, *, learn: bool) -> None:
+        """End the links; see :meth:`LearnedLinkPlanner.close`."""
+        self.is_closed = True
+        try:
+            await self._planner.close(learn=learn)
+        finally:
+            await all_of([engine.close for engine in self._engines.values()])
+
+    def _find_engine(self, request: RecordedRequest) -> EngineClient:
+        key = (request.url, request.api_key, request.model)
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = self._engines[key] = EngineClient(
+                request.url,
+                api_key=request.api_key,
+                model=request.model,
+                without_plugin=self._without_plugin,
+            )
+        return engine
+
+
+def find_observer(request: Request, body: Mapping[str, Any]) -> CallObserver | None:
+    """Return the observer of a request that is made in this context; ``None`` outside of runs."""
+    current = _current.get()
+    if current is None or current.is_closed:
+        return None
+    try:
+        hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
+        return current.observe(_read_request(request, body), hold_reason)
+    except Exception:
+        # Whatever is wrong with a link, the request must be sent.
+        logger.exception("A call runs unlinked because of the error below")
+        return None
+
+
+def _read_request(request: Request, body: Mapping[str, Any]) -> RecordedRequest:
+    key = request.headers.get("authorization", "").removeprefix("Bearer ")
+    return RecordedRequest(
+        url=engine_url(str(request.url).partition("/chat/completions")[0]),
+        api_key=key or None,
+        model=body.get("model") or "",
+        messages=body["messages"],
+        tools=body.get("tools"),
+        template_args=body.get("chat_template_kwargs"),
+        namespace=kv_namespace(body),
+    )

@@ -1,0 +1,176 @@
+"""Test links to a stock SGLang server: prompts are prefilled ahead, and answers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from flashmoa import Workflow
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.engine.prefill_steps import StepCosts
+from flashmoa.observe import CallStarted, Event, LinkAdvanced, LinkClosed, LinkOpened
+from flashmoa.observe.calls import calls
+from flashmoa.observe.summary import link_status
+
+pytestmark = pytest.mark.anyio
+PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture
+async def plain(plain_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(plain_engine.url, timeout=60) as client:
+        await client.flush_cache()
+        yield client
+
+
+@pytest.fixture
+def all_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the overhead of steps for nothing: how long one takes depends on the machine."""
+    monkeypatch.setattr(StepCosts, "least_tokens", 64)
+
+
+def asks(text: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
+async def wait_for(events: list[Event], steps: int) -> None:
+    with anyio.fail_after(60):
+        while sum(isinstance(event, LinkAdvanced) for event in events) < steps:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def review(plain: EngineClient, guide: str) -> tuple[str, int, list[Event]]:
+    """Let a draft be written in two pieces, and wait for a step after each.
+
+    Returns: the answer, the cached tokens that the server reports of its prompt, and the events.
+    """
+    events: list[Event] = []
+    async with Workflow(plain, listener=events.append) as flow:
+        draft = flow.text("draft")
+        answer = flow.ask(
+            asks(f"{guide[:3000]} {draft} Shorten this."), name="review", **PARAMETERS
+        )
+        if plain.without_plugin == "prefill":
+            await wait_for(events, 1)
+        draft.write(guide[4000:6000])
+        if plain.without_plugin == "prefill":
+            await wait_for(events, 2)
+        draft.write(guide[6000:6100])
+        draft.close()
+        text = await answer
+        assert answer.usage is not None
+        # SGLang leaves it out if there are none.
+        return text, answer.usage.cached_tokens or 0, events
+
+
+async def review_unlinked(plain: EngineClient, guide: str) -> tuple[str, int]:
+    await plain.flush_cache()
+    async with EngineClient(plain.url, timeout=60, without_plugin="off") as off:
+        text, cached, events = await review(off, guide)
+    assert not any(isinstance(event, LinkOpened) for event in events)
+    return text, cached
+
+
+@pytest.mark.usefixtures("all_steps_pay")
+async def test_a_linked_answer_equals_the_unlinked_one_and_its_prompt_is_cached(
+    plain: EngineClient, guide: str
+) -> None:
+    linked, cached, events = await review(plain, guide)
+    unlinked, cached_before = await review_unlinked(plain, guide)
+    assert linked == unlinked
+    advanced = [event for event in events if isinstance(event, LinkAdvanced)]
+    prefilled = advanced[-1].prefilled_tokens
+    # The last tokens of the text so far may be others in the whole prompt.
+    assert prefilled - 8 <= cached <= prefilled
+    assert prefilled > advanced[0].prefilled_tokens + 64
+    assert cached_before < 64
+
+
+@pytest.mark.usefixtures("all_steps_pay")
+async def test_what_was_prefilled_ahead_is_in_the_events(plain: EngineClient, guide: str) -> None:
+    _, _, events = await review(plain, guide)
+    (opened,) = [event for event in events if isinstance(event, LinkOpened)]
+    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
+    (started,) = [event for event in events if isinstance(event, CallStarted)]
+    assert opened.plain and opened.upstream == ("draft",)
+    assert closed.reason == "used"
+    assert opened.stream_id == closed.stream_id == started.stream_id
+    advanced = [event for event in events if isinstance(event, LinkAdvanced)]
+    (call,) = calls(events)
+    assert call.plain_tokens == advanced[-1].prefilled_tokens
+    assert link_status(call) == "plain"
+
+
+@pytest.mark.usefixtures("all_steps_pay")
+async def test_messages_alone_are_enough(
+    plain: EngineClient, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a server that cannot convert messages to tokens and back."""
+    unlinked, cached_before = await review_unlinked(plain, guide)
+    await plain.flush_cache()
+
+    async def tokenize(_body: object) -> list[int]:
+        return []
+
+    monkeypatch.setattr(plain.plain, "_tokenize", tokenize)
+    linked, cached, events = await review(plain, guide)
+    assert linked == unlinked
+    advanced = [event for event in events if isinstance(event, LinkAdvanced)]
+    # The template ends each message, which the whole prompt does not do there.
+    assert advanced[-1].prefilled_tokens - 32 <= cached <= advanced[-1].prefilled_tokens
+    assert cached > cached_before + 500
+
+
+async def test_off_sends_no_request(
+    plain_engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with EngineClient(plain_engine.url, timeout=60, without_plugin="off") as off:
+        calls: list[str] = []
+
+        async def call(_method: str, path: str, *_: object) -> Any:
+            calls.append(path)
+            raise AssertionError("links are off")
+
+        monkeypatch.setattr(off.plain, "_call", call)
+        text, _, events = await review(off, guide)
+    assert text and not calls
+    assert {event.reason for event in events if isinstance(event, LinkClosed)} <= {"plain engine"}
+
+
+async def test_a_refused_step_ends_only_the_link(plain: EngineClient, guide: str) -> None:
+    """The steps name an adapter that the server does not have, and the request does not."""
+    events: list[Event] = []
+    async with Workflow(plain, listener=events.append) as flow:
+        draft = flow.text("draft")
+        messages = asks(f"{guide[:3000]} {draft}")
+        pending = await flow.expect(messages, name="B", namespace={"lora_path": "missing"})
+        with anyio.fail_after(60):
+            while not any(isinstance(event, LinkClosed) for event in events):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        draft.finish("a plan")
+        filled = await pending.messages()
+        assert pending.claim() == {}
+        async with plain.chat(filled, **PARAMETERS) as deltas:
+            assert "".join([delta.text async for delta in deltas])
+    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
+    assert closed.reason.startswith("MalformedRequest:")
+
+
+async def test_a_request_overtakes_the_step_that_is_under_way(
+    plain: EngineClient, guide: str
+) -> None:
+    events: list[Event] = []
+    async with Workflow(plain, listener=events.append) as flow:
+        draft = flow.text("draft")
+        answer = flow.ask(asks(f"{guide} {draft}"), name="B", **PARAMETERS)
+        with anyio.fail_after(60):
+            while not any(isinstance(event, LinkOpened) for event in events):
+                await anyio.lowlevel.checkpoint()
+        draft.finish("a plan")
+        assert await answer
+    assert [event.reason for event in events if isinstance(event, LinkClosed)] == ["used"]

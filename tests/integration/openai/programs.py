@@ -1,0 +1,131 @@
+"""Programs of calls of OpenAI's client, which the tests run linked and unlinked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import openai
+
+from flashmoa._concurrency import all_of
+from flashmoa.observe import Event, LinkClosed
+from flashmoa.observe.calls import calls
+from flashmoa.openai import AsyncOpenAI, run
+
+SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 48}
+BODY = {"ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """One client for each of two engines."""
+
+    first: openai.AsyncOpenAI
+    second: openai.AsyncOpenAI
+
+
+@asynccontextmanager
+async def open_clients(engine: str, downstream: str) -> AsyncGenerator[Clients]:
+    """Yield clients of the engines at two URLs."""
+    async with (
+        AsyncOpenAI(base_url=engine, max_retries=0) as first,
+        AsyncOpenAI(base_url=f"{downstream}/v1", max_retries=0) as second,
+    ):
+        yield Clients(first, second)
+
+
+async def ask(client: openai.AsyncOpenAI, *contents: str, stream: bool = False) -> str:
+    """Return the answer to a system message, if there are two contents, and a user's."""
+    roles = ("system", "user")[-len(contents) :]
+    messages: list[Any] = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=True)
+    ]
+    request: dict[str, Any] = {"messages": messages, "extra_body": BODY, **SETTINGS}
+    if not stream:
+        return (await client.chat.completions.create(**request)).choices[0].message.content or ""
+    pieces: list[str] = []
+    async for chunk in await client.chat.completions.create(**request, stream=True):
+        pieces += [choice.delta.content or "" for choice in chunk.choices]
+    return "".join(pieces)
+
+
+async def chain(clients: Clients, guide: str, task: str, *, stream: bool = False) -> list[str]:
+    """Return the answers of three agents: the second and third read those before them."""
+    plan = await ask(clients.first, task, stream=stream)
+    check = await ask(clients.second, f"{guide}\nCheck plans.", f"Check:\n{plan}", stream=stream)
+    whole = f"{task}\nPlan: {plan}\n\nRemarks: {check.strip()}\n\nSum it up."
+    return [plan, check, await ask(clients.first, f"{guide}\nSum up.", whole, stream=stream)]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A call of a random program.
+
+    Attributes:
+        sources: the places of the calls whose answers it reads, in their order in the prompt.
+        strips: whether it strips them.
+    """
+
+    role: str
+    sources: tuple[int, ...]
+    strips: bool
+    streams: bool
+    is_first: bool
+
+
+def random_program(seed: int) -> list[list[Agent]]:
+    """Return rounds of calls; those of one round are made at once, and read earlier rounds'."""
+    dice = random.Random(seed)
+    rounds: list[list[Agent]] = []
+    made = 0
+    for _ in range(dice.randint(2, 4)):
+        agents: list[Agent] = []
+        for _ in range(dice.choice([1, 1, 2])):
+            sources = dice.sample(range(made), dice.randint(min(made, 1), min(made, 3)))
+            flags = (dice.random() < 0.5 for _ in range(3))
+            agents.append(Agent(f"You are agent {dice.random()}.", tuple(sources), *flags))
+        rounds.append(agents)
+        made += len(agents)
+    return rounds
+
+
+def read(agent: Agent, answers: Sequence[str], task: str) -> str:
+    """Return what an agent of a random program is asked, given the answers so far."""
+    texts = [answers[source] for source in agent.sources]
+    return "\n\n".join(
+        [task, *([text.strip() for text in texts] if agent.strips else texts), "Go on."]
+    )
+
+
+async def play(
+    rounds: Sequence[Sequence[Agent]], call: Callable[[Agent, str], Awaitable[str]], task: str
+) -> list[str]:
+    """Return the answers of a random program's agents, whose calls are made by ``call``."""
+    answers: list[str] = []
+    for agents in rounds:
+        calls = [partial(call, agent, read(agent, answers, task)) for agent in agents]
+        answers += await all_of(calls)
+    return answers
+
+
+async def play_linked(
+    name: str, program: Callable[[], Any], events: list[Event] | None = None
+) -> Any:
+    """Return what a program returns, run as a run of the program of that name."""
+    async with run(name, listener=events.append if events is not None else lambda _: None):
+        return await program()
+
+
+def statuses(events: Sequence[Event]) -> list[str | None]:
+    """Return, for each call in its order, what its prompt stream was worth."""
+    found = [call.usage and call.usage.prompt_stream for call in calls(events)]
+    return [stream.status if stream else None for stream in found]
+
+
+def closed(events: Sequence[Event]) -> list[str]:
+    """Return the reasons for which links were closed."""
+    return [event.reason for event in events if isinstance(event, LinkClosed)]

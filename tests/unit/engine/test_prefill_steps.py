@@ -1,0 +1,135 @@
+"""Test the rule that decides when a prefill pays on a server without the plugin."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.engine.prefill_steps import (
+    LEAST_TOKENS,
+    LEAST_UNMEASURED_TOKENS,
+    StepCosts,
+    tokens_to_come,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_text(costs: StepCosts, length: int, expected: int | None) -> list[int]:
+    """Write a text token by token; return after how many tokens steps were sent."""
+    sent, steps = 0, list[int]()
+    for written in range(1, length + 1):
+        if costs.pays(written - sent, tokens_to_come(written, expected)):
+            steps.append(written)
+            sent = written
+    return steps
+
+
+def measured(overhead: float, per_token: float = 0.001) -> StepCosts:
+    """Return the costs of a server with this overhead, in seconds."""
+    costs = StepCosts(Clock())
+    for tokens in (1_000_000, 100, 200):
+        costs.add(tokens, 0, overhead + tokens * per_token, before=0)
+    return costs
+
+
+@given(length=st.integers(1, 3000), overhead=st.sampled_from([0.0, 0.01, 0.2, 3.0]))
+def test_a_text_of_expected_length_takes_logarithmically_many_steps(
+    length: int, overhead: float
+) -> None:
+    costs = measured(overhead)
+    steps = run_text(costs, length, length)
+    assert len(steps) <= max(0.0, math.log2(length / costs.least_tokens)) + 1
+    # What is left to the request would not have paid either.
+    assert length - (steps[-1] if steps else 0) < 2 * costs.least_tokens
+
+
+@given(length=st.integers(1, 3000), expected=st.none() | st.integers(1, 3000))
+def test_steps_are_few_however_wrong_the_expectation_is(length: int, expected: int | None) -> None:
+    costs = StepCosts(Clock())
+    steps = run_text(costs, length, expected)
+    sizes = [b - a for a, b in pairwise([0, *steps])]
+    assert all(size >= LEAST_TOKENS for size in sizes)
+    assert len(steps) <= math.log2(3000) + math.log(max(length, 2), 1.5)
+    if expected is None:
+        # Each step leaves at most a third of the text to those after it.
+        left = length - (steps[-1] if steps else 0)
+        assert left < max(LEAST_TOKENS, length / 3) + 1
+
+
+def test_text_of_unknown_length_is_sent_each_time_it_has_grown_by_half() -> None:
+    steps = run_text(StepCosts(Clock()), 1000, None)
+    assert steps[0] == LEAST_TOKENS
+    # 64 tokens are the least, up to which a half of the text is less.
+    assert [round(b / a, 1) for a, b in pairwise(steps[1:])] == [1.5] * 5
+
+
+@pytest.mark.parametrize(("overhead", "least"), [(0.0, 64), (0.05, 64), (0.2, 200), (3.0, 3000)])
+def test_a_step_computes_at_least_what_its_overhead_is_worth(overhead: float, least: int) -> None:
+    assert measured(overhead).least_tokens == pytest.approx(least, rel=0.01)
+
+
+def test_one_slow_step_does_not_count_as_overhead() -> None:
+    costs = measured(0.1)
+    costs.add(100, 0, 30.0, before=0)
+    assert costs.least_tokens == pytest.approx(100, rel=0.01)
+
+
+def test_measurements_expire() -> None:
+    clock = Clock()
+    costs = StepCosts(clock)
+    costs.add(1000, 0, 1.0, before=0)
+    for _ in range(3):
+        costs.add(10, 0, 10.0, before=0)
+    assert not costs.pays(1000, 0)
+    clock.now = 61.0
+    assert costs.pays(LEAST_TOKENS, 0)
+
+
+def test_a_server_that_does_not_report_what_was_cached_gets_larger_steps() -> None:
+    costs = StepCosts(Clock())
+    assert costs.add(1000, None, 0.1, before=500)
+    assert not costs.pays(LEAST_UNMEASURED_TOKENS - 1, 0)
+    assert costs.pays(LEAST_UNMEASURED_TOKENS, 0)
+    # It is measured as soon as it reports.
+    costs.add(100, 0, 0.1, before=0)
+    assert costs.pays(LEAST_TOKENS, 0)
+
+
+@pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
+def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt(
+    cached: int, is_found: bool
+) -> None:
+    clock = Clock()
+    costs = StepCosts(clock)
+    assert costs.add(2000, cached, 0.1, before=1000) == is_found
+    clock.now = 59.0
+    assert costs.pays(100_000, 0) == is_found
+    clock.now = 61.0
+    assert costs.pays(100_000, 0)
+
+
+def test_a_step_fills_at_least_a_block_of_the_cache() -> None:
+    clock = Clock()
+    costs = StepCosts(clock)
+    # Blocks of 128 tokens: of 1,010 tokens, seven blocks were kept.
+    assert costs.add(1200, 7 * 128, 0.1, before=1010)
+    assert costs.least_tokens == 1010 - 7 * 128
+    clock.now = 61.0
+    assert costs.least_tokens == LEAST_TOKENS
+
+
+def test_steps_that_found_everything_cached_say_nothing_about_costs() -> None:
+    costs = StepCosts(Clock())
+    costs.add(1000, 1000, 5.0, before=0)
+    assert costs.least_tokens == LEAST_TOKENS

@@ -1,0 +1,125 @@
+"""Test which calls of a program are expected, and with which messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
+
+PLAN = "Walk, eat and rest."
+
+
+def make_request(*contents: str) -> RecordedRequest:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return RecordedRequest("http://engine", None, "tiny", messages)
+
+
+def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | None) -> str:
+    """Make one call of a run. Return its key."""
+    call = run.begin(name, request)
+    call.is_complete, call.answer = True, answer
+    return call.key
+
+
+def learn(*calls: tuple[str, RecordedRequest, str | None]) -> Program:
+    """Return a program after one run with these calls."""
+    program = Program()
+    run = LearnedRun(program)
+    for call in calls:
+        play(run, *call)
+    run.finish()
+    return program
+
+
+def chain(place: str = "Nepal") -> Program:
+    return learn(
+        ("plan", make_request(f"A trip to {place}"), PLAN),
+        ("check", make_request(f"Check this for {place}:\n{PLAN}"), "Fine."),
+        ("sum", make_request(f"{PLAN}\nFine."), "Done."),
+    )
+
+
+def contents(messages: Any) -> list[str]:
+    return [message["content"] for message in messages]
+
+
+def test_nothing_is_expected_of_a_program_that_has_not_run() -> None:
+    run = LearnedRun(Program())
+    run.begin("plan", make_request("A trip"))
+    assert run.upcoming(2) == []
+
+
+def test_calls_are_expected_once_those_before_them_have_begun() -> None:
+    run = LearnedRun(chain())
+    assert run.upcoming(1) == ["plan"]
+    run.begin("plan", make_request("A trip to Nepal"))
+    assert run.upcoming(1) == ["check"]
+    assert run.upcoming(2) == ["check", "sum"]
+
+
+def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
+    run = LearnedRun(chain())
+    play(run, "plan", make_request("A trip to Norway"), "Ski.")
+    texts = {"plan": "Ski.", "check": "<check>", "sum": "<sum>"}
+    assert contents(run.predict("check", texts)) == ["Check this for Norway:\nSki."]
+    assert contents(run.predict("sum", texts)) == ["Ski.\n<check>"]
+
+
+def test_an_answer_is_found_although_the_program_strips_it() -> None:
+    program = learn(
+        ("plan", make_request("A trip"), f" {PLAN}\n"),
+        ("check", make_request(f"Check: {PLAN}"), ""),
+    )
+    predicted = LearnedRun(program).predict("check", {"plan": " Ski.\n"})
+    assert contents(predicted) == ["Check: Ski."]
+
+
+def test_what_could_not_be_predicted_is_not_predicted_again() -> None:
+    program = learn(
+        ("plan", make_request("A trip"), PLAN),
+        ("check", make_request(f"It is 12:01. Check:\n{PLAN}"), "Fine."),
+    )
+    run = LearnedRun(program)
+    play(run, "plan", make_request("A trip"), PLAN)
+    play(run, "check", make_request(f"It is 12:07. Check:\n{PLAN}"), "Fine.")
+    run.finish()
+    differed = program.example["check"].differed
+    assert differed is not None and (differed.message, differed.offset) == (0, len("It is 12:0"))
+
+
+def test_calls_of_one_agent_are_told_apart_by_their_messages() -> None:
+    program = learn(
+        ("review", make_request("Be kind.", PLAN), "1"),
+        ("review", make_request("Be strict.", PLAN), "2"),
+    )
+    assert list(program.example) == ["review", "review (2)"]
+    run = LearnedRun(program)
+    assert play(run, "review", make_request("Be strict.", PLAN), "2") == "review (2)"
+    assert play(run, "review", make_request("Be kind.", PLAN), "1") == "review"
+
+
+def test_a_retried_request_is_the_same_call() -> None:
+    run = LearnedRun(Program())
+    call = run.begin("plan", make_request("A trip"))
+    call.has_failed = True
+    assert run.begin("plan", make_request("A trip")) is call
+    assert run.begin("plan", make_request("A trip")).key == "plan (2)"
+
+
+def test_failed_calls_are_not_learned() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    run.begin("plan", make_request("A trip")).has_failed = True
+    play(run, "check", make_request("Check"), "Fine.")
+    run.finish()
+    assert list(program.example) == ["check"]
+
+
+def test_a_tool_call_has_no_text_that_others_get() -> None:
+    program = learn(
+        ("ask", make_request("Where?"), None), ("tell", make_request("Where?", "Here."), "There.")
+    )
+    run = LearnedRun(program)
+    run.begin("ask", make_request("Where?"))
+    assert run.upcoming(1) == ["tell"]
+    assert contents(run.predict("tell", {})) == ["Where?", "Here."]

@@ -1,0 +1,65 @@
+"""Test that answers are read from the bytes of responses, however these are cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.openai._answers import AnswerReader
+
+
+def chunk(finish_reason: str | None = None, **delta: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+STREAM = chunk(content="Hé") + chunk(content="llo") + chunk("stop") + b"data: [DONE]\n\n"
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=8))
+def test_the_text_of_a_stream_does_not_depend_on_how_it_is_cut(cuts: list[int]) -> None:
+    reader, places = AnswerReader(is_stream=True), sorted({0, *cuts, len(STREAM)})
+    pieces = [STREAM[a:b] for a, b in pairwise(places)]
+    assert "".join(map(reader.feed, pieces)) == "Héllo"
+    result = reader.result()
+    assert reader.is_over and result is not None
+    assert (result.text, result.finish_reason, result.is_forwarded) == ("Héllo", "stop", True)
+
+
+def test_a_stream_that_breaks_off_has_no_result() -> None:
+    reader = AnswerReader(is_stream=True)
+    assert reader.feed(chunk(content="Hello")) == "Hello"
+    assert reader.result() is None and "not read to its end" in reader.problem
+
+
+def test_the_error_in_a_stream_is_its_problem() -> None:
+    reader = AnswerReader(is_stream=True)
+    reader.feed(b'data: {"error": {"message": "no memory"}}\n\n')
+    assert reader.result() is None and "no memory" in reader.problem
+
+
+def test_bytes_that_are_no_answer_are_a_problem() -> None:
+    reader = AnswerReader(is_stream=False)
+    assert reader.feed(b"<html>") == ""
+    assert reader.result() is None and "<html>" in reader.problem
+
+
+def test_a_tool_call_is_not_forwarded() -> None:
+    reader = AnswerReader(is_stream=True)
+    reader.feed(chunk(content="I look.") + chunk("tool_calls", tool_calls=[{"index": 0}]))
+    result = reader.result()
+    assert result is not None and not result.is_forwarded
+
+
+def test_a_whole_answer_is_read_with_its_usage() -> None:
+    message = {"index": 0, "message": {"content": "Hello"}, "finish_reason": "length"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    reader = AnswerReader(is_stream=False)
+    assert reader.feed(json.dumps({"choices": [message], "usage": usage}).encode()) == "Hello"
+    result = reader.result()
+    assert result is not None and result.usage is not None
+    assert (result.usage.prompt_tokens, result.finish_reason) == (3, "length")

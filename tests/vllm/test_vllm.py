@@ -1,0 +1,138 @@
+"""Test links on real vLLM servers: same answers, and prompts that are cached when they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
+
+from flashmoa import Workflow
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.observe import CallFinished, Event, LinkAdvanced, LinkClosed, LinkOpened
+from flashmoa.observe.calls import calls
+from tests.vllm.conftest import SERVED_NAME
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+Choice = Literal["prefill", "off"]
+REPEATS = 5
+
+
+@pytest.fixture
+async def engines(servers: tuple[str, str]) -> AsyncGenerator[dict[Choice, list[EngineClient]]]:
+    """Clients of both servers, of those that link and of those that do not."""
+    clients: dict[Choice, list[EngineClient]] = {"prefill": [], "off": []}
+    for choice, of_choice in clients.items():
+        for url in servers:
+            of_choice.append(EngineClient(url, model=SERVED_NAME, without_plugin=choice))
+    yield clients
+    for of_choice in clients.values():
+        for client in of_choice:
+            await client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A chain of two calls; ``handoff`` is the time from A's last token to B's first."""
+
+    texts: tuple[str, ...]
+    usage: PromptUsage
+    handoff: float
+    events: list[Event]
+
+
+async def run_chain(engines: list[EngineClient], guide: str, salt: str, tokens: int) -> Run:
+    """Run two calls, of which the second reads the first one's text.
+
+    Args:
+        salt: runs with different salts share no cache.
+    """
+    events: list[Event] = []
+    body: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "cache_salt": salt}
+    async with Workflow(engines[0], listener=events.append) as flow:
+        ask = [{"role": "user", "content": f"Plan a trip. {guide[:400]}"}]
+        plan = flow.ask(ask, name="A", max_tokens=tokens, **body)
+        read = [{"role": "user", "content": f"{guide[:8000]}\n{plan}\nShorten this."}]
+        short = flow.ask(read, engine=engines[1], name="B", max_tokens=8, **body)
+        texts = await plan, await short
+    a, b = calls(events)
+    assert a.finished is not None and b.first_token is not None and short.usage is not None
+    return Run(texts, short.usage, b.first_token - a.finished.at, events)
+
+
+async def test_linked_calls_answer_alike_and_find_their_prompts_cached(
+    engines: dict[Choice, list[EngineClient]], guide: str
+) -> None:
+    unlinked = await run_chain(engines["off"], guide, "unlinked", 150)
+    linked = await run_chain(engines["prefill"], guide, "linked", 150)
+    assert linked.texts == unlinked.texts
+    assert unlinked.usage.cached_tokens == 0
+    assert not any(isinstance(event, LinkOpened) for event in unlinked.events)
+    prefilled = [
+        event.prefilled_tokens for event in linked.events if isinstance(event, LinkAdvanced)
+    ][-1]
+    assert linked.usage.cached_tokens is not None
+    # vLLM caches whole blocks, of 128 tokens on a CPU.
+    assert 1000 < prefilled - 128 - 8 <= linked.usage.cached_tokens
+    closed = [event.reason for event in linked.events if isinstance(event, LinkClosed)]
+    assert closed == ["used"]
+
+
+async def test_a_linked_autogen_team_answers_alike(servers: tuple[str, str], guide: str) -> None:
+    texts: dict[str, list[str]] = {}
+    cached: dict[str, int] = {}
+    choices: tuple[Choice, ...] = ("off", "prefill")
+    for choice in choices:
+        clients = [
+            FlashMoAChatCompletionClient(
+                model=SERVED_NAME,
+                base_url=url,
+                temperature=0,
+                max_tokens=100,
+                without_plugin=choice,
+                extra_body={"ignore_eos": True, "cache_salt": choice},
+            )
+            for url in servers
+        ]
+        agents = [
+            AssistantAgent("writer", model_client=clients[0]),
+            AssistantAgent("reader", model_client=clients[1], system_message=guide[:8000]),
+        ]
+        events: list[Event] = []
+        team = RoundRobinGroupChat([*agents], max_turns=2)
+        link(team, listener=events.append)
+        await team.run(task="Go.")
+        for client in clients:
+            await client.close()
+        finished = [event for event in events if isinstance(event, CallFinished)]
+        texts[choice] = [event.text for event in finished]
+        usage = finished[-1].usage
+        assert usage is not None
+        cached[choice] = usage.cached_tokens or 0
+    assert texts["off"] == texts["prefill"]
+    assert cached["prefill"] > 1000 > cached["off"]
+
+
+async def test_report_the_gain(
+    engines: dict[Choice, list[EngineClient]],
+    guide: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Report how much sooner B's first token comes; how much depends on the machine."""
+    handoffs: dict[Choice, list[float]] = {"off": [], "prefill": []}
+    for repeat in range(REPEATS):
+        for choice, of_choice in engines.items():
+            run = await run_chain(of_choice, guide, f"{choice} {repeat} {time.time()}", 300)
+            handoffs[choice].append(run.handoff)
+    unlinked, linked = median(handoffs["off"]), median(handoffs["prefill"])
+    with capsys.disabled():
+        print(
+            f"\nvLLM, from A's last token to B's first, medians of {REPEATS}: unlinked "
+            f"{unlinked:.3f} s, linked {linked:.3f} s, ratio {unlinked / linked:.2f}"
+        )

@@ -173,7 +173,8 @@ async def test_tokens_do_not_ride_along_with_a_request_for_log_probabilities(
         while not done:
             seen.append(await client.stream_state(stream.id))
     assert done[0].json()["meta_info"]["completion_tokens"] == 60
-    assert len(seen) > 2 and seen[len(seen) // 2].prefilled_tokens == 0
+    # The prompts begin with the same token, which is in the cache.
+    assert len(seen) > 2 and seen[len(seen) // 2].prefilled_tokens <= 1
     await wait_until_prefilled(client, stream.id, 500 - LAG)
     assert (await fetch_kv_state(client)).rode_along == rode_before
     await client.delete_stream(stream.id)

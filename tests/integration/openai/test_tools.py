@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking import own_turn
@@ -142,7 +143,7 @@ async def agent(
 
 async def _streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    state: Any = openai.lib.streaming.chat.ChatCompletionStreamState()
+    state: Any = ChatCompletionStreamState()
     async for chunk in await client.chat.completions.create(**request, **options):
         state.handle_chunk(chunk)
     message = state.current_completion_snapshot.choices[0].message
@@ -154,6 +155,11 @@ async def _streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
 async def fine(name: str, arguments: dict[str, Any]) -> str:
     """Return what the tools find."""
     return f"A fine {arguments.get('place')}."
+
+
+async def look_when_linked(watch: Watch, name: str, arguments: dict[str, Any]) -> str:
+    await watch.linked()
+    return await fine(name, arguments)
 
 
 async def look_when_prefilled(watch: Watch, name: str, arguments: dict[str, Any]) -> str:
@@ -222,7 +228,7 @@ async def test_another_result_than_before_changes_nothing_and_is_not_expected_ag
     for number, weather in enumerate(("Sun.", "Rain.", "Snow.")):
         unlinked, watch = await program(weather, fine), Watch(client)
         # In the second run the result of the first is expected; in the third, none is.
-        tool = fine if number == 1 else partial(look_when_prefilled, watch)
+        tool = partial(look_when_prefilled if number == 0 else look_when_linked, watch)
         linked = partial(program, weather, tool)
         assert await play_linked("result", linked, watch.events) == unlinked
         found.append(statuses(watch.events))
@@ -266,11 +272,11 @@ async def test_the_text_before_a_tool_call_is_taken_back(
         answer = await agent(clients.first, "You look.", TASK, tool, stream=True)
         return [answer, await ask(clients.second, guide[:2000], f"Check:\n{answer}")]
 
-    await play_linked("back", partial(program, fine))
+    await play_linked(f"back {says}", partial(program, fine))
     script(monkeypatch, call_until(1, [says, LOOK] if says else LOOK))
     unlinked, watch = await program(fine), Watch(client)
     tool = partial(look_when_prefilled, watch)
-    assert await play_linked("back", partial(program, tool), watch.events) == unlinked
+    assert await play_linked(f"back {says}", partial(program, tool), watch.events) == unlinked
     first, second, reader = calls(watch.events)
     assert (first.agent, second.agent) == (reader.agent, reader.agent) or watch.reasons() == [
         "used"

@@ -48,6 +48,9 @@ class ScoreForm:
             "scores": softmax(logprobs) if self.softmax else [math.exp(one) for one in logprobs],
             # JSON has no number for infinity.
             "logprobs": [one if math.isfinite(one) else None for one in logprobs],
+            "prefills": scores.usage.prefills,
+            "prompt_tokens": scores.usage.prompt_tokens,
+            "computed_tokens": scores.usage.prompt_tokens - scores.usage.cached_tokens,
         }
         return result | ({"candidate_tokens": scores.prompt.candidates} if self.with_tokens else {})
 

@@ -89,4 +89,6 @@ def refuse_duplicates(candidates: Sequence[Candidate], tokens: Sequence[list[int
         return
     pairs = zip(candidates, tokens, strict=True)
     same = [candidate for candidate, own in pairs if tokens.count(own) > 1]
-    raise CandidateRefused(f"Two candidates are the same tokens, among {same}; give each once.")
+    raise CandidateRefused(
+        f"At least two candidates are the same tokens, among {same}; give each once."
+    )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
-from flashmoa_sglang.http.stream import Prefilled, Terms
+from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.messages import unsent
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class ScoringUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, prefilled: Prefilled) -> None:
-        self.prefills += 1
-        self.prompt_tokens += prefilled.prompt_tokens
-        self.cached_tokens += prefilled.cached_tokens
+    def add(self, prefills: int, prompt_tokens: int, cached_tokens: int) -> None:
+        self.prefills += prefills
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class ItemScores:
 
     prompt: ScoredPrompt
     logprobs: list[float]
+    usage: ScoringUsage
 
 
 @contextmanager
@@ -109,17 +110,18 @@ class ListScorer:
 
     async def _score(self, prompt: ScoredPrompt) -> None:
         logprobs: dict[tuple[int, ...], float] = {}
+        usage = ScoringUsage()
         single = [tokens[0] for tokens in prompt.candidates if len(tokens) == 1]
 
         async def score_single() -> None:
-            meta = await self._prefill(prompt.ids, token_ids_logprob=single)
+            meta = await self._prefill(prompt.ids, usage, token_ids_logprob=single)
             values = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
             logprobs.update({(token,): _to_float(values[token]) for token in single})
 
         async def score_long(tokens: list[int]) -> None:
             # SGLang gives log-probabilities only for the tokens after this position.
             start = len(prompt.ids) - 1
-            meta = await self._prefill([*prompt.ids, *tokens], logprob_start_len=start)
+            meta = await self._prefill([*prompt.ids, *tokens], usage, logprob_start_len=start)
             values = [value for value, *_ in meta["input_token_logprobs"][1:]]
             logprobs[tuple(tokens)] = math.fsum(map(_to_float, values))
 
@@ -127,9 +129,10 @@ class ListScorer:
         with name_item(prompt.name, prompt.index):
             await self._run_siblings([score_single, *longer] if single else longer)
         scores = [logprobs[tuple(tokens)] for tokens in prompt.candidates]
-        self.on_scores(ItemScores(prompt, scores))
+        self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
+        self.on_scores(ItemScores(prompt, scores, usage))
 
-    async def _prefill(self, ids: list[int], **wanted: Any) -> dict[str, Any]:
+    async def _prefill(self, ids: list[int], usage: ScoringUsage, **wanted: Any) -> dict[str, Any]:
         """Run a prefill that returns log-probabilities. Return its ``meta_info``."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -150,7 +153,7 @@ class ListScorer:
         if reason.get("type") == "abort":
             refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed
             raise refusal(f"SGLang has aborted this prefill: {reason.get('message', 'aborted')}")
-        self.usage.add(Prefilled.read(meta))
+        usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
         return meta
 
 

@@ -26,8 +26,8 @@ from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
 
 logger = logging.getLogger(__name__)
 
-ONE_LETTER = "PromptScores with the letter of one option."
-YES_OR_NO = "Does this apply? PromptScores Yes or No."
+ONE_LETTER = "Answer with the letter of one option."
+YES_OR_NO = "Does this apply? Answer Yes or No."
 
 
 class Scorer:
@@ -80,7 +80,7 @@ class Scorer:
 
         Args:
             candidates: texts that continue exactly where the context ends (``" yes"`` after
-                ``PromptScores:``), or token ids.
+                ``Answer:``), or token ids.
             length_normalised: compare the means of candidates' log-probabilities by token, instead
                 of their sums, which favour short candidates.
             prompt_stream_id: the id of a prompt stream with the context.

@@ -70,6 +70,9 @@ BENCHMARKS = {
         "prefill.benchmark",
         "one generated token against scores, on one engine and on two (MoE-Prefill Table 2)",
     ),
+    "score_lists": Benchmark(
+        "prefill.lists", "one request with a list: stock SGLang's /v1/score, ours, and embeddings"
+    ),
     "asyncep": Benchmark(
         "prefill.asyncep", "experts on the device and in host memory (MoE-Prefill §4)"
     ),

@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoa.moa.config import MixtureConfig, System
+from flashmoa.moa.building import System
+from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.serve.chat_requests import ChatRequest
 
 _IN_PARTS = (
@@ -42,7 +43,7 @@ class ServedSystem:
 
         Raises: ConfigError, FlashMoAError as :meth:`MixtureConfig.build`.
         """
-        writes_parts = config.kind == "staircase" or config.staircase is not None
+        writes_parts = config.kind == "staircase" or "staircase" in config.model_fields_set
         unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if writes_parts else {}
         return cls(config.name, await config.build(stack), {**_TOOLS, **unsupported})
 

@@ -102,6 +102,14 @@ class PlainServer:
         is_alone = was_alone and begun == self._begun
         return usage, time.monotonic() - start if is_alone else None
 
+    async def context_length(self) -> int | None:
+        """Return the context length of its first model in tokens; ``None`` if it does not say.
+
+        Raises: EngineError if it does not answer.
+        """
+        listed = await self._call("GET", "/v1/models", _Models)
+        return listed.data[0].max_model_len if listed.data else None
+
     async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
         if transcripts.is_transcript(prompt):
             body = transcripts.decode(prompt)
@@ -171,6 +179,7 @@ class _Completed(BaseModel):
 
 class _Model(BaseModel):
     id: str
+    max_model_len: int | None = None
 
 
 class _Models(BaseModel):

@@ -146,6 +146,17 @@ class DebatePrompt:
         return rounds if self.memory == "all" else rounds[-1:]
 
 
+def add_role(messages: Sequence[Message], role: str) -> Messages:
+    """Return messages whose system message begins with an agent's role; no role changes nothing."""
+    copies = [dict(message) for message in messages]
+    if not role:
+        return copies
+    if copies and copies[0]["role"] == "system":
+        copies[0]["content"] = f"{role}\n\n{copies[0]['content']}"
+        return copies
+    return [{"role": "system", "content": role}, *copies]
+
+
 def conversation(question: Question) -> Messages:
     """Return a question as messages. Raises: ValueError if its last message is not a user's."""
     if isinstance(question, str):

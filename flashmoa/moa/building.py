@@ -98,8 +98,6 @@ class _Builder:
     def __init__(self, config: MixtureConfig, stack: AsyncExitStack) -> None:
         self._config = config
         self._stack = stack
-        # A debate is on a staircase if the file has that table.
-        self._overlaps = "staircase" in config.model_fields_set
         self._engines: dict[tuple[str, str | None], EngineClient] = {}
 
     async def connect(self, url: str, api_key: str | None = None) -> EngineClient:
@@ -157,6 +155,6 @@ class _Builder:
             table.rounds,
             table.extract if table.ballot is not None else layers[1][0],
             prompt=prompt,
-            staircase=self._config.staircase.build() if self._overlaps else None,
+            staircase=self._config.staircase.build() if self._config.overlaps else None,
             **shared,
         )

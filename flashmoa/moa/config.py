@@ -1,4 +1,4 @@
-"""Read the TOML file that describes a Mixture-of-Agents, a staircase or a debate.
+"""Describe a Mixture-of-Agents, a staircase or a debate by the tables of a TOML file.
 
 name = "moa"                         # the model name in clients' requests
 topology = "9-3-1"                   # or 9x9x1, all-to-all; the default is a tree
@@ -14,19 +14,17 @@ models = [
     {engine = "http://localhost:30001", model = "large", repeat = 6, temperature = 0.7},
 ]
 
-``docs/mixture-of-agents.md`` has all keys.
+``flashmoa.moa.serve.config_file`` reads files. ``docs/mixture-of-agents.md`` has all keys.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from contextlib import AsyncExitStack
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
@@ -34,6 +32,7 @@ from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.early_exit import EarlyExit, Rule
 from flashmoa.moa.embedding import Embedder
 from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory, Order
+from flashmoa.moa.sampling import Sampling
 from flashmoa.moa.settings import Budget, Limits, Price, Quorum, Speed, Thinking
 
 Kind = Literal["mixture", "staircase", "debate"]
@@ -49,16 +48,17 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ModelConfig(BaseModel):
-    """``repeat`` agents with one model. Keys not named here are sampling parameters.
+class ModelConfig(Sampling):
+    """``repeat`` agents with one model, and their sampling parameters.
 
     With several ``engines``, each agent asks another one first, and the others if that fails.
+    ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
     """
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(strict=False)
 
     engine: str | None = None
-    engines: list[str] = []
+    engines: list[str] = Field(default_factory=list[str])
     model: str = "default"
     api_key: str | None = None
     repeat: int = Field(default=1, ge=1)
@@ -67,6 +67,7 @@ class ModelConfig(BaseModel):
     thinking: Thinking | Literal[False] = Thinking()
     price: Price | None = None
     speed: Speed | None = None
+    extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
 
     @model_validator(mode="after")
     def _has_engine(self) -> ModelConfig:
@@ -82,7 +83,7 @@ class ModelConfig(BaseModel):
     @property
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters: ``temperature``, ``max_tokens``, ..."""
-        return self.model_extra or {}
+        return {**self.given_parameters(), **self.extra_body}
 
 
 class PromptConfig(_Table):
@@ -172,7 +173,7 @@ class DebateConfig(_Table):
 
 
 class MixtureConfig(PromptConfig):
-    """The whole file."""
+    """A whole file, or the table of one model in a file with several."""
 
     name: str = "moa"
     kind: Kind = "mixture"
@@ -191,24 +192,10 @@ class MixtureConfig(PromptConfig):
         check_parts(self)
         return self
 
-    @classmethod
-    def read(cls, path: Path) -> MixtureConfig:
-        """Read a file.
-
-        Raises:
-            OSError: if it cannot be read.
-            ConfigError: if it does not describe a mixture.
-        """
-        try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
-        except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
-                for problem in error.errors()
-            ]
-            raise ConfigError(f"{path}: {'; '.join(problems)}") from error
+    @property
+    def overlaps(self) -> bool:
+        """Return whether agents read answers chunk by chunk; a debate does with that table."""
+        return self.kind == "staircase" or "staircase" in self.model_fields_set
 
     async def build(self, stack: AsyncExitStack) -> System:
         """Build what the file describes.

@@ -100,7 +100,7 @@ def estimate(
 
     Raises: ValueError if the layers do not match the topology.
     """
-    layers, reads = _agents(config)
+    layers, reads = agents_by_layer(config), _reads(config)
     agents: list[AgentEstimate] = []
     # For each agent of the layer before: the length of its answer, and when it is complete.
     before: list[tuple[int, float | None]] = []
@@ -122,23 +122,27 @@ def estimate(
     return Estimate(agents, _latest([end for _, end in before]))
 
 
-def _agents(config: MixtureConfig) -> tuple[list[list[ModelConfig]], list[Sequence[Reads]]]:
-    """Return the agents' models by layer, and for each agent the places of those that it reads."""
+def agents_by_layer(config: MixtureConfig) -> list[list[ModelConfig]]:
+    """Return the model of each agent, by layer; in a debate, by round."""
     layers = [[one for one in layer.models for _ in range(one.repeat)] for layer in config.layers]
-    if config.kind == "mixture":
-        widths = [len(layer) for layer in layers]
-        topology = Topology.parse(config.topology) if config.topology else Topology.tree(*widths)
-        if list(topology.widths) != widths:
-            raise ValueError(
-                f"there are {tuple(widths)} models for a topology of {topology.widths} agents; "
-                "give each layer as many models as the topology has agents in it"
-            )
-        return layers, [*topology.layers]
     rounds = config.debate.rounds if config.kind == "debate" else 1
-    layers = [layers[0]] * rounds + layers[1:]
-    everyone = tuple(range(len(layers[0])))
-    reads: list[Sequence[Reads]] = [[()] * len(layers[0])]
-    return layers, reads + [[everyone] * len(layer) for layer in layers[1:]]
+    return [layers[0]] * rounds + layers[1:]
+
+
+def _reads(config: MixtureConfig) -> list[Sequence[Reads]]:
+    """Return for each agent, by layer, the places of those that it reads."""
+    layers = agents_by_layer(config)
+    if config.kind != "mixture":
+        everyone = tuple(range(len(layers[0])))
+        return [[()] * len(layers[0]), *([everyone] * len(layer) for layer in layers[1:])]
+    widths = [len(layer) for layer in layers]
+    topology = Topology.parse(config.topology) if config.topology else Topology.tree(*widths)
+    if list(topology.widths) != widths:
+        raise ValueError(
+            f"there are {tuple(widths)} models for a topology of {topology.widths} agents; "
+            "give each layer as many models as the topology has agents in it"
+        )
+    return [*topology.layers]
 
 
 def _estimate_agent(

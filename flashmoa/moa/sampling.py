@@ -57,7 +57,7 @@ class Sampling(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     verbosity: str | None = None
 
-    def parameters(self) -> dict[str, Any]:
+    def given_parameters(self) -> dict[str, Any]:
         """Return the parameters that are set, the two names of ``max_tokens`` as that one."""
         given = self.model_dump(include=set(Sampling.model_fields), exclude_none=True)
         limit = given.pop("max_completion_tokens", None)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from flashmoa._starlette import while_connected
 from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.serve.answers import Completion, SystemResult, error_body
-from flashmoa.moa.serve.chat_requests import ChatRequest, ChatRequestRefused
+from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused
 from flashmoa.moa.serve.event_stream import sending_events
 from flashmoa.moa.serve.metrics import ServeMetrics
 from flashmoa.moa.serve.served import ServedSystem
@@ -172,7 +172,7 @@ class _ChatCompletions:
         request = Request(scope, receive)
         try:
             self._server.check_key(request)
-            chat = ChatRequest.parse(await self._read(request))
+            chat = ChatQuestion.parse(await self._read(request))
             system = self._server.find(chat.model)
             system.check(chat)
             with self._server.place(system.name):
@@ -193,7 +193,7 @@ class _ChatCompletions:
         return bytes(body)
 
     async def _answer(
-        self, request: Request, send: Send, chat: ChatRequest, system: ServedSystem
+        self, request: Request, send: Send, chat: ChatQuestion, system: ServedSystem
     ) -> None:
         """Answer a question, and stop its agents if the client disconnects."""
         question = _Question(chat, system)
@@ -249,7 +249,7 @@ class _ChatCompletions:
 class _Question:
     """Records how a question ends; ``left`` is what remains if the client disconnects."""
 
-    def __init__(self, chat: ChatRequest, system: ServedSystem) -> None:
+    def __init__(self, chat: ChatQuestion, system: ServedSystem) -> None:
         self.chat = chat
         self.system = system
         self.ending = "left"

@@ -1,4 +1,4 @@
-"""Read the bodies of chat completions (``ChatRequest``); pure.
+"""Read the bodies of chat completions (``ChatQuestion``); pure.
 
 Nothing in a body is ignored: every field is used, passed on to the agent that writes the answer,
 or refused with a sentence that says why.
@@ -51,7 +51,7 @@ class ChatRequestRefused(FlashMoAError):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
+class ChatQuestion:
     """A question, and how to answer it.
 
     Attributes:
@@ -69,7 +69,7 @@ class ChatRequest:
     parameters: dict[str, Any]
 
     @classmethod
-    def parse(cls, content: bytes) -> ChatRequest:
+    def parse(cls, content: bytes) -> ChatQuestion:
         """Read a body. Raises: ChatRequestRefused, which names the field."""
         body = _parse_object(content)
         given = {name: value for name, value in body.items() if value is not None}
@@ -90,7 +90,7 @@ class ChatRequest:
             fields.model,
             bool(fields.stream),
             bool(options and options.include_usage),
-            {**fields.parameters(), **parameters},
+            {**fields.given_parameters(), **parameters},
         )
 
     def check_supported(self, unsupported: Mapping[str, str]) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flashmoa import EngineClient, FlashMoAError
 from flashmoa.doctor.findings import Finding, fix, note, ok
 from flashmoa.doctor.linking import check_templates
 from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.moa.config import MixtureConfig
+from flashmoa.moa.config import ConfigError, EarlyExitConfig, MixtureConfig
 from flashmoa.moa.embedding import EngineEmbedder, LocalEmbedder
+from flashmoa.moa.estimate import agents_by_layer, estimate
 
 _TIMEOUT_SECONDS = 60.0
 # What is assumed of an answer without max_tokens, and of a question with its instruction.
@@ -53,6 +55,8 @@ async def check_models(configs: Sequence[MixtureConfig]) -> list[Finding]:
     """Check the engines and embedders that models of a file need.
 
     Each model of each engine is asked for one token, in the form in which agents will ask it.
+
+    Raises: ConfigError if the layers of a model do not match its topology.
     """
     needs: dict[tuple[str, str | None, str], _Need] = {}
     for config in configs:
@@ -70,37 +74,44 @@ async def check_models(configs: Sequence[MixtureConfig]) -> list[Finding]:
 
 
 def _list_needs(config: MixtureConfig) -> list[_Need]:
-    """Return what each agent of a mixture, staircase or debate needs of its engines."""
+    """Return what each agent of a mixture, staircase or debate needs of its engines.
+
+    Raises: ConfigError if the layers do not match the topology.
+    """
+    try:
+        agents = estimate(config, _QUESTION_TOKENS, _ANSWER_TOKENS).agents
+    except ValueError as error:
+        raise ConfigError(f"{config.name}: {error}") from error
+    tokens = {agent.name: agent.prompt_tokens + agent.completion_tokens for agent in agents}
+    layers = agents_by_layer(config)
     needs: list[_Need] = []
-    writes_parts = config.kind == "staircase" or config.staircase is not None
-    layers = [layer.models for layer in config.layers]
-    for number, models in enumerate(layers):
-        is_last = number == len(layers) - 1
-        read = config.read_tokens(number, _ANSWER_TOKENS)
-        for model in models:
-            answer = model.sampling.get("max_tokens") or _ANSWER_TOKENS
-            needs += [
-                _Need(
-                    url,
-                    model.api_key,
-                    model.model,
-                    logprobs=config.early_exit is not None and not is_last,
-                    continues=writes_parts and bool(read),
-                    context=_QUESTION_TOKENS + read + answer,
-                )
-                for url in model.urls
-            ]
-    return needs
+    for layer, models in enumerate(layers, 1):
+        for place, model in enumerate(models, 1):
+            need = partial(
+                _Need,
+                api_key=model.api_key,
+                model=model.model,
+                logprobs=config.early_exit is not None and layer < len(layers),
+                continues=layer > 1 and config.overlaps,
+                context=tokens[f"{layer}.{place}"],
+            )
+            needs += [need(url) for url in model.urls]
+    return needs + [
+        _Need(url, model.api_key, model.model)
+        for model in config.fallback.models
+        for url in model.urls
+    ]
 
 
 async def _check_model(engine: EngineClient, need: _Need) -> list[Finding]:
     """Check a model of an engine; ``about`` in the findings is the model's name."""
     where = f"{engine.url}: "
     try:
-        served = await engine.models()
+        served = await engine.plain.models()
         finding = _check_name(served, need, where)
     except EngineError as error:
-        return [fix(need.model, f"{where}{error}", "start the engine, or correct engine or api_key")]
+        remedy = "start the engine, or correct engine and api_key in the file"
+        return [fix(need.model, f"{where}{error}", remedy)]
     findings = [finding]
     if finding.level == "fix":
         return findings
@@ -163,7 +174,7 @@ async def _check_plugin(engine: EngineClient, need: _Need, where: str) -> list[F
     return []
 
 
-async def _check_embedder(table: Any) -> Finding:
+async def _check_embedder(table: EarlyExitConfig) -> Finding:
     """Embed a text as early exit does."""
     name = table.embedder
     try:

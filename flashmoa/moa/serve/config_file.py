@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -74,7 +74,7 @@ def read_tables(file: Mapping[str, Any]) -> list[MixtureConfig]:
 
 
 def _expect_tables(value: Any, name: str) -> dict[str, _Table]:
-    tables: dict[str, Any] = value if isinstance(value, dict) else {"": value}
+    tables = cast("dict[str, Any]", value) if isinstance(value, dict) else {"": value}
     for key, table in tables.items():
         if not isinstance(table, dict):
             raise ConfigError(f"{name} must consist of tables [{name}.NAME]; {key!r} is none")
@@ -93,58 +93,58 @@ def _make_config(
 
 
 def _insert_models(value: Any, models: Mapping[str, _Table], place: tuple[str, ...]) -> Any:
-    """Return a table in which lists called ``models`` have tables instead of names of models."""
+    """Return a value in which lists called ``models`` have tables instead of names of models."""
     if isinstance(value, list):
-        items: list[Any] = value
-        return [_insert_models(item, models, (*place, str(n))) for n, item in enumerate(items)]
-    if not isinstance(value, dict):
-        return value
-    filled: _Table = {}
-    for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
-        where = (*place, str(key))  # pyright: ignore[reportUnknownArgumentType]
-        filled[where[-1]] = _insert_models(inner, models, where)
-        if where[-1] == "models" and isinstance(filled["models"], list):
-            listed: list[Any] = filled["models"]
-            filled["models"] = [
-                _insert_model(model, models, (*where, str(n))) for n, model in enumerate(listed)
-            ]
-    return filled
+        items = [
+            _insert_models(item, models, (*place, str(number)))
+            for number, item in enumerate(cast("list[Any]", value))
+        ]
+        if place and place[-1] == "models":
+            return [_find_model(item, models, (*place, str(n))) for n, item in enumerate(items)]
+        return items
+    if isinstance(value, dict):
+        table = cast("_Table", value)
+        return {key: _insert_models(table[key], models, (*place, key)) for key in table}
+    return value
 
 
-def _insert_model(model: Any, models: Mapping[str, _Table], place: tuple[str, ...]) -> Any:
-    used: _Table = {"use": model} if isinstance(model, str) else dict(model)
-    if "use" not in used:
-        return used
-    name = used.pop("use")
+def _find_model(item: Any, models: Mapping[str, _Table], place: tuple[str, ...]) -> Any:
+    """Return the table of a model that is given by its name, or with keys besides ``use``."""
+    used: Any = {"use": item} if isinstance(item, str) else item
+    if not isinstance(used, dict) or "use" not in used:
+        return item
+    table = cast("_Table", used)
+    name = str(table["use"])
     if name not in models:
-        advice = suggest(str(name), models) if models else "add a table [models.NAME]"
+        advice = suggest(name, models) if models else "add a table [models.NAME]"
         raise ConfigError(f"{'.'.join(place)}: there is no model {name!r}: {advice}")
-    return {**models[name], **used}
+    return {**models[name], **{key: table[key] for key in table if key != "use"}}
 
 
 def _explain(problem: Any, place: tuple[str, ...]) -> str:
     """Return a problem as a sentence that names the key and its table."""
     *table, key = [str(part) for part in problem["loc"]] or [""]
-    if problem["type"] != "extra_forbidden":
+    if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{'.'.join([*place, *table, key]) or 'the file'}: {problem['msg']}"
     where = ".".join([*place, *table])
-    known = _fields_at(MixtureConfig, table)
+    known = _keys_at(MixtureConfig, table)
     return f"{where or 'the file'} has no key {key!r}: {suggest(key, known)}"
 
 
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+def _keys_at(table: Any, path: list[str]) -> list[str]:
     """Return the keys of the table at a path."""
     for part in path:
-        if part in model.model_fields:
-            model = _find_model(model.model_fields[part].annotation) or model
-    return list(model.model_fields)
+        types: dict[str, Any] = get_type_hints(table)
+        if part in types:
+            table = _find_table(types[part]) or table
+    return list(table.model_fields if issubclass(table, BaseModel) else get_type_hints(table))
 
 
-def _find_model(annotation: Any) -> type[BaseModel] | None:
+def _find_table(annotation: Any) -> Any:
     """Return the type of a table, or of the tables in a list, by its annotation."""
+    if is_dataclass(annotation):
+        return annotation
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (list, tuple, dict, Union, UnionType):
-        found = (_find_model(argument) for argument in get_args(annotation))
-        return next((model for model in found if model is not None), None)
-    return None
+    found = (_find_table(argument) for argument in get_args(annotation))
+    return next((table for table in found if table is not None), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashmoa.moa.building import System
 from flashmoa.moa.config import MixtureConfig
-from flashmoa.moa.serve.chat_requests import ChatRequest
+from flashmoa.moa.serve.chat_requests import ChatQuestion
 
 _IN_PARTS = (
     "this model writes its answer in several requests, and a request cannot continue what another "
@@ -43,14 +43,13 @@ class ServedSystem:
 
         Raises: ConfigError, FlashMoAError as :meth:`MixtureConfig.build`.
         """
-        writes_parts = config.kind == "staircase" or "staircase" in config.model_fields_set
-        unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if writes_parts else {}
+        unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if config.overlaps else {}
         return cls(config.name, await config.build(stack), {**_TOOLS, **unsupported})
 
-    def check(self, chat: ChatRequest) -> None:
+    def check(self, chat: ChatQuestion) -> None:
         """Refuse what the model cannot do. Raises: ChatRequestRefused"""
         chat.check_supported(self.unsupported)
 
-    def answering(self, chat: ChatRequest) -> AbstractAsyncContextManager[Any]:
+    def answering(self, chat: ChatQuestion) -> AbstractAsyncContextManager[Any]:
         """Answer a question, as the system's own method."""
         return self.system.answering(chat.messages, chat.parameters)

@@ -86,9 +86,7 @@ async def connected(url: str, key: str = "-") -> AsyncGenerator[AsyncOpenAI]:
 
 
 @pytest.fixture(scope="module")
-async def url(
-    engine: LocalEngine, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncGenerator[str]:
+async def url(engine: LocalEngine, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[str]:
     async with served(engine, tmp_path_factory.mktemp("served")) as running:
         yield running
 
@@ -101,7 +99,8 @@ async def client(url: str) -> AsyncGenerator[AsyncOpenAI]:
 
 def extra(answer: Any) -> dict[str, Any]:
     """Return the field of a body in which the agents stand."""
-    return (answer.model_extra or {})["flashmoa"]
+    fields: dict[str, Any] = answer.model_extra
+    return fields["flashmoa"]
 
 
 async def test_every_model_of_the_file_is_listed(client: AsyncOpenAI) -> None:
@@ -257,7 +256,8 @@ async def test_a_client_that_leaves_ends_the_agents(engine: LocalEngine, tmp_pat
                 group.cancel_scope.cancel()
             await wait_until_idle(direct)
         with anyio.fail_after(30):
-            while 'ending="left",model="three"} 2.0' not in (await http.get("/metrics")).text:
+            left = 'ending="left",model="three"} 2.0'
+            while left not in (await http.get("/metrics")).text:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
 
 
@@ -269,9 +269,7 @@ async def test_more_questions_than_allowed_are_refused_for_now(
         served(engine, tmp_path, options, tokens=5000) as url,
         connected(url) as client,
     ):
-        first = await client.chat.completions.create(
-            model="three", messages=QUESTION, stream=True
-        )
+        first = await client.chat.completions.create(model="three", messages=QUESTION, stream=True)
         assert (await anext(first)).choices[0].delta.role == "assistant"
         with pytest.raises(RateLimitError) as refused:
             await client.chat.completions.create(model="three", messages=QUESTION)

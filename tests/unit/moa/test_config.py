@@ -19,7 +19,8 @@ from flashmoa.moa import (
     Thinking,
 )
 from flashmoa.moa.building import System
-from flashmoa.moa.config import ConfigError, MixtureConfig
+from flashmoa.moa.config import ConfigError
+from flashmoa.moa.serve.config_file import read_file
 
 pytestmark = pytest.mark.anyio
 
@@ -70,7 +71,8 @@ async def build(tmp_path: Path, text: str) -> System:
     path = tmp_path / "moa.toml"
     path.write_text(text)
     async with AsyncExitStack() as stack:
-        return await MixtureConfig.read(path).build(stack)
+        [config] = read_file(path)
+        return await config.build(stack)
 
 
 async def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
@@ -133,7 +135,10 @@ async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
         ("budget = {tokens = 10, reserve = 10}\n@2\n@1", "reserve is 10; it must be less"),
         ("quorum = {answers = 0, seconds = 1}\n@2\n@1", "a quorum needs at least 1 answer"),
         ("limits = {stall_seconds = 0}\n@2\n@1", "stall_seconds is 0.0; it must be positive"),
-        ("limits = {patience = 1}\n@2\n@1", "limits.patience: Unexpected keyword"),
+        (
+            "limits = {patience = 1}\n@2\n@1",
+            "limits has no key 'patience': use one of answer_seconds",
+        ),
         ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
     ],
 )

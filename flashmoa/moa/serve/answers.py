@@ -126,6 +126,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         status = 500
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:  # LiteLLM would not try a request again that was invalid.
+        kind = "requests"
     message = str(error) or type(error).__name__
     return status, {
         "error": {"message": message, "type": kind, "param": param, "code": code or status}

@@ -111,7 +111,8 @@ class _Server:
             given.strip().encode(), expected.encode()
         ):
             return
-        problem = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+        # LiteLLM takes a 401 for one only by these words of OpenAI's.
+        problem = "Incorrect API key provided; send the header Authorization: Bearer KEY"
         raise ChatRequestRefused(problem, code="invalid_api_key", status=401)
 
     def find(self, name: str | None) -> ServedSystem:

@@ -290,7 +290,7 @@ async def test_more_questions_than_allowed_are_refused_for_now(
 async def test_clients_need_the_key(engine: LocalEngine, tmp_path: Path) -> None:
     async with served(engine, tmp_path, ServeOptions(api_key="secret")) as url:
         async with connected(url, "guess") as client:
-            with pytest.raises(AuthenticationError, match="the API key is missing or wrong"):
+            with pytest.raises(AuthenticationError, match="Incorrect API key provided"):
                 await client.chat.completions.create(model="three", messages=QUESTION)
             with pytest.raises(AuthenticationError):
                 await client.models.list()

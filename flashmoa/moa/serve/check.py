@@ -12,7 +12,7 @@ from flashmoa import EngineClient, FlashMoAError
 from flashmoa.doctor.findings import Finding, fix, note, ok
 from flashmoa.doctor.linking import check_templates
 from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.moa.config import ConfigError, EarlyExitConfig, MixtureConfig
+from flashmoa.moa.config import ConfigError, EarlyExitConfig, MixtureConfig, ModelConfig
 from flashmoa.moa.embedding import EngineEmbedder, LocalEmbedder
 from flashmoa.moa.estimate import agents_by_layer, estimate
 
@@ -73,13 +73,18 @@ async def check_models(configs: Sequence[MixtureConfig]) -> list[Finding]:
     return findings
 
 
+def _models(config: MixtureConfig) -> list[ModelConfig]:
+    return [model for layer in config.layers for model in layer.models]
+
+
 def _list_needs(config: MixtureConfig) -> list[_Need]:
     """Return what each agent of a mixture, staircase or debate needs of its engines.
 
     Raises: ConfigError if the layers do not match the topology.
     """
+    limits = [model.sampling.get("max_tokens", 0) for model in _models(config)]
     try:
-        agents = estimate(config, _QUESTION_TOKENS, _ANSWER_TOKENS).agents
+        agents = estimate(config, _QUESTION_TOKENS, max(_ANSWER_TOKENS, *limits)).agents
     except ValueError as error:
         raise ConfigError(f"{config.name}: {error}") from error
     tokens = {agent.name: agent.prompt_tokens + agent.completion_tokens for agent in agents}

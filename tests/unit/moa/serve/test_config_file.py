@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.moa.config import ConfigError, MixtureConfig
+from flashmoa.moa.estimate import estimate
 from flashmoa.moa.serve.config_file import read_file, read_tables
 
+ROOT = Path(__file__).parents[4]
 MODELS = """
 [models.small]
 engine = "http://a"
@@ -144,3 +148,11 @@ def test_any_file_is_read_or_refused_with_a_sentence(file: dict[str, object]) ->
         assert str(error)
     else:
         assert configs
+
+
+def test_examples_of_the_documentation_are_valid() -> None:
+    page = (ROOT / "docs" / "mixture-of-agents.md").read_text()
+    examples = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    configs = [config for text in examples for config in read_tables(tomllib.loads(text))]
+    assert {config.kind for config in configs} == {"mixture", "staircase", "debate"}
+    assert all(estimate(config).tokens for config in configs)

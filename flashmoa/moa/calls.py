@@ -17,7 +17,7 @@ from flashmoa.moa.agents import Model
 from flashmoa.moa.early_exit import confidence
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import Message, Messages
-from flashmoa.moa.reading import AnswerReader
+from flashmoa.moa.reading import CallReader
 from flashmoa.moa.results import AgentAnswer
 from flashmoa.moa.thinking import ThoughtSplitter
 from flashmoa.observe.calls import CallReporter
@@ -28,11 +28,11 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _CountedRequest:
     """One request of an agent, which has cost an estimated number of tokens until it ends."""
 
     prompt_tokens: int
-    reader: AnswerReader
+    reader: CallReader
 
     def spent(self) -> PromptUsage:
         estimate = PromptUsage(
@@ -82,14 +82,14 @@ class AgentCall(Answer):
         self._limits = model.limits or inquiry.limits
         self._is_last = is_last
         self._max_pieces = max_pieces
-        self._attempts: list[_Attempt] = []
+        self._requests: list[_CountedRequest] = []
         # Whether the engine itself separates thought from answers.
         self._engine_splits = False
         inquiry.calls.append(self)
 
     def spent(self) -> PromptUsage:
         """Return the usage of all requests so far, partly estimated."""
-        return PromptUsage.total([attempt.spent() for attempt in self._attempts])
+        return PromptUsage.total([request.spent() for request in self._requests])
 
     def price(self) -> float:
         """Return the price of all requests so far; 0 if the model has none."""
@@ -180,7 +180,7 @@ class AgentCall(Answer):
         for attempt in range(attempts):
             self.engine = engines[attempt % len(engines)]
             try:
-                await self._request(messages, pending, continues + self.written, parameters)
+                await self._send(messages, pending, continues + self.written, parameters)
                 return
             except BaseException as error:
                 if pending is not None:
@@ -200,7 +200,7 @@ class AgentCall(Answer):
         can_continue = not self.written or not self._engine_splits
         return isinstance(error, Exception) and not is_refused and can_continue
 
-    async def _request(
+    async def _send(
         self,
         messages: Messages,
         pending: Pending | None,
@@ -242,11 +242,11 @@ class AgentCall(Answer):
             self._engine_splits = self._engine_splits or reader.engine_splits
         self.finished = time.time()
         self.finish_reason = reader.finish_reason
-        usages = [attempt.spent() for attempt in self._attempts]
+        usages = [request.spent() for request in self._requests]
         self.usage = usages[0] if len(usages) == 1 else PromptUsage.total(usages)
         report.finished(self.written, self.usage, self.finish_reason)
 
-    def _make_reader(self, messages: Messages, body: Mapping[str, Any]) -> AnswerReader:
+    def _make_reader(self, messages: Messages, body: Mapping[str, Any]) -> CallReader:
         """Return the reader of a request's answer, and count the request."""
         thinking = self.model.thinking
         inside = thinking is not None and thinking.starts_inside
@@ -255,15 +255,15 @@ class AgentCall(Answer):
             thinking, inside=inside and not body.get("continue_final_message")
         )
         _, limit = _token_limit(body)
-        reader = AnswerReader(self._limits, splitter, limit, self._max_pieces)
+        reader = CallReader(self._limits, splitter, limit, self._max_pieces)
         length = sum(len(str(message.get("content"))) for message in messages)
-        self._attempts.append(_Attempt(length // _CHARACTERS_PER_TOKEN, reader))
+        self._requests.append(_CountedRequest(length // _CHARACTERS_PER_TOKEN, reader))
         return reader
 
     def _left_tokens(self, body: Mapping[str, Any]) -> dict[str, int]:
         """Return the limit of tokens for the rest of an answer, if it has one."""
         name, limit = _token_limit(body)
-        written = sum(attempt.reader.pieces for attempt in self._attempts)
+        written = sum(request.reader.pieces for request in self._requests)
         return {} if limit is None else {name: max(1, limit - written)}
 
 

@@ -17,6 +17,9 @@ from flashmoa.moa.waiting import wait_for_several
 
 logger = logging.getLogger(__name__)
 
+# How long complete answers wait for a reader's engine to say how much room it has. If it does not
+# say, they are not cut.
+_ROOM_SECONDS = 1.0
 # Returns how many tokens the answers of a cluster may have together; None: any number.
 Room = Callable[[], Awaitable[int | None]]
 
@@ -127,6 +130,9 @@ class Cluster:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._ask_for_room)
                 await self._copy_all()
+                with anyio.move_on_after(_ROOM_SECONDS):
+                    await self._room_is_known.wait()
+                group.cancel_scope.cancel()
         if self._scope.cancel_called:
             return
         if self._is_scored:
@@ -154,6 +160,15 @@ class Cluster:
         """Find out how long answers may be. They are copied meanwhile."""
         self._room = await self._find_room()
         self._room_is_known.set()
+        self._finish_short_answers()
+
+    def _finish_short_answers(self) -> None:
+        """Complete the slots of answers that certainly have room, so that the next can stream."""
+        if not self._room_is_known.is_set():
+            return
+        for member in self._members:
+            if member.used and (self._share is None or member.tokens <= self._share):
+                member.finish(member.answer.written)
 
     @property
     def _share(self) -> int | None:
@@ -174,10 +189,7 @@ class Cluster:
         if not self._undecided():
             run.cancel()
         elif member.used:
-            # The next slot is streamed once this one is complete.
-            await self._room_is_known.wait()
-            if self._share is None or member.tokens <= self._share:
-                member.finish(member.answer.written)
+            self._finish_short_answers()
             await self._exit_early_with(member, run)
 
     async def _wait_for_quorum(self, quorum: Quorum, run: anyio.CancelScope) -> None:
@@ -236,6 +248,9 @@ class Cluster:
         """Score an answer. End the cluster's run if the complete ones suffice."""
         if self._scores is None:
             return
+        if not member.answer.logprobs and not self._scores:
+            text = "Early exit does not know how confident %s is: its engine sent no probabilities"
+            logger.warning(text, member.answer.name)
         started = time.perf_counter()
         async with self._scoring:
             try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BudgetSpent(FlashMoAError):
-    """Raised where an agent is not asked because the question's budget is spent."""
+    """Raised when an agent is not asked because the question's budget is spent."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Read one request's answer within time limits (``AnswerReader``)."""
+"""Read one request's answer within time limits (``CallReader``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashmoa.moa.thinking import ThoughtSplitter
 _MORE_PIECES = 16
 
 
-class AnswerReader:
+class CallReader:
     """Reads an answer while it is written, and separates what was thought.
 
     Args:

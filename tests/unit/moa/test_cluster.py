@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flashmoa import Answer, Text
+from flashmoa.moa import cluster as cluster_module
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.embedding import Embedding
@@ -150,3 +151,14 @@ async def test_answers_are_copied_before_their_room_is_known() -> None:
         agents[1].answer.close()
         known.set()
     assert all(member.slots[0].text.is_complete for member in agents)
+
+
+async def test_answers_do_not_wait_for_an_engine_that_does_not_tell_its_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_module, "_ROOM_SECONDS", 0.01)
+    agents = members("one", "two")
+    cluster = Cluster(agents, room=anyio.sleep_forever, leave=lambda _member: None)
+    with anyio.fail_after(10):
+        await cluster.run()
+    assert [await member.slots[0].text for member in agents] == ["one", "two"]

@@ -96,7 +96,7 @@ def estimate(
     """Estimate what one question costs.
 
     Args:
-        answer_tokens: length of an answer whose model has no ``max_tokens``.
+        answer_tokens: length of an answer, unless its model has a smaller ``max_tokens``.
 
     Raises: ValueError if the layers do not match the topology.
     """

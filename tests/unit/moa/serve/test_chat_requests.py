@@ -69,7 +69,7 @@ def test_every_parameter_of_sampling_has_a_value_in_these_tests() -> None:
     assert SAMPLING.keys() == Sampling.model_fields.keys()
 
 
-@pytest.mark.parametrize("name", SAMPLING.keys() | PASSED_ON.keys())
+@pytest.mark.parametrize("name", sorted({*SAMPLING, *PASSED_ON}))
 def test_a_parameter_is_passed_on(name: str) -> None:
     value = {**SAMPLING, **PASSED_ON}[name]
     passed = "max_tokens" if name == "max_completion_tokens" else name

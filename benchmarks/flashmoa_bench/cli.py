@@ -46,6 +46,7 @@ BENCHMARKS = {
     "shared_engine": Benchmark(
         "linking.shared_engine", "chains of agents on one engine, which costs others time"
     ),
+    "tools": Benchmark("linking.tools", "first tokens of agents whose tools have run"),
     "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
     "interference": Benchmark(
         "linking.interference", "what the plugin and its streams cost other requests"

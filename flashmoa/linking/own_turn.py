@@ -14,6 +14,7 @@ from flashmoa.linking.planned_links import Forecast, Turn
 
 # The request after a tool that takes less time comes before its stream would be of any use.
 _AT_ONCE_SECONDS = 0.02
+_LONGEST_SECONDS = 60.0
 
 
 class OwnTurn:
@@ -33,7 +34,8 @@ class OwnTurn:
         namespace: see :class:`Forecast`.
 
     Attributes:
-        is_given_up: whether the request will not come.
+        dropped: is set when the request is not held any more.
+        is_given_up: whether that is because it will not come.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class OwnTurn:
         self._on_failure: OnFailure = on_failure
         self._namespace = namespace
         self._results: dict[str, str] = {}
+        self.dropped = anyio.Event()
         self.is_given_up = False
 
     @property
@@ -94,7 +97,7 @@ class OwnTurns:
     """Holds the next requests of agents whose tools are running; each agent has at most one.
 
     A request is held, with a link to its prompt, until it comes (:meth:`drop`), is given up, or its
-    team ends (:meth:`clear`).
+    team ends (:meth:`clear`), and for a minute at most: a tool that takes longer may take for ever.
 
     Args:
         start: runs work in the background.
@@ -127,13 +130,16 @@ class OwnTurns:
     def hold(self, turn: OwnTurn) -> None:
         """Link an agent's next request, as far as it is certain, unless its tools end at once."""
 
-        async def plan_later() -> None:
+        async def link_for_a_while() -> None:
             await anyio.sleep(_AT_ONCE_SECONDS)
             if turn in self:
                 self._plan()
+                with anyio.move_on_after(_LONGEST_SECONDS):
+                    await turn.dropped.wait()
+                self.give_up(turn, "unused")
 
         self._turns[turn.agent] = turn
-        self._start(plan_later)
+        self._start(link_for_a_while)
 
     def add_result(self, turn: OwnTurn, tool: str, text: str) -> None:
         """Note the result of a tool; it is prefilled once those before it are there."""
@@ -146,17 +152,19 @@ class OwnTurns:
         else:
             self._plan()
 
-    def give_up(self, turn: OwnTurn) -> None:
-        """Hold a request no longer, since it will not come; end its link."""
-        turn.is_given_up = True
+    def give_up(self, turn: OwnTurn, reason: str = "abort") -> None:
+        """Hold a request no longer, since it will not come; end its link for this reason."""
         if turn in self:
+            turn.is_given_up = True
             self.drop(turn.agent)
-            self._end_link(turn.agent, "abort")
+            self._end_link(turn.agent, reason)
 
     def drop(self, agent: str) -> None:
         """Hold the request of an agent no longer, since it comes; its link stays."""
-        self._turns.pop(agent, None)
+        if turn := self._turns.pop(agent, None):
+            turn.dropped.set()
 
     def clear(self) -> None:
         """Hold no request any longer."""
-        self._turns.clear()
+        for agent in self.agents():
+            self.drop(agent)

@@ -71,11 +71,12 @@ def next_prefill_batch(
         running.batch_is_full = state.increments_ended = False
     if scheduler.enable_priority_preemption:
         make_room(scheduler, running)
-    step = _plan(scheduler, running)
-    if step is None:
-        look_after_queue(scheduler)
-        return RELEASE.no_batch(running)
     try:
+        state.streams.keep_cached(lambda: room_for_streams(scheduler, running))
+        step = _plan(scheduler, running)
+        if step is None:
+            look_after_queue(scheduler)
+            return RELEASE.no_batch(running)
         with _prepared(scheduler, running, step):
             state.start_sharing(scheduler)
             result = original(scheduler, *args, **kwargs)

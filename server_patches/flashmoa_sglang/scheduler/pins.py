@@ -60,18 +60,29 @@ def available_tokens(tree_cache: Any) -> int:
 class StreamPins:
     """Locks the KV of prompt streams while there is room for it.
 
-    When a request needs the room, pins are given up, that of the least recently extended stream
-    first. The stream's KV is then ordinary cache that can be evicted.
+    When a request needs the room, pins are given up. The streams' KV is then ordinary cache that
+    can be evicted. Streams that do not grow give way first, because their requests come later than
+    those of the others: the newest of them first, so that if there is not room for all, those that
+    stay are still there when their requests come. Of those that grow, the least recently extended
+    one gives way first.
 
-    Args: on_give_way: called with the id of a stream whose pin is given up.
+    Args:
+        on_give_way: called with the id of a stream whose pin is given up.
+        grows: returns whether the stream with an id grows.
 
     Attributes:
         gave_way: how many pins were given up because room was needed.
     """
 
-    def __init__(self, tree_cache: Any, on_give_way: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tree_cache: Any,
+        on_give_way: Callable[[str], None],
+        grows: Callable[[str], bool],
+    ) -> None:
         self._tree_cache = tree_cache
         self._on_give_way = on_give_way
+        self._grows = grows
         self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()
         self.gave_way = 0
@@ -102,11 +113,12 @@ class StreamPins:
             self.unlock(old)
 
     def give_way(self) -> bool:
-        """Give up the pin that was extended least recently; ``False`` if there is none."""
+        """Give up one pin, and return whether there was one."""
         if not self._pins:
             return False
-        stream, old = self._pins.popitem(last=False)
-        self.unlock(old)
+        resting = (stream for stream in reversed(self._pins) if not self._grows(stream))
+        stream = next(resting, next(iter(self._pins)))
+        self.unlock(self._pins.pop(stream))
         self.gave_way += 1
         self._on_give_way(stream)
         logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)

@@ -1,10 +1,13 @@
-"""Holds waiting requests back, and orders them before each prefill."""
+"""Holds waiting requests back, orders them before each prefill, and takes requests out."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.messages import STREAM_OPENED
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.policy import IDLE_SLEEP, IDLE_STEP, Job, shortest_first
 from flashmoa_sglang.scheduler.request import is_increment, state_of, total_tokens
@@ -94,3 +97,40 @@ def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:
         queued_at=req_state.queued_at,
         priority=policy.priority_sign * req.priority if policy.enable_priority_scheduling else 0,
     )
+
+
+def take_request(
+    scheduler: Any, message: Any, make: Callable[[Any], Any], *, runs: bool = True
+) -> Any:
+    """Let SGLang make a request and take it out of its queue; ``None`` if it was refused.
+
+    Args:
+        message: SGLang's message of the request.
+        make: lets SGLang make a request from such a message and put it into its queue.
+        runs: whether the request will be computed.
+    """
+    # It must not be refused because the queue is full, since it does not wait there.
+    queue, scheduler.waiting_queue = scheduler.waiting_queue, []
+    make(message)
+    if scheduler.server_args.disaggregation_mode == "prefill":
+        bootstrap = scheduler.disagg_prefill_bootstrap_queue
+        if runs:
+            # A request that is sent nowhere is ready for its prefill at once.
+            scheduler.waiting_queue.extend(bootstrap.pop_bootstrapped())
+        elif bootstrap.queue and bootstrap.queue[-1].rid == message.rid:
+            scheduler.waiting_queue.append(bootstrap.queue.pop())
+    made, scheduler.waiting_queue = scheduler.waiting_queue, queue
+    queue.extend(req for req in made if req.rid != message.rid)
+    return next((req for req in made if req.rid == message.rid), None)
+
+
+def end_stream_opener(scheduler: Any, req: Any) -> None:
+    """End the request that opened a prompt stream, without computing it."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    # With this status SGLang gives back what the request holds, such as its adapter.
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    reason: Any = {"type": "abort", "status_code": status, "message": STREAM_OPENED}
+    abort = AbortReq(rid=req.rid, finished_reason=reason)
+    RELEASE.tokenizer_channel(scheduler).send_output(abort, req)
+    let_go(scheduler, req)

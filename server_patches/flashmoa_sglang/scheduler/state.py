@@ -51,7 +51,11 @@ class SchedulerState:
 
     def __init__(self, scheduler: Any) -> None:
         self.options = Options.from_environment()
-        self.pins = StreamPins(scheduler.tree_cache, lambda stream: self.streams.lose(stream))
+        self.pins = StreamPins(
+            scheduler.tree_cache,
+            lambda stream: self.streams.lose(stream),
+            lambda stream: self.streams.grows(stream),
+        )
         self.streams = SchedulerStreams(scheduler, self.pins)
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         # The engine's role in a PD pair, "prefill" or "decode"; otherwise "null".

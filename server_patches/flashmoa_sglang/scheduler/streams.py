@@ -13,15 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
+from flashmoa_sglang.messages import RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import can_pin, match_and_pin
 from flashmoa_sglang.scheduler.policy import Growth, choose_increments, fewest_tokens
-from flashmoa_sglang.scheduler.queue import let_go
+from flashmoa_sglang.scheduler.queue import end_stream_opener, let_go, take_request
 from flashmoa_sglang.scheduler.request import state_of
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ class SchedulerStreams:
         self._scheduler = scheduler
         self._pins = pins
         self._open: dict[str, SchedulerStream] = {}
+        # The streams that keep_cached() has not looked at yet.
+        self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
@@ -122,17 +123,22 @@ class SchedulerStreams:
         """
         self._make = make
         message.sampling_params.custom_params = RequestMark(id_).to_custom_params()
-        opener = self._take_request(message, runs=False)
+        opener = take_request(self._scheduler, message, make, runs=False)
         if opener is None:
             return  # SGLang has refused it, and told the HTTP process.
-        self._end_request(opener)
+        end_stream_opener(self._scheduler, opener)
         if id_ not in self._ended:  # The stream may have been closed before this request came.
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
+            self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
         """Return a stream by its id. Its tokens and its request may come in either order."""
         return self._open.setdefault(id_, SchedulerStream(id_))
+
+    def grows(self, id_: str) -> bool:
+        """Return whether the agent before a stream's own writes already."""
+        return id_ in self._open and self._open[id_].grows
 
     def claim(self, id_: str) -> None:
         """Make no more increments of a stream, because its final request has come."""
@@ -152,6 +158,20 @@ class SchedulerStreams:
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
             if stream is not None:
                 stream.prefilled = 0
+
+    def keep_cached(self, room: Callable[[], int]) -> None:
+        """Pin what other requests have computed of the streams that were just opened.
+
+        The engine may be too busy to prefill these streams for a while, in which it could evict
+        that: what an agent has said before, for instance, while the agent's tool runs.
+
+        Args: room: returns the number of KV slots that streams may take.
+        """
+        new = [stream for stream in self._new if stream.id in self._open]
+        self._new = [stream for stream in new if not stream.tokens]
+        for stream in new:
+            if stream.growth(self._scheduler.page_size):
+                self._match(stream, room())
 
     # Increments.
 
@@ -222,31 +242,11 @@ class SchedulerStreams:
         message = copy(stream.message)
         message.rid = f"{stream.id}-{next(self._numbers)}"
         message.input_ids = RELEASE.token_ids(stream.tokens[:end])
-        req = self._take_request(message)
+        assert self._make is not None
+        req = take_request(self._scheduler, message, self._make)
         if req is not None:
             stream.increment = req
         return req
-
-    def _take_request(self, message: Any, *, runs: bool = True) -> Any:
-        """Let SGLang make a request and take it out of its queue; ``None`` if it was refused.
-
-        Args: runs: whether the request will be computed.
-        """
-        assert self._make is not None
-        scheduler = self._scheduler
-        # It must not be refused because the queue is full, since it does not wait there.
-        queue, scheduler.waiting_queue = scheduler.waiting_queue, []
-        self._make(message)
-        if scheduler.server_args.disaggregation_mode == "prefill":
-            bootstrap = scheduler.disagg_prefill_bootstrap_queue
-            if runs:
-                # A request that is sent nowhere is ready for its prefill at once.
-                scheduler.waiting_queue.extend(bootstrap.pop_bootstrapped())
-            elif bootstrap.queue and bootstrap.queue[-1].rid == message.rid:
-                scheduler.waiting_queue.append(bootstrap.queue.pop())
-        made, scheduler.waiting_queue = scheduler.waiting_queue, queue
-        queue.extend(req for req in made if req.rid != message.rid)
-        return next((req for req in made if req.rid == message.rid), None)
 
     def discard(self, req: Any) -> None:
         """Forget an increment that did not join the batch."""
@@ -283,13 +283,3 @@ class SchedulerStreams:
             waiting = tuple((id_, id_ in self._waiting) for id_ in sorted(changed))
             RELEASE.to_tokenizer(self._scheduler, StreamProgress(tuple(self._progress), waiting))
             self._progress, self._known_waiting = [], self._waiting
-
-    def _end_request(self, req: Any) -> None:
-        from sglang.srt.managers.io_struct import AbortReq
-
-        # With this status SGLang gives back what the request holds, such as its adapter.
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        reason: Any = {"type": "abort", "status_code": status, "message": STREAM_OPENED}
-        abort = AbortReq(rid=req.rid, finished_reason=reason)
-        RELEASE.tokenizer_channel(self._scheduler).send_output(abort, req)
-        let_go(self._scheduler, req)

@@ -12,6 +12,7 @@ import anyio
 import pytest
 from autogen_agentchat.base import TaskResult
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat
+from autogen_agentchat.tools import AgentTool
 from autogen_core import CancellationToken
 from autogen_core.models import CreateResult
 from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
@@ -23,7 +24,7 @@ from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
 from tests.integration.autogen.exactness import CallOutcome, count_outcomes, finished_calls
 from tests.integration.autogen.scripted import Answer, script
 from tests.integration.autogen.teams import agent
-from tests.integration.support import LAG, generate, slow, wait_until_idle
+from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
@@ -213,6 +214,42 @@ async def test_what_is_held_stays_in_a_pool_that_others_fill(
     assert unlinked[1].prompt_tokens - (unlinked[1].cached_tokens or 0) > 600
 
 
+async def test_what_is_cached_is_held_while_others_decode(
+    model_client: Client,
+    guide: str,
+    monkeypatch: pytest.MonkeyPatch,
+    words: Callable[[int, int], str],
+) -> None:
+    """Streams do not stop decodes for a forward of their own."""
+    script(monkeypatch, call_until(1, LOOK))
+    watch = Watch(model_client, is_linked=True)
+    ended: list[str] = []
+
+    async def decode() -> None:
+        await generate(model_client.engine, words(50, 9), 4000)
+        ended.append("decodes")
+
+    async def look(place: str) -> str:
+        """Look at a place."""
+        await watch.prefilled()
+        ended.append("tool")
+        return f"A fine {place}."
+
+    options = {"system_message": guide[:3000], "tools": [look], "max_tool_iterations": 2}
+    team = RoundRobinGroupChat([agent(model_client, "one", **options)], max_turns=1)
+    linked = link(team, listener=watch.events.append)
+    async with anyio.create_task_group() as group:
+        group.start_soon(decode)
+        with anyio.fail_after(20):
+            while not (await fetch_kv_state(model_client.engine)).protected:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        await team.run(task="Go.")
+        group.cancel_scope.cancel()
+    await linked.close()
+    assert ended[0] == "tool"
+    assert [call.status for call in finished_calls(watch.events)] == [None, "hit"]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_result_is_prefilled_while_the_next_tool_runs(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, fails: bool
@@ -334,6 +371,21 @@ async def test_a_tool_call_that_the_engine_parsed_is_predicted(engine: LocalEngi
     calls, _ = await run_both_ways(client, build)
     assert [call.status for call in calls] == [None, "hit"]
     await client.close()
+
+
+async def test_an_agent_that_is_a_tool_does_not_use_its_callers_link(
+    model_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, call_until(1, ("inner", {"task": "Look."})))
+
+    def build(_: Watch) -> BaseGroupChat:
+        inner = AgentTool(agent(model_client, "inner"))
+        one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=True)
+        return RoundRobinGroupChat([one], max_turns=1)
+
+    calls, watch = await run_both_ways(model_client, build)
+    assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
+    assert watch.reasons(watch.own_links) == ["used"]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "fails", "closed"])

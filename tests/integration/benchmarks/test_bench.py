@@ -135,6 +135,17 @@ async def test_shared_engine_measures_every_way(benches: Bench) -> None:
     assert all(row["seconds"] > row["gap"] > 0 for row in found["rows"])
 
 
+async def test_tools_measures_every_workload(benches: Bench) -> None:
+    small = ["--agents", "4", "--prompt", "200", "--answer", "4", "--calls", "1"]
+    small += ["--result", "10", "--long-result", "40", "--seconds", "0.1", "0.3"]
+    found = await benches.run("tools", ["stock", "flashmoa"], *small)
+    assert len(found["rows"]) == 8
+    for row in found["rows"]:
+        assert 0 < row["median"] <= row["p90"] and row["computed"] > 0 and row["bound"] > 0
+    linked = {row["workload"]: row["late"] for row in found["rows"] if row["way"] == "linked"}
+    assert linked["strangers"] < 200
+
+
 async def test_stream_load_reads_the_time_of_the_engines_processes(
     engines: LocalEngines, model: Path
 ) -> None:

@@ -173,6 +173,16 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
     assert team.link_to("writer") is None
 
 
+async def test_a_request_is_not_held_for_ever(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashmoa.linking.own_turn._LONGEST_SECONDS", 0.05)
+    call_tools(team)
+    with anyio.fail_after(5):
+        while team.own in team.own_turns:  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+    await team.rendered(1)
+    assert team.link_to("writer") is None
+
+
 async def test_the_end_of_a_run_ends_what_is_held(team: Team) -> None:
     call_tools(team)
     link = await team.linked("writer", "Go.\nlook() '")

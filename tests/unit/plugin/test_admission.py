@@ -58,7 +58,7 @@ def gave_way() -> list[str]:
 def adder(gave_way: list[str]) -> Adder:
     """An adder for a pool in which 1,000 tokens are free and eight streams hold 1,000 each."""
     tree: Any = Tree(1000)
-    pins = StreamPins(tree, gave_way.append)
+    pins = StreamPins(tree, gave_way.append, lambda _: True)
     for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
     tree.flashmoa = SimpleNamespace(pins=pins, shared=None)
@@ -114,6 +114,18 @@ def test_the_kv_of_what_a_pairs_prefill_engine_sends_nowhere_is_kept(
     req.skip_radix_cache_insert = True
     admission.admit(Adder.add, adder, req)
     assert req.skip_radix_cache_insert == final
+
+
+def test_streams_that_do_not_grow_give_way_first_the_newest_before_the_others() -> None:
+    tree: Any = Tree(0)
+    gave_way = list[str]()
+    pins = StreamPins(tree, gave_way.append, "bdf".__contains__)
+    for stream in "abcdefg":
+        pins.replace(stream, Pin(None, None))
+    pins.replace("b", Pin(None, None))
+    while pins.give_way():
+        pass
+    assert gave_way == [*"geca", *"dfb"] and not pins
 
 
 def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:

@@ -20,7 +20,7 @@
      +-- TraceError                   a file is not a trace
      +-- PlanError                    a team cannot be planned
      +-- NotForecastable              an agent's next prompt cannot be predicted
-     +-- ConfigError, MixtureFailed                   Mixture-of-Agents
+     +-- ConfigError, MixtureFailed, BudgetSpent      Mixture-of-Agents
      +-- BadLine, CandidateRefused, NotResumable      scoring
      +-- NoEngine, QueueFull, EngineLost, AgentFailed the router
 

@@ -71,6 +71,12 @@ BENCHMARKS = {
         "prefill.benchmark",
         "one generated token against scores, on one engine and on two (MoE-Prefill Table 2)",
     ),
+    "score_lists": Benchmark(
+        "prefill.lists", "one request with a list: stock SGLang's /v1/score, ours, and embeddings"
+    ),
+    "score_accuracy": Benchmark(
+        "prefill.accuracy", "a real model's answers by prefills alone and decoded (§8.6)"
+    ),
     "asyncep": Benchmark(
         "prefill.asyncep", "experts on the device and in host memory (MoE-Prefill §4)"
     ),

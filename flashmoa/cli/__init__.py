@@ -22,7 +22,8 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa plan FILE [--engines N] [--gpu GPU] [--model NAME] [options]
        flashmoa trace FILE [--html FILE] [--perfetto FILE]
        flashmoa doctor [--engine URL] [--trace FILE]
-       flashmoa moa serve CONFIG.toml
+       flashmoa moa serve CONFIG.toml [--dry-run] [options]
+       flashmoa moa check CONFIG.toml
        flashmoa score INPUT.jsonl --out OUT.jsonl
        flashmoa router --engine URL --engine URL [options]
        flashmoa router --prefill URL --pd-router URL [options]
@@ -31,7 +32,8 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
   bench   measure FlashMoA against stock SGLang; flashmoa bench --help lists the benchmarks
   plan    run a team on modelled GPUs, to see what linking it would save; needs no GPU
   trace   show a run that link(team, trace=FILE) has recorded
-  moa     serve a Mixture-of-Agents as one model of the OpenAI API
+  moa     serve mixtures of agents, staircases and debates as models of the OpenAI API; check what
+          they need, or estimate what a question costs
   score   compute how likely given answers are, for each line of a file, without decoding
   router  serve several engines at one address and send each request where its prefix is cached;
           or serve requests that read each other's answers, on a PD pair

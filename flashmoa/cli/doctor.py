@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        _print_findings(findings, Console(highlight=False))
+        print_findings(findings, Console(highlight=False))
     return 1 if any(finding.level == "fix" for finding in findings) else 0
 
 
@@ -86,7 +86,8 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _print_findings(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print findings in a line each, with their remedies, and how many need fixing."""
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
         line = Text.assemble(

@@ -1,46 +1,153 @@
-"""``flashmoa moa serve CONFIG.toml``: serve a Mixture-of-Agents with the OpenAI API."""
+"""``flashmoa moa``: serve mixtures, staircases and debates, and check what they need."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import anyio
+from rich.console import Console
+
+from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import port_problem
 
-_DESCRIPTION = "Serve a Mixture-of-Agents behind the OpenAI API."
+if TYPE_CHECKING:
+    from flashmoa.moa.config import MixtureConfig
+
+_DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
+_API_KEY = "FLASHMOA_API_KEY"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until stopped. Return the exit status."""
-    parser = argparse.ArgumentParser(prog="flashmoa moa", description=_DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="serve a mixture as one model")
-    serve.add_argument(
-        "config", type=Path, metavar="CONFIG.toml", help="the file that describes the mixture"
-    )
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=int, default=30100, help="port to listen on (%(default)s)")
+    """Run a command of ``flashmoa moa``. Return the exit status."""
+    parser = _make_parser()
     options = parser.parse_args(arguments)
-    if problem := port_problem(options.port):
+    if options.command == "serve" and (problem := port_problem(options.port)):
         parser.error(problem)
     try:
-        import uvicorn
+        from flashmoa.errors import FlashMoAError
+        from flashmoa.moa.serve.config_file import read_file
 
-        from flashmoa.moa.config import ConfigError, MixtureConfig
-        from flashmoa.moa.server import application
+        try:
+            configs = read_file(options.config)
+            if options.command == "check":
+                return _check(configs)
+            if options.dry_run:
+                return _print_estimates(configs, options)
+            return _serve(configs, options)
+        except (OSError, FlashMoAError) as error:
+            print(f"flashmoa moa: {error}", file=sys.stderr)
+            return 1
     except ModuleNotFoundError as error:
         print(
             f"flashmoa moa: {error.name} is not installed; run pip install 'flashmoa[moa]'",
             file=sys.stderr,
         )
         return 1
-    try:
-        config = MixtureConfig.read(options.config)
-    except (OSError, ConfigError) as error:
-        print(f"flashmoa moa: {error}", file=sys.stderr)
-        return 1
-    print(f"flashmoa: {config.name} on http://{options.host}:{options.port}/v1", flush=True)
-    uvicorn.run(application(config), host=options.host, port=options.port, log_level="warning")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashmoa moa", description=_DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve the models of a file")
+    check = commands.add_parser(
+        "check",
+        help="ask every engine for what the models of a file need; the exit status is 1 if "
+        "something is missing",
+    )
+    for command in (serve, check):
+        command.add_argument(
+            "config", type=Path, metavar="CONFIG.toml", help="the file that describes the models"
+        )
+    add = serve.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=30100, help="port to listen on (%(default)s)")
+    add(
+        "--api-key",
+        default=os.environ.get(_API_KEY) or None,
+        metavar="KEY",
+        help=f"the key that clients must send; by default {_API_KEY} in the environment",
+    )
+    add(
+        "--max-questions",
+        type=_positive(int),
+        default=64,
+        metavar="N",
+        help="the most questions that are answered at once; more are refused with status 429 "
+        "(%(default)s)",
+    )
+    add(
+        "--heartbeat-seconds",
+        type=_positive(float),
+        default=10.0,
+        metavar="S",
+        help="how long a streamed answer may be silent before a comment is sent (%(default)g)",
+    )
+    add("--dry-run", action="store_true", help="print what a question costs, and do not serve")
+    add(
+        "--question-tokens",
+        type=_positive(int),
+        default=200,
+        metavar="N",
+        help="with --dry-run: tokens of the question (%(default)s)",
+    )
+    add(
+        "--answer-tokens",
+        type=_positive(int),
+        default=512,
+        metavar="N",
+        help="with --dry-run: tokens of an answer without max_tokens (%(default)s)",
+    )
+    return parser
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return a type of arguments: positive numbers."""
+
+    def parse(text: str) -> float:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not positive; give a number above 0")
+        return number
+
+    return parse
+
+
+def _check(configs: Sequence[MixtureConfig]) -> int:
+    from flashmoa.moa.serve.check import check_models
+
+    findings = anyio.run(check_models, configs)
+    print_findings(findings, Console(highlight=False))
+    return 1 if any(finding.level == "fix" for finding in findings) else 0
+
+
+def _print_estimates(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int:
+    from flashmoa.moa.estimate import estimate
+
+    for config in configs:
+        print(f"{config.name}: a question of {options.question_tokens} tokens")
+        print(f"{estimate(config, options.question_tokens, options.answer_tokens)}\n")
+    return 0
+
+
+def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int:
+    import uvicorn
+
+    from flashmoa.moa.serve.application import ServeOptions, application
+
+    app = application(
+        configs,
+        ServeOptions(
+            api_key=options.api_key,
+            max_questions=options.max_questions,
+            heartbeat_seconds=options.heartbeat_seconds,
+        ),
+    )
+    names = ", ".join(config.name for config in configs)
+    print(f"flashmoa: {names} on http://{options.host}:{options.port}/v1", flush=True)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0

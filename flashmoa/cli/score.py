@@ -37,6 +37,7 @@ and one of
   "labels": [...] or {name: text}    candidates of one token each
   "options": [...]                   shown to the model as A, B, ...; it chooses one, or judges
                                      each separately with "multiple": true
+or "query": text and "documents": [texts], which are ranked by relevance (needs the plugin);
 and optionally an "id", which its scores then have, too. After an interrupted run, the same
 command scores the lines that have no scores yet.
 

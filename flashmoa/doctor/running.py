@@ -129,7 +129,7 @@ def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
         text = f"the engine's plugin has version {plugin}, but this client has {client}"
         remedy = "pip install both from one checkout, and restart the engine"
         findings.append(note("versions", text, remedy))
-    if info.capabilities == ["render"]:
+    if "render" in info.capabilities and "prompt_streams" not in info.capabilities:
         text = "the engine keeps no KV, and linking needs it"
         findings.append(fix("settings", text, "start the engine without --flashmoa-kv-cache off"))
     elif missing := sorted(_CAPABILITIES - set(info.capabilities)):

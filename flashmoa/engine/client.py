@@ -70,7 +70,7 @@ class EngineClient:
         self._model = model or "default"
         self.without_plugin = check_choice(without_plugin)
         # How links prefill if the server does not have the plugin.
-        self.plain = PlainServer(self._call, model)
+        self.plain = PlainServer(self.ask, model)
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
     async def __aenter__(self) -> Self:
@@ -85,7 +85,7 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """Return the engine's model, capabilities and state."""
-        return await self._call("GET", "/flashmoa/info", EngineInfo)
+        return await self.ask("GET", "/flashmoa/info", EngineInfo)
 
     async def render(
         self,
@@ -101,7 +101,7 @@ class EngineClient:
         fields = {"tools": tools or None, "chat_template_kwargs": template_args or None}
         try:
             body = {"messages": list(messages), **fields}
-            return (await self._call("POST", "/render", wire.RenderedText, body)).text
+            return (await self.ask("POST", "/render", wire.RenderedText, body)).text
         except errors.PluginMissing:
             if self.without_plugin == "off":
                 raise
@@ -128,7 +128,7 @@ class EngineClient:
             "add_special_tokens": add_special_tokens,
             "cache_salt": cache_salt,
         }
-        return await self._call("POST", "/prefill_only", Prefilled, body)
+        return await self.ask("POST", "/prefill_only", Prefilled, body)
 
     async def open_stream(
         self,
@@ -155,7 +155,7 @@ class EngineClient:
             "expected_output_tokens": expected_output_tokens,
             **(self.namespace if namespace is None else namespace),
         }
-        return await self._call("POST", "/prompt_streams", StreamState, body)
+        return await self.ask("POST", "/prompt_streams", StreamState, body)
 
     async def append(
         self,
@@ -168,23 +168,23 @@ class EngineClient:
     ) -> StreamState:
         """Append piece number ``seq``, counted from 0. Repeating this is harmless."""
         body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
-        return await self._call("POST", f"/prompt_streams/{stream_id}/append", StreamState, body)
+        return await self.ask("POST", f"/prompt_streams/{stream_id}/append", StreamState, body)
 
     async def keep_alive(self, stream_id: str) -> StreamState:
         """Extend the life of a prompt stream by its ``ttl_seconds``, as an append does.
 
         Raises: PluginMissing if the plugin is older than this route.
         """
-        return await self._call("POST", f"/prompt_streams/{stream_id}/keep_alive", StreamState)
+        return await self.ask("POST", f"/prompt_streams/{stream_id}/keep_alive", StreamState)
 
     async def stream_state(self, stream_id: str) -> StreamState:
         """Return the state of a prompt stream."""
-        return await self._call("GET", f"/prompt_streams/{stream_id}", StreamState)
+        return await self.ask("GET", f"/prompt_streams/{stream_id}", StreamState)
 
     async def delete_stream(self, stream_id: str) -> None:
         """End a prompt stream. It is not an error if the stream has ended already."""
         with suppress(errors.StreamGone, errors.StreamUnknown):
-            await self._call("DELETE", f"/prompt_streams/{stream_id}", wire.EmptyAnswer)
+            await self.ask("DELETE", f"/prompt_streams/{stream_id}", wire.EmptyAnswer)
 
     async def flush_cache(self, wait_seconds: float = 30.0) -> None:
         """Empty the radix cache once the engine is idle.
@@ -265,7 +265,7 @@ class EngineClient:
         """
         body = logprobs_body(input_ids, token_ids, continuation)
         body["prompt_stream_id"] = prompt_stream_id
-        answer = await self._call("POST", "/generate", Generated, body)
+        answer = await self.ask("POST", "/generate", Generated, body)
         return answer.logprobs(token_ids, continuation)
 
     async def tokenize(
@@ -273,27 +273,28 @@ class EngineClient:
     ) -> list[list[int]]:
         """Return the tokens of each text, by the engine's tokenizer."""
         body = {"prompt": list(texts), "add_special_tokens": add_special_tokens}
-        return (await self._call("POST", "/tokenize", wire.TextsTokens, body)).tokens
+        return (await self.ask("POST", "/tokenize", wire.TextsTokens, body)).tokens
 
     async def tokenize_chat(
         self, messages: Messages, *, template_args: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Return the tokens of the prompt that the engine's chat template makes of ``messages``."""
         body = {"messages": list(messages), "chat_template_kwargs": template_args or None}
-        return (await self._call("POST", "/tokenize", wire.PromptTokens, body)).tokens
+        return (await self.ask("POST", "/tokenize", wire.PromptTokens, body)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, including special ones."""
         body = {"tokens": list(token_ids), "skip_special_tokens": False}
-        return (await self._call("POST", "/detokenize", wire.RenderedText, body)).text
+        return (await self.ask("POST", "/detokenize", wire.RenderedText, body)).text
 
     async def embed(self, texts: Sequence[str], *, model: str = "default") -> list[list[float]]:
         """Return a vector for each text; the engine must serve an embedding model."""
         body = {"model": model, "input": list(texts)}
-        answer = await self._call("POST", "/v1/embeddings", wire.Embeddings, body)
+        answer = await self.ask("POST", "/v1/embeddings", wire.Embeddings, body)
         return answer.in_order()
 
-    async def _call(
+    async def ask(
         self, method: str, path: str, answer: type[Answer], body: Mapping[str, Any] | None = None
     ) -> Answer:
+        """Send a request to any route, and return its answer as a value of the type ``answer``."""
         return await ask(self._http, self.url, method, path, answer, body)

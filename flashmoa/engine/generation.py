@@ -89,6 +89,8 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
         logprobs: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
         yield Delta(
             text=delta.get("content") or "",
+            # SGLang's name, and that of newer vLLM.
+            reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
             logprobs=[token["logprob"] for token in logprobs.get("content") or []],
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),

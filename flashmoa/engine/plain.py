@@ -102,6 +102,21 @@ class PlainServer:
         is_alone = was_alone and begun == self._begun
         return usage, time.monotonic() - start if is_alone else None
 
+    async def models(self) -> dict[str, int | None]:
+        """Return its models' names, each with the context length in tokens if it says that.
+
+        Raises: EngineError if it does not answer.
+        """
+        listed = await self._call("GET", "/v1/models", _Models)
+        return {model.id: model.max_model_len for model in listed.data}
+
+    async def context_length(self) -> int | None:
+        """Return the context length of its first model in tokens; ``None`` if it does not say.
+
+        Raises: EngineError if it does not answer.
+        """
+        return next(iter((await self.models()).values()), None)
+
     async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
         if transcripts.is_transcript(prompt):
             body = transcripts.decode(prompt)
@@ -148,8 +163,7 @@ class PlainServer:
 
     async def _get_model(self) -> str:
         if self._model is None:
-            listed = await self._call("GET", "/v1/models", _Models)
-            self._model = listed.data[0].id if listed.data else "default"
+            self._model = next(iter(await self.models()), "default")
         return self._model
 
     async def _ask(self, path: str, answer: type[_Answer], body: Mapping[str, Any]) -> _Answer:
@@ -171,6 +185,7 @@ class _Completed(BaseModel):
 
 class _Model(BaseModel):
     id: str
+    max_model_len: int | None = None
 
 
 class _Models(BaseModel):

@@ -13,6 +13,7 @@ from flashmoa import errors
 # The exceptions for an engine's ``code``. Other codes (``engine_failed``) become RequestRefused.
 _BY_CODE: dict[str, type[errors.RequestRefused]] = {
     "malformed": errors.MalformedRequest,
+    "candidate_refused": errors.MalformedRequest,
     "unknown_stream": errors.StreamUnknown,
     "out_of_order": errors.StreamOutOfOrder,
     "stream_gone": errors.StreamGone,

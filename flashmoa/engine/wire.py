@@ -215,9 +215,11 @@ class Delta(_EngineAnswer):
     """One step of a generation: the text that it added; the last step has the ``usage``.
 
     ``logprobs`` are the log-probabilities (natural logarithm) of its tokens, if requested.
+    ``reasoning`` is text that a parser on the engine has separated from the answer.
     """
 
     text: str
+    reasoning: str = ""
     token_ids: list[int] = []
     logprobs: list[float] = []
     usage: PromptUsage | None = None

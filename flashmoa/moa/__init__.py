@@ -13,15 +13,19 @@ from flashmoa.moa.results import (
     Decision,
     MixtureFailed,
     MixtureResult,
+    Spending,
     StaircaseResult,
+    Substitution,
     Vote,
 )
+from flashmoa.moa.settings import Budget, Fallback, Limits, Price, Quorum, Speed, Thinking
 from flashmoa.moa.staircase import Staircase
 from flashmoa.moa.topology import Topology
 
 __all__ = [
     "AgentAnswer",
     "AggregationPrompt",
+    "Budget",
     "Debate",
     "DebatePrompt",
     "DebateResult",
@@ -29,16 +33,24 @@ __all__ = [
     "EarlyExit",
     "Embedder",
     "EngineEmbedder",
+    "Fallback",
+    "Limits",
     "LocalEmbedder",
     "MixtureFailed",
     "MixtureOfAgents",
     "MixtureResult",
     "Model",
+    "Price",
     "Quality",
+    "Quorum",
     "Schedule",
+    "Speed",
+    "Spending",
     "Staircase",
     "StaircaseResult",
     "Steps",
+    "Substitution",
+    "Thinking",
     "Topology",
     "Vote",
 ]

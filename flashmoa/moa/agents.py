@@ -1,39 +1,56 @@
-"""Agents of a mixture or a debate: ``Model``, and helpers for reading and timing its answers."""
+"""Agents of a mixture or a debate: ``Model``, and how many tokens fit into its context."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import anyio
 
-from flashmoa import EngineClient, Text, UpstreamCancelled
-from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.moa.results import AgentAnswer, MixtureFailed
-from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
+from flashmoa import EngineClient, UpstreamCancelled
+from flashmoa.engine import EngineError
+from flashmoa.moa.results import MixtureFailed
+from flashmoa.moa.settings import Limits, Price, Thinking
 
 # Tokens of context that are kept free for an answer whose max_tokens is not set.
 _DEFAULT_ANSWER_TOKENS = 1024
-# The context length that each engine reported; None for an engine without the plugin.
+# How long an engine may take to say how many tokens a prompt has, or its context. Agents write
+# meanwhile, and without an answer nothing is cut.
+_HOUSEKEEPING_SECONDS = 5.0
+# The context length that each engine reported; None for an engine that does not report it.
 _CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on an engine.
+    """An agent's model on an engine, and how it is asked.
 
     Attributes:
-        model: the name under which the engine serves it.
-        sampling: parameters of chat completions (``temperature``, ``max_tokens``, ...), and
-            SGLang's own.
+        model: the name under which its engines serve it.
+        sampling: parameters of chat completions (``temperature``, ``max_tokens``, ``seed``, ...),
+            and SGLang's own.
+        backups: other engines that serve it. A request that fails is repeated on them in turn.
+        limits: its own limits; by default those of the mixture, staircase or debate.
+        thinking: how it marks what it thinks; ``None``: everything is answer.
+        price: what it costs.
+        role: text at the beginning of this agent's system message.
     """
 
     engine: EngineClient
     model: str = "default"
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    backups: Sequence[EngineClient] = ()
+    limits: Limits | None = None
+    thinking: Thinking | None = Thinking()  # noqa: RUF009 - it is frozen
+    price: Price | None = None
+    role: str = ""
+
+    def with_sampling(self, sampling: Mapping[str, Any] | None) -> Model:
+        """Return the model with parameters in place of its own."""
+        return replace(self, sampling={**self.sampling, **sampling}) if sampling else self
 
     @property
     def max_tokens(self) -> int | None:
@@ -52,7 +69,7 @@ class Model:
         Returns: ``None`` if the answers certainly fit, or if the engine does not report how long
             its context is.
 
-        Raises: EngineError if the engine cannot tokenise the prompt.
+        Raises: EngineError or TimeoutError if the engine cannot tokenise the prompt.
         """
         context = await self.context_length()
         if context is None:
@@ -68,11 +85,10 @@ class Model:
         """Return the engine's context length in tokens, ``None`` if it does not report it."""
         if self.engine not in _CONTEXT_LENGTHS:
             try:
-                _CONTEXT_LENGTHS[self.engine] = (await self.engine.info()).context_length
-            except PluginMissing:
-                _CONTEXT_LENGTHS[self.engine] = None
-            except EngineError:
-                return None
+                with anyio.fail_after(_HOUSEKEEPING_SECONDS):
+                    _CONTEXT_LENGTHS[self.engine] = await self.engine.plain.context_length()
+            except (EngineError, TimeoutError):
+                return None  # An engine that does not answer now is asked again next time.
         return _CONTEXT_LENGTHS[self.engine]
 
     async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
@@ -86,12 +102,13 @@ class Model:
             return True
         try:
             return await self._count_tokens(prompt) <= free
-        except EngineError:
+        except (EngineError, TimeoutError):
             return True  # If there is too little room, the engine will refuse the request itself.
 
     async def _count_tokens(self, prompt: Sequence[Mapping[str, Any]]) -> int:
         template_args = self.sampling.get("chat_template_kwargs")
-        return len(await self.engine.tokenize_chat(list(prompt), template_args=template_args))
+        with anyio.fail_after(_HOUSEKEEPING_SECONDS):
+            return len(await self.engine.tokenize_chat(list(prompt), template_args=template_args))
 
 
 def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:
@@ -114,34 +131,11 @@ async def room_for_answers(
     for reader in {(reader.engine.url, reader.model): reader for reader in readers}.values():
         try:
             room = await reader.free_tokens(empty_prompt, answer_limits)
-        except EngineError:
+        except (EngineError, TimeoutError):
             continue
         if room is not None:
             rooms.append(room)
     return min(rooms, default=None)
-
-
-async def read_with_timeout(text: Text, stall_seconds: float | None) -> AsyncGenerator[str]:
-    """Yield a text's pieces as they are written.
-
-    Args:
-        stall_seconds: how long to wait for the next piece once the text has begun; ``None`` for
-            no limit.
-
-    Raises:
-        TimeoutError: if no piece was written for ``stall_seconds``.
-        Exception: the text's error, if it failed.
-    """
-    pieces, timeout, piece = aiter(text), None, None
-    while True:
-        with anyio.move_on_after(timeout) as waiting:
-            piece = await anext(pieces, None)
-        if waiting.cancelled_caught:
-            raise TimeoutError(f"it stalled: nothing came for {timeout:g} s")
-        if piece is None:
-            return
-        timeout = stall_seconds
-        yield piece
 
 
 @contextmanager
@@ -153,27 +147,3 @@ def raise_as_mixture_failed(agent: str) -> Generator[None]:
         raise
     except Exception as error:
         raise MixtureFailed(f"{agent} failed: {error}") from error
-
-
-class CallTimes:
-    """Records when agents' calls began and ended, as the listener of a workflow."""
-
-    def __init__(self) -> None:
-        self._started: dict[str, float] = {}
-        self._first: dict[str, float] = {}
-        self._finished: dict[str, float] = {}
-
-    def __call__(self, event: Event) -> None:
-        """Record the time of an event."""
-        if isinstance(event, CallStarted):
-            self._started[event.agent] = event.at
-        elif isinstance(event, FirstToken):
-            self._first[event.agent] = event.at
-        elif isinstance(event, CallFinished):
-            self._finished[event.agent] = event.at
-
-    def fill(self, record: AgentAnswer, agent: str) -> None:
-        """Set the times of an agent's record."""
-        record.started = self._started.get(agent)
-        record.first_token = self._first.get(agent)
-        record.finished = self._finished.get(agent)

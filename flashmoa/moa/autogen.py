@@ -27,7 +27,8 @@ class MoAAgent(BaseChatAgent):
 
     The mixture gets messages of other agents as user messages, and this agent's own as assistant
     messages. The ``metadata`` of an answer counts the mixture's agents that were used, left out
-    and failed. Its usage adds up the tokens of all of them.
+    and failed. If the last aggregator failed, ``substitution`` names what took its place. The usage
+    adds up the tokens of all agents.
 
     Args:
         system_message: system message before the conversation, for every agent of the mixture.
@@ -92,19 +93,20 @@ class MoAAgent(BaseChatAgent):
         yield Response(chat_message=self._make_message(result))
 
     def _make_message(self, result: MixtureResult) -> TextMessage:
-        agents = [agent for layer in result.layers for agent in layer]
-        usages = [agent.usage for agent in agents if agent.usage is not None]
+        metadata = {
+            status: str(sum(agent.status == status for agent in result.agents))
+            for status in ("used", "left out", "failed")
+        }
+        if result.substitution is not None:
+            metadata["substitution"] = f"{result.substitution.kind} {result.substitution.agent}"
         return TextMessage(
             content=result.text,
             source=self.name,
             models_usage=RequestUsage(
-                prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-                completion_tokens=sum(usage.completion_tokens for usage in usages),
+                prompt_tokens=result.spending.prompt_tokens,
+                completion_tokens=result.spending.completion_tokens,
             ),
-            metadata={
-                status: str(sum(agent.status == status for agent in agents))
-                for status in ("used", "left out", "failed")
-            },
+            metadata=metadata,
         )
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from flashmoa import Answer, Text, UpstreamCancelled, Workflow
-from flashmoa.moa.agents import read_with_timeout
+from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Order, staircase_messages
 from flashmoa.moa.results import MixtureFailed
 
@@ -75,24 +74,14 @@ class ChunkedText:
 
     Args:
         title: text before each chunk.
-        stall_seconds: how long to wait for the next piece once the text has begun; ``None`` for
-            no limit.
 
     Attributes:
         problem: why the text ended before it was complete; empty if it did not.
     """
 
-    def __init__(
-        self,
-        flow: Workflow,
-        source: Text,
-        title: str,
-        schedule: Schedule,
-        stall_seconds: float | None = None,
-    ) -> None:
+    def __init__(self, flow: Workflow, source: Text, title: str, schedule: Schedule) -> None:
         self.source = source
         self.problem = ""
-        self._stall_seconds = stall_seconds
         self._flow = flow
         self._title = title
         self._schedule = schedule
@@ -119,10 +108,10 @@ class ChunkedText:
         return self._count is not None and self._count <= number
 
     async def cut(self) -> None:
-        """Fill the chunks as the text is written, until it ends, fails or stalls."""
+        """Fill the chunks as the text is written, until it ends or fails."""
         number, left, sizes = -1, 0, iter(self._schedule)
         try:
-            async for piece in read_with_timeout(self.source, self._stall_seconds):
+            async for piece in self.source:
                 while piece:
                     if left == 0:
                         number, left = number + 1, next(sizes) * CHARACTERS_PER_TOKEN
@@ -138,8 +127,6 @@ class ChunkedText:
             self.problem = str(error) or type(error).__name__
             text = "%s ends early: %s. Its readers continue with what it has written."
             logger.warning(text, self.source.name, self.problem.removesuffix("."))
-            if isinstance(self.source, Answer):
-                self.source.cancel()  # Nobody will read the rest of an answer that stalled.
         self._count = number + 1
         if self.failed and not self.problem:
             self.problem = "it answered nothing"

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 
 from flashmoa import Answer, Text, UpstreamCancelled
-from flashmoa.moa.agents import read_with_timeout
 from flashmoa.moa.early_exit import ScoredAnswers
 from flashmoa.moa.results import AgentAnswer, Decision, MixtureFailed
+from flashmoa.moa.settings import Quorum
+from flashmoa.moa.waiting import wait_for_several
 
 logger = logging.getLogger(__name__)
 
+# How long complete answers wait for a reader's engine to say how much room it has. If it does not
+# say, they are not cut.
+_ROOM_SECONDS = 1.0
 # Returns how many tokens the answers of a cluster may have together; None: any number.
 Room = Callable[[], Awaitable[int | None]]
 
@@ -39,12 +43,14 @@ class Member:
     """An agent whose answer is read, with a slot for each form of the answer in prompts.
 
     Attributes:
+        asked: is set when its request is sent.
         used: whether its readers get its answer; ``None`` until that is decided.
     """
 
     answer: Answer
     record: AgentAnswer
     slots: Sequence[AnswerSlot]
+    asked: anyio.Event = field(default_factory=anyio.Event)
     used: bool | None = None
 
     @property
@@ -77,16 +83,15 @@ class Member:
 class Cluster:
     """Copies the answers of agents with the same readers into their slots.
 
-    An answer is copied while it is written. An answer that fails, stalls or is empty is left out.
+    An answer is copied while it is written. An answer that fails or is empty is left out.
     If all answers are left out, the slots of the last one fail.
 
     Args:
         members: the agents, in the order of their slots.
         room: returns how many tokens the prompts have for all answers together.
-        stall_seconds: how long to wait for an answer's next piece, once it has begun; ``None``
-            for no limit.
         scores: decides about early exit; ``None``: every member is waited for.
-        leave: called with each member that early exit leaves out.
+        quorum: how many answers suffice after some time; ``None``: all are waited for.
+        leave: called with each member that is left out though it has not failed.
 
     Attributes:
         last: the member whose answer came last.
@@ -98,8 +103,8 @@ class Cluster:
         members: Sequence[Member],
         *,
         room: Room,
-        stall_seconds: float | None,
-        scores: ScoredAnswers | None,
+        scores: ScoredAnswers | None = None,
+        quorum: Quorum | None = None,
         leave: Callable[[Member], None],
     ) -> None:
         self.decisions: list[Decision] = []
@@ -108,57 +113,114 @@ class Cluster:
         self._last_arrival = 0.0
         self._is_scored = scores is not None
         self._members = members
-        self._room = room
-        self._stall_seconds = stall_seconds
+        self._find_room = room
+        self._room: int | None = None
+        self._room_is_known = anyio.Event()
         self._scores = scores
+        self._quorum = quorum
         self._leave = leave
-        self._has_exited_early = False
         self._scoring = anyio.Lock()
+        self._scope = anyio.CancelScope()
+        # Is replaced when another answer is complete.
+        self._answered = anyio.Event()
 
     async def run(self) -> None:
         """Copy answers into their slots until every slot is complete or one has failed."""
-        room = await self._room()
-        share = None if room is None else room // len(self._members)
-        async with anyio.create_task_group() as group:
-            for member in self._members:
-                group.start_soon(self._process, member, share, group.cancel_scope)
+        with self._scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._ask_for_room)
+                await self._copy_all()
+                with anyio.move_on_after(_ROOM_SECONDS):
+                    await self._room_is_known.wait()
+                group.cancel_scope.cancel()
+        if self._scope.cancel_called:
+            return
         if self._is_scored:
             self.deciding = time.perf_counter() - self._last_arrival
         used = [member for member in self._members if member.used]
-        if room is not None:
-            _cut_to_fit(used, room)
-        for slot in (slot for member in used for slot in member.slots):
-            slot.text.close()
+        if self._room is not None:
+            _cut_to_fit(used, self._room)
+        else:
+            for member in used:
+                member.finish(member.answer.written)
 
-    async def _process(self, member: Member, share: int | None, run: anyio.CancelScope) -> None:
+    async def _copy_all(self) -> None:
+        """Copy answers until it is decided for each of them whether it is used."""
+        async with anyio.create_task_group() as group:
+            for member in self._members:
+                group.start_soon(self._process, member, group.cancel_scope)
+            if self._quorum is not None:
+                group.start_soon(self._wait_for_quorum, self._quorum, group.cancel_scope)
+
+    def cancel(self) -> None:
+        """Stop :meth:`run`; slots may stay incomplete."""
+        self._scope.cancel()
+
+    async def _ask_for_room(self) -> None:
+        """Find out how long answers may be. They are copied meanwhile."""
+        self._room = await self._find_room()
+        self._room_is_known.set()
+        self._finish_short_answers()
+
+    def _finish_short_answers(self) -> None:
+        """Complete the slots of answers that certainly have room, so that the next can stream."""
+        if not self._room_is_known.is_set():
+            return
+        for member in self._members:
+            if member.used and (self._share is None or member.tokens <= self._share):
+                member.finish(member.answer.written)
+
+    @property
+    def _share(self) -> int | None:
+        """Return the tokens that each answer may have in any case; ``None``: any number so far."""
+        return None if self._room is None else self._room // len(self._members)
+
+    async def _process(self, member: Member, run: anyio.CancelScope) -> None:
         """Copy a member's answer, and end the cluster's run if no other answer is needed."""
-        problem = await self._copy(member, share)
+        problem = await self._copy(member)
         if member.used is None:
             self.last, self._last_arrival = member, time.perf_counter()
         if problem is not None:
             self._leave_out(member, problem)
         else:
             member.used = True
-            if share is None or member.tokens <= share:
-                member.finish(member.answer.written)
+            self._answered.set()
         # When all answers have arrived, pending decisions are cancelled: they decide nothing.
-        if not self._undecided() or (member.used and await self._exits_early_with(member)):
+        if not self._undecided():
             run.cancel()
+        elif member.used:
+            self._finish_short_answers()
+            await self._exit_early_with(member, run)
+
+    async def _wait_for_quorum(self, quorum: Quorum, run: anyio.CancelScope) -> None:
+        """End the cluster's run once the time is over and enough answers are complete."""
+        await wait_for_several([member.asked.wait for member in self._members], 1)
+        await anyio.sleep(quorum.seconds)
+        while sum(bool(member.used) for member in self._members) < quorum.answers:
+            self._answered = anyio.Event()
+            await self._answered.wait()
+        self._leave_out_the_others(run)
+
+    def _leave_out_the_others(self, run: anyio.CancelScope) -> None:
+        for other in self._undecided():
+            self._leave_out(other, "")
+            self._leave(other)
+        run.cancel()
 
     def _undecided(self) -> list[Member]:
         """Return the members whose answers are still waited for."""
         return [member for member in self._members if member.used is None]
 
-    async def _copy(self, member: Member, share: int | None) -> str | None:
-        """Copy an answer into its slots while it is written, up to ``share`` pieces.
+    async def _copy(self, member: Member) -> str | None:
+        """Copy an answer into its slots while it is written, as far as it certainly has room.
 
         Returns: why the answer is left out, ``""`` if it was cancelled; ``None`` if it is used.
         """
         count = 0
         try:
-            async for piece in read_with_timeout(member.answer, self._stall_seconds):
+            async for piece in member.answer:
                 count += 1
-                if share is None or count <= share:
+                if self._share is None or count <= self._share:
                     member.write(piece, first=count == 1)
         except UpstreamCancelled:
             return ""
@@ -182,10 +244,13 @@ class Cluster:
         else:
             member.fail(MixtureFailed(f"no agent answered; {member.answer.name}: {problem}"))
 
-    async def _exits_early_with(self, member: Member) -> bool:
-        """Score an answer. Leave out the others and return True if the complete ones suffice."""
+    async def _exit_early_with(self, member: Member, run: anyio.CancelScope) -> None:
+        """Score an answer. End the cluster's run if the complete ones suffice."""
         if self._scores is None:
-            return False
+            return
+        if not member.answer.logprobs and not self._scores:
+            text = "Early exit does not know how confident %s is: its engine sent no probabilities"
+            logger.warning(text, member.answer.name)
         started = time.perf_counter()
         async with self._scoring:
             try:
@@ -194,20 +259,15 @@ class Cluster:
                 text = "No early exit for this cluster: its answers cannot be compared: %s"
                 logger.warning(text, error)
                 self._scores = None
-                return False
-            undecided = self._undecided()
-            if not undecided:
-                return False  # The embedder could not be cancelled and finished too late.
-            exits = not self._has_exited_early and self._scores.suffice(quality)
+                return
+            if not self._undecided():
+                return  # The embedder could not be cancelled and finished too late.
+            exits = self._scores.suffice(quality)
             seconds = time.perf_counter() - started
             count = len(self._members)
             self.decisions.append(Decision(len(self._scores), count, quality, exits, seconds))
         if exits:
-            self._has_exited_early = True
-            for other in undecided:
-                self._leave_out(other, "")
-                self._leave(other)
-        return exits
+            self._leave_out_the_others(run)
 
 
 def _cut_to_fit(used: Sequence[Member], room: int) -> None:

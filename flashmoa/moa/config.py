@@ -1,4 +1,4 @@
-"""Read the TOML file that describes a Mixture-of-Agents (``MixtureConfig``).
+"""Describe a Mixture-of-Agents, a staircase or a debate by the tables of a TOML file.
 
 name = "moa"                         # the model name in clients' requests
 topology = "9-3-1"                   # or 9x9x1, all-to-all; the default is a tree
@@ -13,23 +13,29 @@ models = [
     {engine = "http://localhost:30000", model = "small", repeat = 3, max_tokens = 512},
     {engine = "http://localhost:30001", model = "large", repeat = 6, temperature = 0.7},
 ]
+
+``flashmoa.moa.serve.config_file`` reads files. ``docs/mixture-of-agents.md`` has all keys.
 """
 
 from __future__ import annotations
 
-import tomllib
+import re
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flashmoa import EngineClient, FlashMoAError
-from flashmoa.moa.agents import Model
+from flashmoa import FlashMoAError
+from flashmoa.moa.building import System, build_system, check_parts
+from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.early_exit import EarlyExit, Rule
-from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
-from flashmoa.moa.mixture import MixtureOfAgents
-from flashmoa.moa.prompts import AggregationPrompt, Layout
+from flashmoa.moa.embedding import Embedder
+from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory, Order
+from flashmoa.moa.sampling import Sampling
+from flashmoa.moa.settings import Budget, Limits, Price, Quorum, Speed, Thinking
+
+Kind = Literal["mixture", "staircase", "debate"]
 
 
 class ConfigError(FlashMoAError):
@@ -42,32 +48,76 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ModelConfig(BaseModel):
-    """``repeat`` agents with one model. Keys not named here are sampling parameters."""
+class ModelConfig(Sampling):
+    """``repeat`` agents with one model, and their sampling parameters.
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    With several ``engines``, each agent asks another one first, and the others if that fails.
+    ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
+    """
 
-    engine: str
+    model_config = ConfigDict(strict=False)
+
+    engine: str | None = None
+    engines: list[str] = Field(default_factory=list[str])
     model: str = "default"
     api_key: str | None = None
     repeat: int = Field(default=1, ge=1)
+    role: str = ""
+    limits: Limits | None = None
+    thinking: Thinking | Literal[False] = Thinking()
+    price: Price | None = None
+    speed: Speed | None = None
+    extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+    @model_validator(mode="after")
+    def _has_engine(self) -> ModelConfig:
+        if (self.engine is None) == (not self.engines):
+            raise ValueError("a model needs engine = 'URL', or engines = ['URL', ...]")
+        return self
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the URLs of its engines."""
+        return [self.engine] if self.engine is not None else self.engines
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters: ``temperature``, ``max_tokens``, ..."""
-        return self.model_extra or {}
+        return {**self.given_parameters(), **self.extra_body}
 
 
-class LayerConfig(_Table):
-    """The models of one layer."""
+class PromptConfig(_Table):
+    """An :class:`AggregationPrompt`; a key that is not given is that of the whole file's."""
+
+    layout: Layout | None = None
+    instruction: str | None = None
+    heading: str | None = None
+    closing: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the keys that are given."""
+        names = [field.name for field in fields(AggregationPrompt)]
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class LayerConfig(PromptConfig):
+    """The models of one layer, their prompt, and the quorum of those who read them."""
 
     models: list[ModelConfig] = Field(min_length=1)
+    quorum: Quorum | None = None
 
 
 class EarlyExitConfig(_Table):
-    """The arguments of :class:`EarlyExit`; ``embedder`` is ``local`` or an engine's URL."""
+    """The arguments of :class:`EarlyExit`; ``embedder`` is ``local`` or an engine's URL.
+
+    ``algorithm = "published"`` is :meth:`EarlyExit.as_published`.
+    """
 
     embedder: str = "local"
+    model: str = "default"
+    api_key: str | None = None
+    algorithm: Literal["ours", "published"] = "ours"
     tau: float = 0.7
     rule: Rule = "sample"
     threshold: float = 0.8
@@ -75,38 +125,80 @@ class EarlyExitConfig(_Table):
     diagonal: bool = False
     seed: int = 0
 
+    def build(self, embedder: Embedder) -> EarlyExit:
+        """Return the policy. Raises: ValueError if a number is out of its range."""
+        if self.algorithm == "published":
+            return EarlyExit.as_published(embedder, self.seed)
+        given = self.model_dump(exclude={"embedder", "model", "api_key", "algorithm"})
+        return EarlyExit(embedder, **given)
 
-class MixtureConfig(_Table):
-    """The whole file."""
+
+class FallbackConfig(_Table):
+    """The arguments of :class:`Fallback`."""
+
+    models: list[ModelConfig] = []
+    best_answer: bool = True
+
+
+class StaircaseConfig(_Table):
+    """The arguments of :class:`Steps` and :class:`Schedule`."""
+
+    order: Order = "rounds"
+    drop_repeats: bool = True
+    first: int = 8
+    growth: float = 2.0
+    largest: int = 128
+
+    def build(self) -> Steps:
+        """Return the settings. Raises: ValueError if a number is out of its range."""
+        schedule = Schedule(self.first, self.growth, self.largest)
+        return Steps(schedule, self.order, self.drop_repeats)
+
+
+class DebateConfig(_Table):
+    """The arguments of :class:`Debate`.
+
+    ``ballot`` is a regular expression: an answer's ballot is the first group of its last match, or
+    the whole match if it has no group.
+    """
+
+    rounds: int = 2
+    memory: Memory = "all"
+    ballot: str | None = None
+
+    def extract(self, answer: str) -> str | None:
+        """Return the ballot in an answer."""
+        matches = list(re.finditer(self.ballot or "", answer))
+        return matches[-1][min(1, len(matches[-1].groups()))] if matches else None
+
+
+class MixtureConfig(PromptConfig):
+    """A whole file, or the table of one model in a file with several."""
 
     name: str = "moa"
+    kind: Kind = "mixture"
     topology: str | None = None
-    layout: Layout = "answers-first"
-    instruction: str | None = None
     early_exit: EarlyExitConfig | None = None
-    layers: list[LayerConfig] = Field(min_length=2)
+    limits: Limits = Limits()
+    quorum: Quorum | None = None
+    budget: Budget | None = None
+    fallback: FallbackConfig = FallbackConfig()
+    staircase: StaircaseConfig = StaircaseConfig()
+    debate: DebateConfig = DebateConfig()
+    layers: list[LayerConfig] = Field(min_length=1)
 
-    @classmethod
-    def read(cls, path: Path) -> MixtureConfig:
-        """Read a file.
+    @model_validator(mode="after")
+    def _has_its_parts(self) -> MixtureConfig:
+        check_parts(self)
+        return self
 
-        Raises:
-            OSError: if it cannot be read.
-            ConfigError: if it does not describe a mixture.
-        """
-        try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
-        except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
-                for problem in error.errors()
-            ]
-            raise ConfigError(f"{path}: {'; '.join(problems)}") from error
+    @property
+    def overlaps(self) -> bool:
+        """Return whether agents read answers chunk by chunk; a debate does with that table."""
+        return self.kind == "staircase" or "staircase" in self.model_fields_set
 
-    async def build(self, stack: AsyncExitStack) -> MixtureOfAgents:
-        """Build the mixture.
+    async def build(self, stack: AsyncExitStack) -> System:
+        """Build what the file describes.
 
         Args:
             stack: closes the clients of its engines.
@@ -115,34 +207,7 @@ class MixtureConfig(_Table):
             ConfigError: if the parts of the file do not fit together.
             FlashMoAError: if a package for ``embedder = "local"`` is missing.
         """
-        engines: dict[tuple[str, str | None], EngineClient] = {}
-
-        async def connect(url: str, api_key: str | None = None) -> EngineClient:
-            if (url, api_key) not in engines:
-                client = EngineClient(url, api_key=api_key)
-                engines[url, api_key] = await stack.enter_async_context(client)
-            return engines[url, api_key]
-
         try:
-            layers = [
-                [
-                    Model(await connect(model.engine, model.api_key), model.model, model.sampling)
-                    for model in layer.models
-                    for _ in range(model.repeat)
-                ]
-                for layer in self.layers
-            ]
-            prompt = AggregationPrompt(self.layout)
-            if self.instruction is not None:
-                prompt = AggregationPrompt(self.layout, self.instruction)
-            early_exit = None
-            if (table := self.early_exit) is not None:
-                embedder: Embedder
-                if table.embedder == "local":
-                    embedder = LocalEmbedder()
-                else:
-                    embedder = EngineEmbedder(await connect(table.embedder))
-                early_exit = EarlyExit(embedder, **table.model_dump(exclude={"embedder"}))
-            return MixtureOfAgents(layers, self.topology, prompt=prompt, early_exit=early_exit)
-        except ValueError as error:
+            return await build_system(self, stack)
+        except (ValueError, re.error) as error:
             raise ConfigError(str(error)) from error

@@ -105,7 +105,7 @@ class ScoredAnswers:
 
         Raises: Exception if the embedder raises it.
         """
-        new = normalise(await self.policy.embedder.embed(text))
+        new = to_features(await self.policy.embedder.embed(text))
         self._similarities.append([frobenius_cosine(old, new) for old in self._embeddings])
         self._embeddings.append(new)
         self._confidences.append(confidence(logprobs))
@@ -156,6 +156,17 @@ def compute_quality(
     agreement = sum(product * similarity for product, similarity in pairs) / weight
     balance = min(1.0, max(0.0, 1 - abs(agreement - tau) / tau))
     return Quality(mean, agreement, balance, (mean * balance) ** 0.5)
+
+
+def to_features(embedding: Embedding) -> Embedding:
+    """Normalise an embedding for :func:`frobenius_cosine`.
+
+    Of a single row, such as a short answer's sentence, :func:`normalise` would keep the signs only.
+    It is scaled as a whole, so that two such answers have the squared cosine of their rows.
+    """
+    if len(embedding) != 1:
+        return normalise(embedding)
+    return (embedding / max(float(np.linalg.norm(embedding)), _TINY)).astype(np.float32)
 
 
 def normalise(embedding: Embedding) -> Embedding:

@@ -40,7 +40,8 @@ class LocalEmbedder:
 
     Args:
         model: a model folder. The default is all-MiniLM-L6-v2 (22 million parameters), from a
-            package that carries its weights. Texts are cut at 256 tokens, its training length.
+            package that carries its weights. Longer texts than 256 tokens, its training length,
+            are read in windows of that length.
 
     Raises: FlashMoAError if a package is missing; the message says which one to install.
     """
@@ -54,7 +55,10 @@ class LocalEmbedder:
 
     async def embed(self, text: str) -> Embedding:
         """Return the hidden states, ``[tokens, hidden]``, computed in a worker thread."""
-        return await anyio.to_thread.run_sync(self._encoder, text, limiter=self._one_at_a_time)
+        # A decision that is no longer needed does not wait for the thread.
+        return await anyio.to_thread.run_sync(
+            self._encoder, text, limiter=self._one_at_a_time, abandon_on_cancel=True
+        )
 
 
 class EngineEmbedder:
@@ -88,14 +92,14 @@ class Encoder:
     Args:
         folder: a model folder that transformers wrote, with ``config.json``, ``model.safetensors``
             and ``tokenizer.json``.
-        max_length: number of tokens at which texts are cut, ``[CLS]`` and ``[SEP]`` included.
+        window: number of tokens that are read at once, ``[CLS]`` and ``[SEP]`` included.
 
     Raises:
         OSError: if a file is missing.
         ValueError: if the model is not a BERT.
     """
 
-    def __init__(self, folder: Path, max_length: int = 256) -> None:
+    def __init__(self, folder: Path, window: int = 256) -> None:
         # These packages have no type information.
         weights: Any = import_module("safetensors.numpy")
         tokenizers: Any = import_module("tokenizers")
@@ -110,7 +114,7 @@ class Encoder:
         self._heads: int = config["num_attention_heads"]
         self._epsilon: float = config["layer_norm_eps"]
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.enable_truncation(max_length)
+        self._tokenizer.enable_truncation(window)
         self._tokenizer.no_padding()
 
     def __call__(self, text: str) -> Embedding:
@@ -118,11 +122,12 @@ class Encoder:
 
         Uses one core only, because engines on this machine need the others.
         """
+        encoded = self._tokenizer.encode(text)
         with threadpool_limits(1):
-            return self._encode(text)
+            windows = [self._encode(part.ids) for part in (encoded, *encoded.overflowing)]
+        return np.concatenate(windows)
 
-    def _encode(self, text: str) -> Embedding:
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def _encode(self, ids: list[int]) -> Embedding:
         tables = "embeddings.word_embeddings", "embeddings.position_embeddings"
         words, positions = (self._weights[f"{name}.weight"] for name in tables)
         # All tokens have type 0, because type 1 is for the second text of a pair.

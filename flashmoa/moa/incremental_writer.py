@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
 
-from flashmoa import Text, UpstreamCancelled, Workflow
-from flashmoa.engine import PromptUsage
+from flashmoa import Text, UpstreamCancelled
+from flashmoa.engine import PromptUsage, kv_namespace
 from flashmoa.moa.agents import Model
+from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.chunks import GrowingPrompt
-from flashmoa.moa.prompts import Messages, last_words
+from flashmoa.moa.inquiry import Inquiry
+from flashmoa.moa.prompts import Messages, add_role, last_words
 from flashmoa.moa.repeat_filter import RepeatFilter
 from flashmoa.moa.results import AgentAnswer, StaircaseRound
-from flashmoa.observe import Listener
-from flashmoa.observe.calls import CallReporter
 from flashmoa.workflow import Pending
 
 
@@ -25,22 +27,30 @@ class IncrementalWriter:
     Each round has a separate request, whose prompt has one chunk more of every source. The prompt
     is prefilled while the chunks are written.
 
+    Args:
+        is_last: whether its answer is that of the question; see :class:`Budget`.
+
     Attributes:
         answer: the text that is written. It fails with MixtureFailed if no source wrote anything,
             and with the error of a request that failed.
+        asked: is set when the first request is sent, or when it is certain that none will be.
+        problem: why the answer failed; empty if it did not.
         rounds: the rounds so far.
     """
 
     def __init__(
-        self, name: str, model: Model, prompt: GrowingPrompt, flow: Workflow, listener: Listener
+        self, name: str, model: Model, prompt: GrowingPrompt, inquiry: Inquiry, *, is_last: bool
     ) -> None:
-        self.answer = flow.text(name)
+        self.answer = inquiry.flow.text(name)
+        self.asked = anyio.Event()
+        self.problem = ""
         self.rounds: list[StaircaseRound] = []
         self._name = name
         self._model = model
         self._prompt = prompt
-        self._flow = flow
-        self._listener = listener
+        self._inquiry = inquiry
+        self._is_last = is_last
+        self._calls: list[AgentCall] = []
         # The parts of the answer, for the prompts of later rounds.
         self._chunks: list[Text] = []
         self._filter = RepeatFilter("")
@@ -49,26 +59,38 @@ class IncrementalWriter:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the agent has written, including dropped ones."""
-        usages = (round_.usage for round_ in self.rounds)
-        return sum(usage.completion_tokens for usage in usages if usage is not None)
+        """Return how many tokens the agent has written, including dropped ones and thought."""
+        return sum(call.spent().completion_tokens for call in self._calls)
+
+    @property
+    def _is_out_of_tokens(self) -> bool:
+        return self._model.max_tokens is not None and self.tokens >= self._model.max_tokens
 
     @property
     def first_token(self) -> float | None:
         """Return when the agent's first token came, in Unix seconds."""
         return next((round_.first_token for round_ in self.rounds if round_.first_token), None)
 
+    def finish_reason(self) -> str | None:
+        """Return the last round's finish reason."""
+        return self.rounds[-1].finish_reason if self.rounds else None
+
     def record(self, layer: int, place: int) -> AgentAnswer:
         """Return the agent's record so far, for its layer and place from 0."""
         model, rounds = self._model, self.rounds
         record = AgentAnswer(layer, place, model.model, model.engine.url, steps=rounds)
-        record.text = self.answer.written
-        record.first_token = self.first_token
+        record.text, record.first_token = self.answer.written, self.first_token
         if rounds:
             record.started, record.finished = rounds[0].asked, rounds[-1].finished
             record.finish_reason = rounds[-1].finish_reason
-            usages = [round_.usage for round_ in rounds]
-            record.usage = PromptUsage.total([usage for usage in usages if usage is not None])
+        if self._calls:
+            record.engine = self._calls[-1].engine.url
+            record.usage = PromptUsage.total([call.spent() for call in self._calls])
+        record.thought = "".join(call.thought for call in self._calls)
+        record.retries = [problem for call in self._calls for problem in call.retries]
+        record.price = sum(call.price() for call in self._calls)
+        if self.problem:
+            record.status, record.problem = "failed", self.problem
         return record
 
     async def run(self) -> None:
@@ -78,8 +100,10 @@ class IncrementalWriter:
                 await self._write_rounds()
                 self.answer.close()
             except Exception as error:
+                self.problem = str(error) or type(error).__name__
                 self.answer.fail(error)
             finally:
+                self.asked.set()
                 # This has no effect on an answer that is complete or has failed.
                 self.answer.fail(UpstreamCancelled(f"{self._name} was cancelled"))
 
@@ -91,7 +115,7 @@ class IncrementalWriter:
         request: Pending | None = await self._expect(0)
         self._context = await self._model.context_length()
         for number, size in enumerate(self._prompt.steps.schedule):
-            if request is None or self.tokens == self._model.max_tokens:
+            if request is None or self._is_out_of_tokens:
                 break
             request, messages = await self._await_chunks(request, number)
             is_last = self.rounds[-1].out_of_room or self._prompt.is_last_round(number)
@@ -99,9 +123,15 @@ class IncrementalWriter:
 
     async def _expect(self, number: int) -> Pending:
         """Announce the request of a round, from 0, so that its prompt is prefilled as it grows."""
-        messages = self._prompt.messages(number, self._chunks[:number])
-        name = f"{self._name}.{number + 1}"
-        return await self._flow.expect(messages, engine=self._model.engine, name=name)
+        model = self._model
+        messages = add_role(self._prompt.messages(number, self._chunks[:number]), model.role)
+        return await self._inquiry.flow.expect(
+            messages,
+            engine=model.engine,
+            template_args=model.sampling.get("chat_template_kwargs"),
+            name=f"{self._name}.{number + 1}",
+            namespace=kv_namespace({"model": model.model, **model.sampling}) or None,
+        )
 
     async def _await_chunks(self, request: Pending, number: int) -> tuple[Pending, Messages]:
         """Wait for the chunks of a round and begin it.
@@ -129,46 +159,81 @@ class IncrementalWriter:
 
         Returns: the next round's request, ``None`` after the last round.
         """
-        chunk = self._flow.text(f"{self._name}.{number + 1}")
+        chunk = self._inquiry.flow.text(f"{self._name}.{number + 1}")
         self._chunks.append(chunk)
         messages, continuation = self._continue_answer(messages, chunk)
-        body = {**self._parameters(size), **continuation, **request.claim()}
-        engine, model = self._model.engine, self._model.model
-        report = CallReporter(self._listener, agent=chunk.name, engine=engine.url, model=model)
-        report.started(request.used_id, late=request.is_late)
-        report.prompt_sent({**body, "messages": messages})
         next_request: Pending | None = None
-        text, round_ = "", self.rounds[-1]
-        round_.asked = time.time()
-        try:
-            async with engine.chat(messages, **body) as deltas:
-                async for delta in deltas:
-                    round_.usage = delta.usage or round_.usage
-                    round_.finish_reason = delta.finish_reason or round_.finish_reason
-                    if not delta.text:
-                        continue
-                    round_.first_token = round_.first_token or time.time()
-                    report.text_arrived()
-                    text += delta.text
-                    chunk.write(delta.text)
-                    # The next prompt is prefilled from the first token on. If it began earlier,
-                    # it would delay the prefill of this round.
-                    if size is not None and next_request is None:
-                        next_request = await self._expect(number + 1)
-                    self._add_to_answer(self._filter.add(delta.text))
-        except BaseException as error:
-            report.failed(error)
-            await request.release()
-            raise
+        round_ = self.rounds[-1]
+
+        async def write(piece: str, first_token: float | None) -> None:
+            nonlocal next_request
+            chunk.write(piece)
+            # The next prompt is prefilled from the first token on. If it began earlier, it would
+            # delay the prefill of this round.
+            if size is not None and next_request is None:
+                next_request = await self._expect(number + 1)
+            round_.first_token = first_token
+            self._add_to_answer(self._filter.add(piece))
+
+        call = await self._write_part(request, messages, continuation, size, write)
         chunk.close()
-        round_.finished = time.time()
-        report.finished(text, round_.usage, round_.finish_reason)
-        is_cut = round_.finish_reason == "length" and self.tokens != self._model.max_tokens
+        round_.finished, round_.finish_reason = call.finished, call.finish_reason
+        round_.asked, round_.usage = call.started or round_.asked, call.usage
+        is_cut = round_.finish_reason == "length" and not self._is_out_of_tokens
         if size is None or not is_cut:
             self._add_to_answer(self._filter.end())
         if size is not None and next_request is None:
             next_request = await self._expect(number + 1)
         return next_request
+
+    async def _write_part(
+        self,
+        request: Pending | None,
+        messages: Messages,
+        continuation: dict[str, Any],
+        size: int | None,
+        write: Callable[[str, float | None], Awaitable[None]],
+    ) -> AgentCall:
+        """Send a request for a part of the answer, and call ``write`` with each of its pieces.
+
+        A model that thinks first would spend the part's tokens on that. Therefore it gets as many
+        as it likes, and is left after that number of pieces of its answer.
+        """
+        thinking = self._model.thinking
+        thinks = thinking is not None and thinking.starts_inside and not continuation
+        call = await self._ask(request, messages, continuation, size, thinks, write)
+        if size is not None and call.thought and not call.written.strip() and not thinks:
+            call = await self._ask(None, messages, continuation, size, True, write)
+        return call
+
+    async def _ask(
+        self,
+        request: Pending | None,
+        messages: Messages,
+        continuation: dict[str, Any],
+        size: int | None,
+        thinks: bool,
+        write: Callable[[str, float | None], Awaitable[None]],
+    ) -> AgentCall:
+        call = AgentCall(
+            self._chunks[-1].name,
+            self._model,
+            self._inquiry,
+            is_last=self._is_last,
+            max_pieces=size if thinks else None,
+        )
+        more = {**self._token_limit(None if thinks else size), **continuation}
+        has_begun = bool(self._calls)
+        self._calls.append(call)
+        run = partial(call.run, messages, pending=request, has_begun=has_begun, **more)
+        self._inquiry.flow.start_soon(run)
+        self.asked.set()
+        try:
+            async for piece in call:
+                await write(piece, call.first_token)
+        finally:
+            call.cancel()  # This has no effect on a call that is complete.
+        return call
 
     def _continue_answer(self, messages: Messages, chunk: Text) -> tuple[Messages, dict[str, Any]]:
         """Return the messages with the answer so far at their end, and parameters to continue it.
@@ -187,15 +252,15 @@ class IncrementalWriter:
         answer = {"role": "assistant", "content": written}
         return [*messages, answer], {"continue_final_message": True, "add_generation_prompt": False}
 
-    def _parameters(self, size: int | None) -> dict[str, Any]:
-        """Return the request's parameters, with ``max_tokens`` for a part of that size."""
-        model = self._model
-        body: dict[str, Any] = {"model": model.model, **model.sampling}
-        if size is not None or model.max_tokens is not None:
-            # The model's max_tokens limits all rounds together, and the size limits this one.
-            left = (model.max_tokens or size or 1) - self.tokens
-            body["max_tokens"] = max(1, left if size is None else min(size, left))
-        return body
+    def _token_limit(self, size: int | None) -> dict[str, int]:
+        """Return the request's limit of tokens for a part of that size; nothing for no limit."""
+        limits = [] if size is None else [size]
+        if self._model.max_tokens is not None:  # It limits all rounds together.
+            limits.append(self._model.max_tokens - self.tokens)
+        name = "max_tokens"
+        if "max_completion_tokens" in self._model.sampling:
+            name = "max_completion_tokens"
+        return {name: max(1, min(limits))} if limits else {}
 
     def _add_to_answer(self, piece: str) -> None:
         round_ = self.rounds[-1]

@@ -72,8 +72,10 @@ class AggregationPrompt:
         if self.layout == "answers-first":
             return [{"role": "system", "content": instruction + answers}, *messages]
         *before, last = messages
-        last = {**last, "content": f"{last['content']}{answers}"}
-        return [{"role": "system", "content": instruction}, *before, last]
+        after = [{**last, "content": f"{last['content']}{answers}"}]
+        if last["role"] == "tool":  # What a tool returned must stay as it is.
+            after = [last, {"role": "user", "content": answers.lstrip()}]
+        return [{"role": "system", "content": instruction}, *before, *after]
 
 
 class AnswerForms(NamedTuple):
@@ -146,18 +148,32 @@ class DebatePrompt:
         return rounds if self.memory == "all" else rounds[-1:]
 
 
+def add_role(messages: Sequence[Message], role: str) -> Messages:
+    """Return messages whose system message begins with an agent's role; no role changes nothing."""
+    copies = [dict(message) for message in messages]
+    if not role:
+        return copies
+    if copies and copies[0]["role"] == "system":
+        copies[0]["content"] = f"{role}\n\n{copies[0]['content']}"
+        return copies
+    return [{"role": "system", "content": role}, *copies]
+
+
 def conversation(question: Question) -> Messages:
-    """Return a question as messages. Raises: ValueError if its last message is not a user's."""
+    """Return a question as messages.
+
+    Raises: ValueError if its last message is not a user's or a tool's, or has no string.
+    """
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     messages = [dict(message) for message in question]
     if not messages:
         raise ValueError("the question has no messages; its last message must be a user's")
     role, content = messages[-1].get("role"), messages[-1].get("content")
-    if role != "user" or not isinstance(content, str):
+    if role not in ("user", "tool") or not isinstance(content, str):
         raise ValueError(
             f"the last message of the question has role {role!r} and content of type "
-            f"{type(content).__name__}; it must have role 'user' and a string"
+            f"{type(content).__name__}; it must have role 'user' or 'tool', and a string"
         )
     return messages
 

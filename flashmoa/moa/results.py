@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -49,13 +50,17 @@ class AgentAnswer:
             cancelled because the complete answers sufficed, ``failed`` with ``problem``.
         finish_reason: finish reason in OpenAI's sense, if the agent finished.
         cut_tokens: how many tokens were cut from its end because readers' contexts were too short.
+        thought: what the model thought before it answered; nobody else reads it.
+        confidence: geometric mean of its tokens' probabilities, if they were requested.
+        retries: the problems of requests that were repeated; ``usage`` then adds up all requests.
+        price: price of its requests, by its model's :class:`Price`.
         steps: the agent's rounds on a staircase; ``usage`` then adds up all its requests.
     """
 
     layer: int
     place: int
     model: str
-    engine: str
+    engine: str = ""
     text: str = ""
     status: Status = "used"
     problem: str = ""
@@ -65,7 +70,58 @@ class AgentAnswer:
     first_token: float | None = None
     finished: float | None = None
     cut_tokens: int = 0
+    thought: str = ""
+    confidence: float | None = None
+    retries: list[str] = field(default_factory=list[str])
+    price: float = 0.0
     steps: list[StaircaseRound] = field(default_factory=list[StaircaseRound])
+
+    @property
+    def name(self) -> str:
+        """Return its name in events: ``LAYER.PLACE``, from 1."""
+        return f"{self.layer + 1}.{self.place + 1}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the agent has finished an answer that can be read."""
+        return self.status == "used" and self.finished is not None and bool(self.text.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """Records what a question cost, all agents together; partly estimated if some were cancelled.
+
+    Attributes:
+        price: by the models' :class:`Price`; models without one count as free.
+        tokens_left, price_left: what is left of the budget; ``None`` if it has no such limit.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    price: float = 0.0
+    tokens_left: int | None = None
+    price_left: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all prompts and answers."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """Records what took the place of the last aggregator's answer.
+
+    Attributes:
+        kind: ``aggregator``: another aggregator answered; ``answer``: the best answer that there
+            was is the result.
+        agent: the name of the agent whose answer it is, ``LAYER.PLACE``, from 1.
+        problem: why the last aggregator's answer is not used.
+    """
+
+    kind: Literal["aggregator", "answer"]
+    agent: str
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +156,8 @@ class MixtureResult:
             of the time from a cluster's last answer until its readers got it, for whatever reason.
             The critical path leads from the last aggregator back through the layers, in each layer
             through the answer that came last.
+        spending: what the question cost.
+        substitution: what took the place of the last aggregator's answer, if that failed.
     """
 
     text: str
@@ -107,11 +165,27 @@ class MixtureResult:
     layers: list[list[AgentAnswer]]
     decisions: list[Decision] = field(default_factory=list[Decision])
     deciding: float = 0.0
+    spending: Spending = Spending(0, 0)
+    substitution: Substitution | None = None
+
+    @property
+    def agents(self) -> list[AgentAnswer]:
+        """Return every agent's record."""
+        return [agent for layer in self.layers for agent in layer]
 
     @property
     def final(self) -> AgentAnswer:
-        """Return the last aggregator's answer."""
-        return self.layers[-1][0]
+        """Return the record of the agent whose answer is the result."""
+        return find_author(self.agents, self.substitution) or self.layers[-1][0]
+
+
+def find_author(
+    agents: Sequence[AgentAnswer], substitution: Substitution | None
+) -> AgentAnswer | None:
+    """Return the agent that a substitution names; ``None`` without a substitution."""
+    if substitution is None:
+        return None
+    return next(agent for agent in agents if agent.name == substitution.agent)
 
 
 @dataclass(slots=True)
@@ -119,6 +193,9 @@ class StaircaseResult:
     """The answer of a staircase, its proposers' answers and its rounds.
 
     Attributes:
+        finish_reason: finish reason of the answer in OpenAI's sense.
+        agents: the proposers' records, the aggregator's, and those of aggregators after it.
+        spending, substitution: as of :class:`MixtureResult`.
         time_to_first_token: seconds from the question to the answer's first token.
         seconds: seconds from the question to the answer's last token.
         tokens: number of tokens that the aggregator wrote, including dropped ones.
@@ -130,6 +207,10 @@ class StaircaseResult:
     time_to_first_token: float = 0.0
     seconds: float = 0.0
     tokens: int = 0
+    finish_reason: str | None = None
+    agents: list[AgentAnswer] = field(default_factory=list[AgentAnswer])
+    spending: Spending = Spending(0, 0)
+    substitution: Substitution | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -169,6 +250,10 @@ class DebateResult:
         rounds: every answer of every round, by debater.
         vote: the vote on the last round's answers; ``None`` if an aggregator concluded.
         aggregate: the aggregator's answer, if one concluded.
+        more_aggregates: the answers of the aggregators that were asked after it had failed.
+        spending: as of :class:`MixtureResult`.
+        substitution: what took the place of the aggregator's answer, if that failed, or of the last
+            round's, if there was none to vote on.
     """
 
     text: str
@@ -176,6 +261,16 @@ class DebateResult:
     rounds: list[list[AgentAnswer]]
     vote: Vote | None = None
     aggregate: AgentAnswer | None = None
+    more_aggregates: list[AgentAnswer] = field(default_factory=list[AgentAnswer])
+    spending: Spending = Spending(0, 0)
+    substitution: Substitution | None = None
+
+    @property
+    def agents(self) -> list[AgentAnswer]:
+        """Return every agent's record."""
+        aggregates = [] if self.aggregate is None else [self.aggregate]
+        debaters = [agent for round_ in self.rounds for agent in round_]
+        return [*debaters, *aggregates, *self.more_aggregates]
 
     @property
     def time_to_first_token(self) -> float | None:

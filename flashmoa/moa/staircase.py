@@ -8,17 +8,23 @@ the proposers' first chunks, and not for their whole answers.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from flashmoa import Workflow
 from flashmoa.linking.link import Ahead
-from flashmoa.moa.agents import CallTimes, Model, raise_as_mixture_failed
+from flashmoa.moa.agents import Model, raise_as_mixture_failed
+from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.chunks import Schedule, Steps
-from flashmoa.moa.layers import StaircaseLayers
+from flashmoa.moa.conclusion import Conclusion
+from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Order, Question, conversation
-from flashmoa.moa.results import StaircaseResult
-from flashmoa.observe import Listener, both, contained, ignore
+from flashmoa.moa.results import AgentAnswer, StaircaseResult
+from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum
+from flashmoa.moa.staircase_layers import StaircaseLayers
+from flashmoa.observe import Listener, contained, ignore
 
 
 class Staircase:
@@ -28,6 +34,9 @@ class Staircase:
         prompt: the aggregator's prompt. With an order other than ``contiguous`` its layout should
             be ``question-first``, the default, since only the end of a prompt can grow.
         schedule, order, drop_repeats: see :class:`Steps`.
+        quorum: how many proposers suffice after some time: to begin with, and in the end.
+        limits, budget, fallback: see :class:`MixtureOfAgents`. Other aggregators wait for the
+            proposers' whole answers.
         ahead: which part of the aggregator's prompts is prefilled before its requests.
         listener: called with every event.
 
@@ -43,6 +52,10 @@ class Staircase:
         schedule: Schedule | None = None,
         order: Order = "rounds",
         drop_repeats: bool = True,
+        quorum: Quorum | None = None,
+        limits: Limits | None = None,
+        budget: Budget | None = None,
+        fallback: Fallback | None = None,
         ahead: Ahead = "text",
         listener: Listener = ignore,
     ) -> None:
@@ -52,32 +65,43 @@ class Staircase:
         self.aggregator = aggregator
         self.prompt = prompt or AggregationPrompt("question-first")
         self.steps = Steps(schedule or Schedule(), order, drop_repeats)
+        self.quorum = quorum
+        self.limits = limits or Limits()
+        self.budget = budget
+        self.fallback = fallback or Fallback()
         self.ahead: Ahead = ahead
         self.listener = contained(listener)
 
-    async def answer(self, question: Question) -> StaircaseResult:
+    async def answer(
+        self, question: Question, sampling: Mapping[str, Any] | None = None
+    ) -> StaircaseResult:
         """Return the answer when it is complete.
 
         Args:
             question: a text, or messages of which the last is a user's.
+            sampling: parameters of the aggregator in place of its model's.
 
         Raises:
             ValueError: if the last message is not a user's.
-            MixtureFailed: if no proposer could answer, or the aggregator could not.
+            MixtureFailed: if no agent could answer, or the aggregator could not and ``fallback``
+                has no substitute.
         """
-        async with self.answering(question) as run:
+        async with self.answering(question, sampling) as run:
             return await run.result()
 
     @asynccontextmanager
-    async def answering(self, question: Question) -> AsyncGenerator[StaircaseRun]:
+    async def answering(
+        self, question: Question, sampling: Mapping[str, Any] | None = None
+    ) -> AsyncGenerator[StaircaseRun]:
         """Answer a question and yield the run. Leaving the context stops every agent.
 
-        Raises: as :meth:`answer`.
+        The arguments and exceptions are those of :meth:`answer`.
         """
-        times = CallTimes()
-        listener = both(self.listener, times)
-        async with Workflow(self.aggregator.engine, ahead=self.ahead, listener=listener) as flow:
-            run = StaircaseRun(self, flow, conversation(question), times)
+        messages = conversation(question)
+        flow = Workflow(self.aggregator.engine, ahead=self.ahead, listener=self.listener)
+        async with flow:
+            inquiry = Inquiry(flow, self.listener, self.limits, self.budget)
+            run = StaircaseRun(self, inquiry, messages, sampling)
             try:
                 yield run
             finally:
@@ -88,48 +112,67 @@ class StaircaseRun:
     """Answers one question on a staircase; ``async for`` yields the pieces of the answer."""
 
     def __init__(
-        self, staircase: Staircase, flow: Workflow, question: Messages, times: CallTimes
+        self,
+        staircase: Staircase,
+        inquiry: Inquiry,
+        question: Messages,
+        sampling: Mapping[str, Any] | None,
     ) -> None:
         self._started = time.time()
+        self._inquiry = inquiry
         self._layers = StaircaseLayers(
-            flow,
-            question,
-            staircase.proposers,
-            staircase.steps,
-            times=times,
-            listener=staircase.listener,
+            inquiry, question, staircase.proposers, staircase.steps, quorum=staircase.quorum
         )
-        [self._writer] = self._layers.add([staircase.prompt], [staircase.aggregator])
+        aggregator = staircase.aggregator.with_sampling(sampling)
+        [self._writer] = self._layers.add([staircase.prompt], [aggregator], is_last=True)
+
+        def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
+            model = model.with_sampling(sampling)
+            return self._layers.ask_another(staircase.prompt, model, answers, written)
+
+        self._conclusion = Conclusion(staircase.fallback, aggregator, self._answers, ask)
+        run = partial(self._conclusion.run, self._writer.answer, self._writer.finish_reason)
+        inquiry.flow.start_soon(run)
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the aggregator's answer. Raises: as :meth:`result`."""
         with raise_as_mixture_failed("the aggregator"):
-            async for piece in self._writer.answer:
+            async for piece in self._conclusion.text:
                 yield piece
 
     async def result(self) -> StaircaseResult:
         """Return the result when the answer is complete.
 
-        Raises: MixtureFailed if no proposer could answer, or the aggregator could not.
+        Raises: MixtureFailed as :meth:`Staircase.answer`.
         """
         with raise_as_mixture_failed("the aggregator"):
-            await self._writer.answer
+            await self._conclusion.text
         return self.partial_result
 
     @property
     def partial_result(self) -> StaircaseResult:
         """Return the result with the part of the answer that is written."""
-        writer, started = self._writer, self._started
-        finished = writer.rounds[-1].finished if writer.answer.is_over and writer.rounds else None
+        writer, started, conclusion = self._writer, self._started, self._conclusion
+        records = self._layers.records()
         return StaircaseResult(
-            writer.answer.written,
-            [proposal.written for proposal in self._layers.answers[0]],
+            conclusion.result or conclusion.text.written,
+            [proposal.text for proposal in records[0]],
             writer.rounds,
-            (writer.first_token or started) - started,
-            (finished or time.time()) - started,
+            (conclusion.first_token or started) - started,
+            (conclusion.finished or time.time()) - started,
             writer.tokens,
+            conclusion.finish_reason,
+            [record for layer in records for record in layer],
+            self._inquiry.spending(),
+            conclusion.substitution,
         )
 
     def cancel(self) -> None:
         """Stop every agent that has not finished."""
+        self._conclusion.cancel()
         self._layers.cancel()
+
+    async def _answers(self) -> list[list[AgentAnswer]]:
+        """Wait for the proposers' whole answers."""
+        await self._layers.wait(1)
+        return self._layers.records()[:1]

@@ -34,6 +34,7 @@ POLICY_ROUTES = (
     "/v1/classify",
     "/v1/score",
     "/v1/rerank",
+    "/v2/rerank",
     GENERATE,
     "/prefill_only",
     STREAMS,

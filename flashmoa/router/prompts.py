@@ -117,8 +117,8 @@ def _tokenize_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a request to ``/v1/tokenize``; empty if a request has no prompt."""
     if body.get("messages") is not None:
         return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
-    # /v1/embeddings and /v1/classify have their prompt in ``input``, which may be several texts.
-    text = _join_texts(body.get("text", body.get("prompt", body.get("input", _scoring_list(body)))))
+    # /v1/embeddings has its prompt in ``input``, which may be several texts.
+    text = _join_texts(body.get("text", body.get("prompt", _scoring_list(body))))
     if text is None:
         return {}
     question: dict[str, Any] = {"prompt": text}
@@ -127,22 +127,36 @@ def _tokenize_body(body: Mapping[str, Any]) -> dict[str, Any]:
     return question
 
 
-def _scoring_list(body: Mapping[str, Any]) -> list[Any]:
-    """Return the query of /v1/score or /v1/rerank, followed by its items.
+def _scoring_list(body: Mapping[str, Any]) -> object:
+    """Return what the prompts of a list share, followed by its items: a query, or labels.
 
-    The engine puts each item into a prompt after the query and computes the query only once, so the
-    whole list is about as much work as one prompt.
+    The engine puts each item into a prompt after that and computes that only once, so the whole
+    list is about as much work as one prompt.
     """
-    items = body.get("items", body.get("documents"))
-    query = body.get("query")
-    return [query, *(cast("list[Any]", items) if isinstance(items, list) else [items])]
+    if "input" in body:
+        labels = body.get("labels")
+        return body["input"] if labels is None else [*_as_list(labels), *_as_list(body["input"])]
+    return [body.get("query"), *_as_list(body.get("items", body.get("documents")))]
+
+
+def _as_list(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
 def _join_texts(text: object) -> str | None:
-    """Return a text, or several texts as one; ``None`` for anything else."""
-    if isinstance(text, list) and all(isinstance(item, str) for item in cast("list[Any]", text)):
-        return "".join(cast("list[str]", text))
-    return text if isinstance(text, str) else None
+    """Return a text, or several texts as one; ``None`` for anything else.
+
+    A text may be the ``text`` of an object, as the documents of Cohere and Jina are.
+    """
+    if not isinstance(text, list):
+        return text if isinstance(text, str) else None
+    texts: list[str] = []
+    for item in cast("list[Any]", text):
+        part: Any = cast("dict[str, Any]", item).get("text") if isinstance(item, dict) else item
+        if not isinstance(part, str):
+            return None
+        texts.append(part)
+    return "".join(texts)
 
 
 def _text(question: Mapping[str, Any]) -> str:
@@ -157,7 +171,7 @@ def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
     for name in ("input_ids", "prompt", "input"):
         if _are_token_ids(body.get(name)):
             return body[name]
-    parts = _scoring_list(body)
+    parts = _as_list(_scoring_list(body))
     if all(_are_token_ids(part) for part in parts):
         return [token for part in parts for token in part]
     return None

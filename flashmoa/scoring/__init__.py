@@ -2,13 +2,15 @@
 
 from flashmoa.scoring.candidates import Candidate, CandidateRefused, Context
 from flashmoa.scoring.scorer import Scorer
-from flashmoa.scoring.scores import PrefillUsage, Scores, Selection
+from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
 
 __all__ = [
     "Candidate",
     "CandidateRefused",
     "Context",
     "PrefillUsage",
+    "RankedDocument",
+    "Ranking",
     "Scorer",
     "Scores",
     "Selection",

@@ -55,23 +55,32 @@ def with_question(context: Context, question: str) -> Context:
     A text then ends with ``Answer:``. Raises: ValueError if the context is token ids, as only the
     engine could add a text to them.
     """
+    item = question_item(context, question)
+    if isinstance(context, str):
+        return context + item
+    *before, last = cast("Messages", context)
+    if last.get("role") != "user":
+        return [*before, last, {"role": "user", "content": item}]
+    content: Any = last.get("content")
+    if isinstance(content, list):
+        content = [*cast("list[object]", content), {"type": "text", "text": item}]
+    else:
+        content = f"{content or ''}{item}"
+    return [*before, {**last, "content": content}]
+
+
+def question_item(context: Context, question: str) -> str:
+    """Return the text that adds a question to a context. Raises: as :func:`with_question`."""
     kind = context_kind(context)
     if kind == "tokens":
         raise ValueError(
             "a question cannot follow token ids; give a text or messages, or use score()"
         )
     if kind == "text":
-        return f"{context}\n\n{question}\nAnswer:"
-    *before, last = cast("Messages", context)
-    if last.get("role") != "user":
-        return [*before, last, {"role": "user", "content": question}]
-    return [*before, {**last, "content": _append_text(last.get("content"), question)}]
-
-
-def _append_text(content: object, text: str) -> object:
-    if isinstance(content, list):
-        return [*cast("list[object]", content), {"type": "text", "text": f"\n\n{text}"}]
-    return f"{content}\n\n{text}" if content else text
+        return f"\n\n{question}\nAnswer:"
+    last = cast("Messages", context)[-1]
+    is_continued = last.get("role") == "user" and last.get("content")
+    return f"\n\n{question}" if is_continued else question
 
 
 def answer_candidate(context: Context, text: str) -> str:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flashmoa.errors import FlashMoAError
 from flashmoa.scoring.candidates import Context
 from flashmoa.scoring.scorer import Scorer
-from flashmoa.scoring.scores import Scores, Selection
+from flashmoa.scoring.scores import Ranking, Scores, Selection
 
 # Decimals of the numbers in a record. The order of requests changes further decimals at random.
 _DIGITS = 6
@@ -41,7 +41,8 @@ class Line(BaseModel):
     """One line to score: a context, and answers that may follow it.
 
     ``candidates`` are for :meth:`Scorer.score`, ``labels`` for :meth:`Scorer.classify`,
-    ``options`` for :meth:`Scorer.choose` or, with ``multiple``, for :meth:`Scorer.select`.
+    ``options`` for :meth:`Scorer.choose` or, with ``multiple``, for :meth:`Scorer.select`;
+    ``query`` and ``documents`` are for :meth:`Scorer.rerank`.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -52,6 +53,8 @@ class Line(BaseModel):
     candidates: list[str | Tokens] | None = None
     labels: list[str] | dict[str, str | Tokens] | None = None
     options: list[str] | None = None
+    query: str | None = None
+    documents: list[str] | None = None
     multiple: bool = False
     length_normalised: bool = False
 
@@ -62,6 +65,9 @@ class Line(BaseModel):
             line = cls.model_validate_json(text)
         except ValidationError as error:
             raise BadLine(_explain(error)) from error
+        if line.query is not None or line.documents is not None:
+            line._check_ranking()
+            return line
         line._require_one("context", "messages")
         line._require_one("candidates", "labels", "options")
         if line.multiple and line.options is None:
@@ -73,21 +79,33 @@ class Line(BaseModel):
             )
         return line
 
+    def _check_ranking(self) -> None:
+        others = self.model_fields_set - {"id", "query", "documents"}
+        if not self.documents or self.query is None or others:
+            raise BadLine(
+                "query and documents go together, without other fields; got "
+                f"{sorted(self.model_fields_set)}"
+            )
+
     def _require_one(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise BadLine(f"give exactly one of {', '.join(names)}; got {given or 'none'}")
 
     @property
-    def names(self) -> list[str]:
-        """Return the names of its candidates in its record."""
+    def names(self) -> list[str] | int:
+        """Return the names of its candidates in its record, or the number of its documents."""
+        if self.documents is not None:
+            return len(self.documents)
         given = self.labels if self.labels is not None else self.options
         if given is not None:
             return list(given)
         return [str(candidate) for candidate in self.candidates or ()]
 
-    async def score_with(self, scorer: Scorer) -> Scores | Selection:
+    async def score_with(self, scorer: Scorer) -> Scores | Selection | Ranking:
         """Score the line. Raises: the exceptions of :class:`Scorer`'s methods."""
+        if self.query is not None:
+            return await scorer.rerank(self.query, self.documents or [])
         context: Context = self.context if self.context is not None else self.messages or []
         if self.labels is not None:
             return await scorer.classify(context, self.labels)
@@ -100,11 +118,17 @@ class Line(BaseModel):
         return await scorer.choose(context, self.options)
 
 
-def make_record(number: int, line: Line, scores: Scores | Selection) -> dict[str, Any]:
+def make_record(number: int, line: Line, scores: Scores | Selection | Ranking) -> dict[str, Any]:
     """Return the record of a line: its number from 1, its id if it has one, and its scores."""
     head: dict[str, Any] = {"line": number}
     if line.id is not None:
         head["id"] = line.id
+    if isinstance(scores, Ranking):
+        return head | {
+            "documents": line.names,
+            "ranked": [document.index for document in scores.documents],
+            "scores": _round(document.score for document in scores.documents),
+        }
     if isinstance(scores, Selection):
         return head | {
             "chosen": scores.chosen,
@@ -205,7 +229,7 @@ def _is_record_of_line(record: dict[str, Any], source: Path, number: int) -> boo
         line = Line.read(text)
     except BadLine:
         return False
-    names = record.get("candidates", record.get("options"))
+    names = record.get("candidates", record.get("options", record.get("documents")))
     return record.get("id") == line.id and names == line.names
 
 

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import anyio
 
-from flashmoa._concurrency import all_of
-from flashmoa.engine import EngineClient, NextLogprobs, PluginMissing, PromptUsage
+from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.scoring.candidates import (
     Candidate,
     CandidateRefused,
     CandidateTokenizer,
     Context,
-    Messages,
     answer_candidate,
     choice_question,
-    context_kind,
     option_letters,
+    question_item,
     with_question,
 )
-from flashmoa.scoring.scores import PrefillUsage, Scores, Selection
+from flashmoa.scoring.prefills import Prefills
+from flashmoa.scoring.routes import PromptScores, ask_ranking, ask_scores
+from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ONE_LETTER = "Answer with the letter of one option."
 YES_OR_NO = "Does this apply? Answer Yes or No."
@@ -36,9 +33,9 @@ YES_OR_NO = "Does this apply? Answer Yes or No."
 class Scorer:
     """Asks an SGLang engine, with the plugin or without, how likely given answers are.
 
-    Every score comes from prefills; no token is decoded. The requests of one call share their
-    prefix. With the plugin they are sent at once and the engine computes the prefix once (the
-    intra-turn cache). Without it, or if it does not share prefixes, the others wait for the first.
+    Every score comes from prefills; no token is decoded. With the plugin, a call is one request
+    (``/v1/score``), and what its prefills share is computed once (the intra-turn cache). Without
+    it, each prefill is a request, and those that share a prefix wait for the first of them.
 
     Args:
         template_args: arguments of the model's chat template, for contexts that are messages. For
@@ -64,9 +61,10 @@ class Scorer:
         self.template_args = template_args
         self._limit = anyio.Semaphore(concurrency)
         self._tokenizer = CandidateTokenizer(engine)
-        # Whether the engine computes a shared prefix once; None until it was asked.
-        self._shares: bool | None = None
-        self._shares_lock = anyio.Lock()
+        self._prefills = Prefills(engine, template_args, self._limit)
+        self._looked = self._has_route = False
+        self._shares = True
+        self._looking = anyio.Lock()
 
     async def score(
         self,
@@ -87,11 +85,10 @@ class Scorer:
                 of their sums, which favour short candidates.
             prompt_stream_id: the id of a prompt stream with the context.
         """
-        prompt, tokens = await self._tokenize(context, candidates)
+        (answer,) = await self._ask(context, None, candidates, prompt_stream_id)
         names = [text if isinstance(text, str) else str(list(text)) for text in candidates]
-        return await self._compute_scores(
-            names, prompt, tokens, length_normalised, prompt_stream_id
-        )
+        lengths = [len(tokens) for tokens in answer.tokens] if length_normalised else None
+        return Scores.of(names, answer.logprobs, lengths, answer.usage)
 
     async def classify(
         self,
@@ -110,17 +107,16 @@ class Scorer:
         named = labels if isinstance(labels, Mapping) else {label: label for label in labels}
         if len(named) != len(labels):
             raise CandidateRefused(f"two of the labels {list(labels)} are the same; give each once")
-        prompt, tokens = await self._tokenize(context, list(named.values()))
-        for label, label_tokens in zip(named, tokens, strict=True):
-            count = len(label_tokens)
-            if count > 1:
-                pieces = [await self._tokenizer.detokenize([token]) for token in label_tokens]
+        (answer,) = await self._ask(context, None, list(named.values()), prompt_stream_id)
+        for label, tokens in zip(named, answer.tokens, strict=True):
+            if len(tokens) > 1:
+                pieces = [await self._tokenizer.detokenize([token]) for token in tokens]
                 raise CandidateRefused(
-                    f"the label {label!r} has {count} tokens after this context, {pieces}; "
+                    f"the label {label!r} has {len(tokens)} tokens after this context, {pieces}; "
                     f"give it a candidate of one token, as in {{{label!r}: {pieces[0]!r}}}, or use "
                     "score()"
                 )
-        return await self._compute_scores(list(named), prompt, tokens, False, prompt_stream_id)
+        return Scores.of(list(named), answer.logprobs, None, answer.usage)
 
     async def choose(
         self, context: Context, options: Sequence[str], *, instruction: str = ONE_LETTER
@@ -129,10 +125,10 @@ class Scorer:
 
         The options and the instruction are added after the context, a text or messages.
         """
-        question = with_question(context, choice_question(options, instruction))
-        answers = [answer_candidate(context, letter) for letter in option_letters(len(options))]
-        prompt, tokens = await self._tokenize(question, answers)
-        return await self._compute_scores(options, prompt, tokens, False, None)
+        question = choice_question(options, instruction)
+        letters = [answer_candidate(context, letter) for letter in option_letters(len(options))]
+        (answer,) = await self._ask(context, [question], letters)
+        return Scores.of(options, answer.logprobs, None, answer.usage)
 
     async def select(
         self,
@@ -156,120 +152,85 @@ class Scorer:
             )
         candidates = [answer_candidate(context, answer) for answer in answers]
 
-        async def ask(option: str) -> Scores:
-            question = with_question(context, f"{option}\n{instruction}")
-            prompt, tokens = await self._tokenize(question, candidates)
-            return await self._compute_scores(answers, prompt, tokens, False, None)
-
-        scores = await self._run_siblings([partial(ask, option) for option in options])
+        questions = [f"{option}\n{instruction}" for option in options]
+        scores = [
+            Scores.of(answers, answer.logprobs, None, answer.usage)
+            for answer in await self._ask(context, questions, candidates)
+        ]
         likely = [answer.probabilities[0] for answer in scores]
         chosen = [option for option, yes in zip(options, likely, strict=True) if yes >= threshold]
         usage = sum((answer.usage for answer in scores), PrefillUsage())
         return Selection(list(options), likely, chosen, scores, usage)
 
-    async def _tokenize(
-        self, context: Context, candidates: Sequence[Candidate]
-    ) -> tuple[list[int], list[list[int]]]:
-        """Return the tokens of a context, and of each candidate after it."""
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruct: str | None = None,
+    ) -> Ranking:
+        """Rank documents by how likely they are relevant to a query; needs the plugin.
+
+        Args:
+            top_n: how many of the best documents to return; by default all.
+            instruct: what relevance means, instead of the plugin's own sentence.
+
+        Raises: PluginMissing if the engine runs without the plugin.
+        """
+        if not documents:
+            raise ValueError("give at least one document")
+        fields = {"top_n": top_n, "instruct": instruct}
+        async with self._limit:
+            return await ask_ranking(
+                self._engine,
+                query,
+                documents,
+                chat_template_kwargs=self.template_args or None,
+                **fields,
+            )
+
+    async def _ask(
+        self,
+        context: Context,
+        questions: Sequence[str] | None,
+        candidates: Sequence[Candidate],
+        stream: str | None = None,
+    ) -> list[PromptScores]:
+        """Score candidates after the context with each question, or after the context alone."""
         if not candidates:
             raise ValueError("give at least one candidate")
-        async with self._limit:
-            prompt = await self._tokenize_context(context)
-            tokens = await self._tokenizer.tokenize(prompt, candidates)
-        if len(set(map(tuple, tokens))) < len(tokens):
-            same = [
-                candidate
-                for candidate, own in zip(candidates, tokens, strict=True)
-                if tokens.count(own) > 1
-            ]
-            raise CandidateRefused(
-                f"two candidates are the same tokens, among {same}; give each once"
-            )
-        return prompt, tokens
-
-    async def _tokenize_context(self, context: Context) -> list[int]:
-        kind = context_kind(context)
-        if kind == "tokens":
-            return list(cast("Sequence[int]", context))
-        if kind == "messages":
-            messages = cast("Messages", context)
-            return await self._engine.tokenize_chat(messages, template_args=self.template_args)
-        (tokens,) = await self._engine.tokenize([str(context)])
-        if not tokens:
-            raise ValueError("the context is empty; give a text that candidates can follow")
-        return tokens
-
-    async def _compute_scores(
-        self,
-        names: Sequence[str],
-        prompt: Sequence[int],
-        candidates: Sequence[Sequence[int]],
-        length_normalised: bool,
-        stream: str | None,
-    ) -> Scores:
-        usage: list[PromptUsage] = []
-        single = [tokens[0] for tokens in candidates if len(tokens) == 1]
-        logprobs: dict[tuple[int, ...], float] = {}
-
-        async def score_single() -> None:
-            answer = await self._prefill(prompt, single, stream=stream)
-            usage.append(answer.usage)
-            for token, logprob in zip(single, answer.tokens, strict=True):
-                logprobs[(token,)] = logprob
-
-        async def score_long(tokens: Sequence[int]) -> None:
-            # Only one request can use a stream: the one for single tokens, unless there is none.
-            answer = await self._prefill(
-                prompt, continuation=tokens, stream=None if single else stream
-            )
-            usage.append(answer.usage)
-            logprobs[tuple(tokens)] = sum(answer.continuation)
-
-        longer = [partial(score_long, tokens) for tokens in candidates if len(tokens) > 1]
-        await self._run_siblings([score_single, *longer] if single else longer)
-        return Scores.of(
-            names,
-            [logprobs[tuple(tokens)] for tokens in candidates],
-            [len(tokens) for tokens in candidates] if length_normalised else None,
-            PrefillUsage.of(usage),
+        await self._look_at_engine()
+        items = questions and [question_item(context, question) for question in questions]
+        # The request for a single prefill can use a prompt stream; a list cannot.
+        if self._has_route and stream is None:
+            async with self._limit:
+                return await ask_scores(
+                    self._engine, context, items, candidates, self.template_args
+                )
+        contexts = [with_question(context, question) for question in questions or ()] or [context]
+        return await self._prefills.ask_scores(
+            contexts, candidates, shares=self._shares, stream=stream
         )
 
-    async def _prefill(
-        self,
-        prompt: Sequence[int],
-        tokens: Sequence[int] = (),
-        *,
-        continuation: Sequence[int] = (),
-        stream: str | None = None,
-    ) -> NextLogprobs:
-        async with self._limit:
-            return await self._engine.next_logprobs(
-                prompt, tokens, continuation=continuation, prompt_stream_id=stream
-            )
+    async def _look_at_engine(self) -> None:
+        """Ask the engine once whether it has the scoring routes, and whether it shares prefixes.
 
-    async def _run_siblings(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-        """Send requests that share a prefix so that the engine computes it once."""
-        if len(calls) > 1 and not await self._engine_shares():
-            return [await calls[0](), *await all_of(calls[1:])]
-        return await all_of(calls)
-
-    async def _engine_shares(self) -> bool:
-        """Return whether requests with one prefix can be sent at once without computing it twice.
-
-        Also True if the engine keeps no KV, since waiting for the first request would not help.
+        Sharing also counts as True if the engine keeps no KV, since waiting for the first request
+        would not help.
         """
-        async with self._shares_lock:
-            if self._shares is None:
-                problem = ""
-                try:
-                    ranks = (await self._engine.info()).kv
-                    if any(rank.shares is False for rank in ranks):
-                        url = self._engine.url
-                        problem = f"{url} does not share prefixes before they are computed"
-                except PluginMissing as error:
-                    problem = str(error).removesuffix(".")
-                self._shares = not problem
-                if problem:
-                    message = "%s. Of requests with one prefix, others wait for the first."
-                    logger.warning(message, problem)
-        return self._shares
+        async with self._looking:
+            if self._looked:
+                return
+            problem = ""
+            try:
+                info = await self._engine.info()
+                self._has_route = "scoring" in info.capabilities
+                if any(rank.shares is False for rank in info.kv):
+                    problem = f"{self._engine.url} does not share prefixes before they are computed"
+            except PluginMissing as error:
+                problem = str(error).removesuffix(".")
+            self._looked, self._shares = True, not problem
+            if problem:
+                message = "%s. Of requests with one prefix, others wait for the first."
+                logger.warning(message, problem)

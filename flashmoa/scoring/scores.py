@@ -127,6 +127,23 @@ class Selection:
     usage: PrefillUsage
 
 
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document, its place in the list that was ranked, and how likely it is relevant."""
+
+    index: int
+    document: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Holds documents, the most relevant ones first."""
+
+    documents: list[RankedDocument]
+    usage: PrefillUsage
+
+
 def softmax(logprobs: Sequence[float]) -> list[float]:
     """Scale probabilities so that they add up to 1. If all are zero, return equal ones."""
     if not logprobs:

@@ -88,6 +88,12 @@ class Options:
         "prefill-only work.",
         ("on", "off"),
     )
+    scoring: str = _option(
+        "on",
+        "On a model that generates text: serve /v1/score, /v1/rerank and /v1/classify by prefills "
+        "(on), or leave these routes to SGLang (off).",
+        ("on", "off"),
+    )
     device: str = _option(
         "",
         "On a CPU: take the time of this GPU, such as h200_sxm, h100_sxm, a100_sxm or the JSON "

@@ -12,13 +12,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
-from flashmoa_sglang.http.client_requests import check_ids
 from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import (
     ApiError,
@@ -26,18 +25,18 @@ from flashmoa_sglang.http.errors import (
     EngineBusy,
     EngineDraining,
     MalformedRequest,
-    PromptTooLarge,
 )
-from flashmoa_sglang.http.rendering import ChatRenderer, RenderedPrompt
+from flashmoa_sglang.http.prompts import PromptReader
+from flashmoa_sglang.http.rendering import ChatRenderer
+from flashmoa_sglang.http.scoring.routes import ScoringApi
 from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.kv_free import KEEPS_NONE
 from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
+from flashmoa_sglang.options import Options
 
-CAPABILITIES = ["prefill_only", "render", "prompt_streams", "prompt_stream_id"]
-# The capabilities of an engine without a KV cache, and of the decode engine of a PD pair.
-_WITHOUT_KV = ["render"]
+_OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id"]
 _SHUTS_DOWN = "The server is shutting down; use another engine."
 # The status that proxies log for a client that has disconnected.
 _CLIENT_GONE = 499
@@ -51,6 +50,8 @@ class Api:
         self._engine = engine
         self._table = table
         self._renderer = renderer
+        self._reader = PromptReader(engine, renderer, table.limits.characters_per_token)
+        self._scores = Options.from_environment().scoring == "on"
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes before SGLang's hundred, because there is an append for every few tokens.
@@ -72,6 +73,20 @@ class Api:
             ("POST", "/prompt_streams/{stream_id}/keep_alive", self.keep_alive),
             ("DELETE", "/prompt_streams/{stream_id}", self.delete),
         ]
+        if self._scores:
+            scoring = ScoringApi(
+                self._engine,
+                self._reader,
+                self._renderer,
+                self._table.limits.scored_items,
+                sglang_routes,
+            )
+            routes += [
+                ("POST", "/v1/score", scoring.score),
+                ("POST", "/v1/rerank", scoring.rerank),
+                ("POST", "/v2/rerank", scoring.rerank),
+                ("POST", "/v1/classify", scoring.classify),
+            ]
         for method, path, handler in routes:
             app.add_api_route(path, _make_endpoint(handler), methods=[method])
         own_routes = app.router.routes[len(sglang_routes) :]
@@ -91,9 +106,7 @@ class Api:
         return {
             "plugin": {"name": "flashmoa-sglang", "version": __version__},
             "sglang": {"version": releases.installed()},
-            "capabilities": CAPABILITIES
-            if self._engine.keeps_kv and self._engine.role != "decode"
-            else _WITHOUT_KV,
+            "capabilities": self._capabilities(),
             "role": self._engine.role,
             "hooks": request.app.state.flashmoa_hooks,
             "model": self._engine.model,
@@ -113,13 +126,18 @@ class Api:
             "kv": [asdict(report) for report in await self._engine.kv()],
         }
 
+    def _capabilities(self) -> list[str]:
+        prefills = self._engine.role != "decode"
+        scoring = ["scoring"] if prefills and self._scores else []
+        return ["render", *scoring, *(_OF_KV if prefills and self._engine.keeps_kv else ())]
+
     async def prefill_only(self, request: Request) -> dict[str, Any]:
         self._require_kv()
         prompt = await bodies.parse(request, bodies.Prompt)
-        ids = self._tokenize(prompt)
+        ids = self._reader.tokenize(prompt)
         if not ids:
             raise MalformedRequest("The prompt is empty; there is nothing to prefill.")
-        self._check_room(len(ids))
+        self._reader.check_room(len(ids))
         if self._engine.draining:
             raise EngineDraining(_SHUTS_DOWN)
         prefilled = await self._engine.prefill(
@@ -136,7 +154,7 @@ class Api:
         prompt = await bodies.parse(request, bodies.Prompt)
         if prompt.messages is None:
             raise MalformedRequest("/render needs messages; this body has none.")
-        return {"text": self._render(prompt).text}
+        return {"text": self._reader.render(prompt).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
         self._require_kv()
@@ -146,9 +164,9 @@ class Api:
         buffer: TokenBuffer | None = None
         piece: str | list[int]
         if kind == "input_ids":
-            piece = self._check_ids(body.input_ids or [])
+            piece = self._reader.check_ids(body.input_ids or [])
         else:
-            buffer, piece = self._new_buffer(body)
+            buffer, piece = self._reader.new_buffer(body)
         stream = PromptStream(
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=buffer,
@@ -172,7 +190,7 @@ class Api:
                     f"This stream was opened with {expected}; append {expected}."
                 )
             if kind == "input_ids":
-                piece = self._check_ids(body.input_ids or [])
+                piece = self._reader.check_ids(body.input_ids or [])
         self._table.append(stream, body.seq, piece, body.end)
         return stream.state()
 
@@ -193,43 +211,6 @@ class Api:
         self._table.close(stream, "deleted")
         return {"id": stream.id, "freed_tokens": stream.prefilled}
 
-    def _tokenize(self, prompt: bodies.Prompt) -> list[int]:
-        if prompt.one_of("messages") == "input_ids":
-            return self._check_ids(prompt.input_ids or [])
-        buffer, text = self._new_buffer(prompt)
-        room = self._engine.max_prompt_tokens
-        if len(text) > room * self._table.limits.characters_per_token:
-            raise PromptTooLarge(
-                f"The prompt has {len(text)} characters; this server takes at most {room} tokens. "
-                "Shorten it.",
-                max_tokens=room,
-            )
-        buffer.append(text)
-        return buffer.all_tokens()
-
-    def _new_buffer(self, prompt: bodies.Prompt) -> tuple[TokenBuffer, str]:
-        """Return an empty buffer for a prompt of text or messages, and the text to append first."""
-        if prompt.messages is not None:
-            return self._render(prompt).new_buffer(self._require_tokenizer())
-        return TokenBuffer(self._require_tokenizer(), prompt.add_special_tokens), prompt.text or ""
-
-    def _render(self, prompt: bodies.Prompt) -> RenderedPrompt:
-        self._require_tokenizer()
-        return self._renderer.render(prompt.chat_fields())
-
-    def _require_tokenizer(self) -> Any:
-        if self._engine.tokenizer is None:
-            raise MalformedRequest("This server has no tokenizer for text prompts; send input_ids.")
-        return self._engine.tokenizer
-
-    def _check_ids(self, ids: list[int]) -> list[int]:
-        """Return ``ids``; refuse them if one is not in the vocabulary."""
-        try:
-            check_ids(ids, self._engine.vocabulary)
-        except ValueError as error:
-            raise MalformedRequest(str(error)) from error
-        return ids
-
     def _require_kv(self) -> None:
         """Refuse the request if this engine keeps no KV of prompts."""
         if self._engine.role == "decode":
@@ -240,14 +221,6 @@ class Api:
         if not self._engine.keeps_kv:
             raise MalformedRequest(
                 f"{KEEPS_NONE}, so nothing can be prefilled ahead; send the whole request instead."
-            )
-
-    def _check_room(self, tokens: int) -> None:
-        room = self._engine.max_prompt_tokens
-        if tokens > room:
-            raise PromptTooLarge(
-                f"The prompt has {tokens} tokens; this server takes at most {room}. Shorten it.",
-                max_tokens=room,
             )
 
 
@@ -264,7 +237,8 @@ def _make_endpoint(handler: Handler) -> Handler:
 
     async def answer(request: Request) -> Any:
         try:
-            return JSONResponse(await handler(request))
+            answer = await handler(request)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
         except ClientDisconnect:

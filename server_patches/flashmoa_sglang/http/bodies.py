@@ -51,20 +51,9 @@ class _Piece(_Body):
         return set_names[0]
 
 
-class Prompt(_Piece):
-    """A whole prompt, or the first piece of one.
+class Target(BaseModel):
+    """What computes a request besides the model, and the namespace of its KV."""
 
-    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because that
-    contains its special tokens already.
-    """
-
-    add_special_tokens: bool = True
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: StrictStr | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: StrictStr | None = None
-    continue_final_message: bool | None = None
     model: StrictStr | None = None
     cache_salt: StrictStr | None = None
     extra_key: StrictStr | None = None
@@ -88,6 +77,22 @@ class Prompt(_Piece):
             self.extra_key or None,
             adapter or self.lora_path or None,
         )
+
+
+class Prompt(_Piece, Target):
+    """A whole prompt, or the first piece of one.
+
+    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because that
+    contains its special tokens already.
+    """
+
+    add_special_tokens: bool = True
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: StrictStr | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: StrictStr | None = None
+    continue_final_message: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of a chat request."""

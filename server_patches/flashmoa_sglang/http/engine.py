@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 import uuid
 from contextlib import aclosing
@@ -14,12 +13,12 @@ from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
+from flashmoa_sglang.http.kv_reports import KvReports
 from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
     CountUpdate,
-    KvQuery,
     KvReport,
     MeasuredCosts,
     ReleaseStream,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from flashmoa_sglang.saturation import Saturation
 
-_KV_REPORT_TIMEOUT = 5.0
 _RID_PREFIX = "flashmoa-"
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
@@ -53,14 +51,12 @@ class Engine:
         # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
-        self._queries = itertools.count()
-        self._reports: dict[int, tuple[list[KvReport], asyncio.Event]] = {}
+        self._reports = KvReports(tokenizer_manager)
         self.keeps_kv = not kv_free.is_on()
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
         # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
         self.waits_for: int | None = None
-        self.handle(KvReport, self._on_report)
         self.handle(CountUpdate, _count)
 
     @cached_property
@@ -103,6 +99,11 @@ class Engine:
         chunk = arguments.chunked_prefill_size or 0
         bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in await self.kv())]
         return min(bound for bound in bounds if bound and bound > 0)
+
+    @property
+    def packs_items(self) -> bool:
+        """Whether SGLang's /v1/score packs the items of a list into one prompt."""
+        return RELEASE.packs_items(self._arguments)
 
     @property
     def steps_together(self) -> bool:
@@ -218,13 +219,14 @@ class Engine:
         setattr(request, _OURS, True)
         self._prefills += 1
         try:
-            return await self._run(request, http_request, on_token)
+            return await self.run(request, http_request, on_token)
         finally:
             self._prefills -= 1
 
-    async def _run(
-        self, request: Any, http_request: Any, on_token: Callable[[dict[str, Any]], None] | None
+    async def run(
+        self, request: Any, http_request: Any, on_token: Callable[[Any], None] | None = None
     ) -> dict[str, Any]:
+        """Run a ``GenerateReqInput``. Return ``meta_info``. Raises: as :meth:`prefill`."""
         from fastapi import HTTPException
 
         meta: dict[str, Any] | None = None
@@ -264,25 +266,7 @@ class Engine:
 
     async def kv(self) -> list[KvReport]:
         """Ask every data-parallel rank for a report on its KV pool."""
-        query = next(self._queries)
-        reports, complete = self._reports[query] = (list[KvReport](), asyncio.Event())
-        try:
-            self._manager.auto_create_handle_loop()
-            RELEASE.to_scheduler(self._manager, KvQuery(query))
-            await asyncio.wait_for(complete.wait(), _KV_REPORT_TIMEOUT)
-        except TimeoutError:
-            pass  # A scheduler in a long forward answers late. The other reports are returned.
-        finally:
-            del self._reports[query]
-        return sorted(reports, key=lambda report: report.dp_rank)
-
-    def _on_report(self, report: KvReport) -> None:
-        if (waiting := self._reports.get(report.query)) is None:
-            return
-        reports, complete = waiting
-        reports.append(report)
-        if len(reports) >= self.data_parallel_ranks:
-            complete.set()
+        return await self._reports.ask(self.data_parallel_ranks)
 
 
 def is_ours(obj: Any) -> bool:

@@ -33,6 +33,12 @@ class MalformedRequest(ApiError):
     status, code = 400, "malformed"
 
 
+class CandidateRefused(ApiError):
+    """Raised when an answer cannot be scored after its prompt; the message says what to do."""
+
+    status, code = 400, "candidate_refused"
+
+
 class StreamUnknown(ApiError):
     """Raised when there is no such prompt stream."""
 

@@ -87,6 +87,15 @@ class ChatRenderer:
     def __init__(self, chat: Callable[[], Any]) -> None:
         self._chat = chat
 
+    @property
+    def template(self) -> str:
+        """The chat template, its file or its name in SGLang; empty if there is none."""
+        tokenizer_manager = self._chat().tokenizer_manager
+        tokenizer = tokenizer_manager.tokenizer
+        arguments = RELEASE.resolve_arguments(tokenizer_manager.server_args)
+        # SGLang gives the template of a file to the tokenizer.
+        return str(tokenizer.chat_template or arguments.chat_template or "")
+
     def render(self, body: dict[str, Any]) -> RenderedPrompt:
         """Render the fields of a chat request: ``messages``, ``tools``, ...
 

@@ -47,6 +47,7 @@ class Limits:
     """Limits for clients, which ``GET /flashmoa/info`` reports.
 
     ``streams``: open streams. ``remembered``: streams that have ended whose ending is still known.
+    ``scored_items``: items of one scoring request.
     """
 
     streams: int = 256
@@ -55,6 +56,7 @@ class Limits:
     # A prompt with more characters than this for each token of the context is not text.
     characters_per_token: int = 64
     remembered: int = 4096
+    scored_items: int = 10_000
 
 
 class StreamTable:

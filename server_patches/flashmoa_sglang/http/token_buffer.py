@@ -70,6 +70,12 @@ class CanonicalTokenizer:
         """Return the token ids of a whole text."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with the special ones."""
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
     def last_boundary(self, text: str, start: int) -> int:
         """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
         last = start

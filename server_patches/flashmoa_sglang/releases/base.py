@@ -137,6 +137,10 @@ class Release(RequestAccess):
 
         return wrap_as_pickle(message)
 
+    def packs_items(self, arguments: Any) -> bool:
+        """Return whether /v1/score packs the items of a list into one prompt."""
+        return arguments.enable_mis
+
     # The scheduler and its batches.
 
     def running_batch(self, scheduler: Any, arguments: dict[str, Any]) -> Any:

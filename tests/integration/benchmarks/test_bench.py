@@ -239,3 +239,24 @@ async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) ->
     }
     assert computed["appended"] < computed["staircase"]
     assert not any(row["failed"] for row in rows.values())
+
+
+async def test_score_lists_compares_stock_and_ours(benches: Bench) -> None:
+    sizes = ["--items", "3", "--query", "60", "--item", "8"]
+    found = await benches.run("score-lists", ["stock", "flashmoa"], *sizes)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert set(rows) == {"stock", "flashmoa", "flashmoa-streamed"}
+    for way in ("flashmoa", "flashmoa-streamed"):
+        assert rows[way]["difference"] < 1e-3
+        assert rows[way]["computed"] == 60 + 3 * 8
+        assert 0 < rows[way]["first"] <= rows[way]["seconds"]
+
+
+async def test_score_accuracy_asks_each_text_both_ways(benches: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "snippets.txt"
+    file.write_text("1\t2.5\tA lovely stay.\n2\t0.1\tA stay.\n3\t-3\tCold tea.\n")
+    found = await benches.run("score-accuracy", ["flashmoa"], str(file), "--tokens", "2")
+    assert [(row["question"], row["texts"]) for row in found["rows"]] == [
+        ("words", 2),
+        ("letters", 2),
+    ]

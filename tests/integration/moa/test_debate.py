@@ -11,7 +11,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Model
+from flashmoa.moa import Debate, DebatePrompt, DebateResult, Fallback, MixtureFailed, Model
 from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import wait_until_idle
@@ -80,7 +80,7 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
     with pytest.raises(MixtureFailed, match="no agent answered"):
         await Debate([failing, failing], 2, first_letter).answer(QUESTION)
     with pytest.raises(MixtureFailed, match="the aggregator failed"):
-        await debate(pair, failing).answer(QUESTION)
+        await debate(pair, failing, fallback=Fallback(best_answer=False)).answer(QUESTION)
     await wait_until_idle(small)
 
 

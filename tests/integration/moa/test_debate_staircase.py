@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, DebateResult, MixtureFailed, Steps
+from flashmoa.moa import Debate, DebatePrompt, DebateResult, Fallback, MixtureFailed, Steps
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import wait_until_idle
 
@@ -91,7 +91,8 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
         await Debate([failing, failing], 2, first_letter, staircase=Steps()).answer(QUESTION)
     with pytest.raises(MixtureFailed, match="the aggregator failed"):
         async with EngineClient("http://127.0.0.1:9") as nowhere:
-            await debate(pair, agent(nowhere)).answer(QUESTION)
+            strict = Fallback(best_answer=False)
+            await debate(pair, agent(nowhere), fallback=strict).answer(QUESTION)
     await wait_until_idle(small)
 
 

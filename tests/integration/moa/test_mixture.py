@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ from flashmoa.linking.link import Ahead
 from flashmoa.moa import (
     AggregationPrompt,
     EarlyExit,
+    Fallback,
     MixtureFailed,
     MixtureOfAgents,
     MixtureResult,
@@ -41,7 +43,7 @@ def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgent
     small, large = pair
     proposers = [agent(small if seed % 2 else large, seed) for seed in range(4)]
     layers = [proposers, [agent(small, 5), agent(large, 6)], [agent(large, 7)]]
-    return MixtureOfAgents(layers, prompt=PROMPT, **more)
+    return MixtureOfAgents(layers, **{"prompt": PROMPT, **more})
 
 
 def answers_by_layer(result: MixtureResult) -> list[list[str]]:
@@ -57,8 +59,7 @@ async def test_linked_mixture_equals_unlinked(
     ways: list[Ahead] = ["nothing", "known", "text"]
     results = []
     for ahead in ways:
-        mixture = tree(pair, ahead=ahead)
-        mixture.prompt = prompt
+        mixture = tree(pair, ahead=ahead, prompt=prompt)
         results.append(await mixture.answer(QUESTION))
     assert (
         answers_by_layer(results[0]) == answers_by_layer(results[1]) == answers_by_layer(results[2])
@@ -111,12 +112,13 @@ async def test_early_exit_cancels_the_remaining_agents(
 
 
 class RecordingClient(EngineClient):
-    """A client that records which requests ask for log-probabilities, and its other requests."""
+    """A client that records requests: prompts, whether they ask for log-probabilities, others."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.logprobs: list[bool] = []
         self.others: list[str] = []
+        self.prompts: list[Any] = []
 
     async def info(self) -> EngineInfo:
         self.others.append("info")
@@ -128,6 +130,7 @@ class RecordingClient(EngineClient):
 
     def chat(self, messages: Any, **parameters: Any) -> Any:
         self.logprobs.append(parameters.get("logprobs", False))
+        self.prompts.append(messages)
         return super().chat(messages, **parameters)
 
 
@@ -168,7 +171,8 @@ async def test_mixture_fails_when_all_proposers_or_the_aggregator_fail(
     mixture = MixtureOfAgents([[failing] * 4, [agent(large)] * 2, [agent(large)]], prompt=PROMPT)
     with pytest.raises(MixtureFailed, match="no agent answered"):
         await mixture.answer(QUESTION)
-    mixture = MixtureOfAgents([[agent(large)], [failing]], prompt=PROMPT)
+    strict = Fallback(best_answer=False)
+    mixture = MixtureOfAgents([[agent(large)], [failing]], prompt=PROMPT, fallback=strict)
     with pytest.raises(MixtureFailed, match="the last aggregator failed"):
         await mixture.answer(QUESTION)
     await wait_until_idle(large)
@@ -216,7 +220,7 @@ async def test_free_tokens_are_the_context_without_prompt_and_answer(
     assert await agent(small, max_tokens=context).free_tokens(messages, [100]) == 0
 
 
-async def test_free_tokens_need_no_prefill_and_one_info_request(
+async def test_free_tokens_need_neither_prefills_nor_the_state_of_the_engine(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     messages = [{"role": "user", "content": QUESTION}]
@@ -224,17 +228,42 @@ async def test_free_tokens_need_no_prefill_and_one_info_request(
         rooms = [await agent(client, seed).free_tokens(messages, [100, None]) for seed in range(3)]
         assert await agent(client).fits(messages, 300)
         assert not await agent(client).fits(messages, 20)
-        assert client.others == ["info"]
+        assert client.others == []
         prompt_tokens = (await client.prefill_only(messages=messages)).prompt_tokens
         context = (await client.info()).context_length
     assert rooms == [context - 12 - prompt_tokens] * 3
 
 
-async def test_free_tokens_are_unknown_without_the_plugin(
-    plain_engine: LocalEngine,
-) -> None:
+async def test_free_tokens_are_known_without_the_plugin(plain_engine: LocalEngine) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     async with RecordingClient(plain_engine.url) as client:
-        for _ in range(2):
-            assert await agent(client).free_tokens(messages, [None]) is None
-        assert client.others == ["info"]
+        room = await agent(client).free_tokens(messages, [None])
+        assert room is not None and room > 100
+        assert client.others == []
+
+
+async def test_slow_model_of_a_later_layer_is_left_behind(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    small, large = pair
+    policy = EarlyExit(ConstantEmbedder(), tau=1.0, rule="threshold", threshold=0.0)
+    between = [agent(small, 1), agent(small, 2), agent(large, 3, max_tokens=400)]
+    layers = [[agent(small, seed) for seed in range(3)], between, [agent(large)]]
+    result = await MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy).answer(QUESTION)
+    assert [answer.status for answer in result.layers[1]] == ["used", "used", "left out"]
+    await wait_until_idle(large)
+
+
+async def test_layers_have_their_prompts_and_agents_their_roles(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    prompts = [AggregationPrompt(instruction=f"Layer {n}:", closing="\nEnd.") for n in (2, 3)]
+    async with RecordingClient(pair[0].url) as client:
+        doubting = replace(agent(client, 1), role="You doubt.")
+        layers = [[agent(client), doubting], [agent(client), doubting], [agent(client)]]
+        await MixtureOfAgents(layers, "2x2x1", prompt=prompts).answer(QUESTION)
+        systems = [messages[0]["content"] for messages in client.prompts]
+    assert sorted(systems[:2]) == sorted([QUESTION, "You doubt."])
+    assert {system.partition("\n\n")[0] for system in systems[2:4]} == {"Layer 2:", "You doubt."}
+    assert all("Layer 2:" in system and system.endswith("\nEnd.") for system in systems[2:4])
+    assert systems[4].startswith("Layer 3:") and "You doubt." not in systems[4]

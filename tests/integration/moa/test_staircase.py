@@ -9,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import AggregationPrompt, MixtureFailed, Model, Staircase
+from flashmoa.moa import AggregationPrompt, Fallback, MixtureFailed, Model, Staircase
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import slow, wait_until_idle
 
@@ -109,7 +109,9 @@ async def test_failed_proposer_is_left_out(
         await Staircase([failing], aggregator).answer(QUESTION)
     with pytest.raises(MixtureFailed, match="the aggregator failed"):
         async with EngineClient("http://127.0.0.1:9") as nowhere:
-            await Staircase(whole.proposers, Model(nowhere)).answer(QUESTION)
+            strict = Fallback(best_answer=False)
+            last = Staircase(whole.proposers, Model(nowhere), fallback=strict)
+            await last.answer(QUESTION)
     for engine in pair:
         await wait_until_idle(engine)
 

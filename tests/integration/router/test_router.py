@@ -187,9 +187,19 @@ async def test_scores_are_routed(
         # They differ slightly, because the second one used the cache.
         assert one == pytest.approx(other, abs=1e-3)
     assert await metric(router, "flashmoa_router_prompt_tokens_total") >= before + 100
-    # The engine itself refuses these, because its model is not made for them.
+    documents = [words(20, 1073), words(20, 1074)]
+    for path in ("/v1/rerank", "/v2/rerank"):
+        ranked = await post_json(router, path, {"query": "lake", "documents": documents})
+        assert len(ranked["results"]) == 2
+    labelled = {"input": documents, "labels": ["a", "b"]}
+    assert len((await post_json(router, "/v1/classify", labelled))["data"]) == 2
+    # The engine itself refuses these.
     for path in ("/v1/rerank", "/v1/classify"):
         assert (await router.post(path, json={"model": "default"})).status_code == 400
+    ask = {"query": "lake", "documents": documents, "stream": True}
+    async with router.stream("POST", "/v1/rerank", json=ask) as answer:
+        events = [line async for line in answer.aiter_lines() if line]
+    assert len(events) == 4 and events[-1] == "data: [DONE]"
 
 
 async def test_router_forwards_the_clients_api_key_and_never_its_own(
@@ -213,6 +223,8 @@ async def test_router_forwards_the_clients_api_key_and_never_its_own(
             with_stream = ask | {"prompt_stream_id": stream_id}
             assert (await router.post("/generate", json=with_stream)).status_code == 401
         for path in ("/generate", "/prefill_only", "/prompt_streams", "/render", "/flush_cache"):
+            assert (await router.post(path, json=ask)).status_code == 401
+        for path in ("/v1/score", "/v1/rerank", "/v2/rerank", "/v1/classify"):
             assert (await router.post(path, json=ask)).status_code == 401
         for path in ("/flashmoa/info", "/prompt_streams", "/v1/models", "/server_info"):
             assert (await router.get(path)).status_code == 401

@@ -100,6 +100,20 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
     assert parts.read_bytes() == before
 
 
+async def test_documents_are_ranked_and_a_second_run_leaves_them(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "input.jsonl", tmp_path / "out.jsonl"
+    line = {"id": "r", "query": "lake", "documents": ["Tea.", "A lake.", "Air."]}
+    source.write_text(json.dumps(line))
+    for _ in range(2):
+        assert await score(engine, source, out) == 0
+        (record,) = read(out)
+        assert (record["id"], record["documents"]) == ("r", 3)
+        assert sorted(record["ranked"]) == [0, 1, 2]
+        assert record["scores"] == sorted(record["scores"], reverse=True)
+
+
 async def test_file_that_is_not_a_file_of_scores_is_left_alone(
     engine: LocalEngine, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient, EngineUnreachable, MalformedRequest
-from flashmoa.engine.local import LocalEngines
+from flashmoa.engine import (
+    EngineClient,
+    EngineUnreachable,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+)
+from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
+from flashmoa.scoring.candidates import answer_candidate, with_question
+from flashmoa.scoring.scorer import YES_OR_NO
 from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import Logprobs
 from tests.integration.support import (
@@ -162,6 +171,49 @@ async def test_plain_engine_scores_alike_and_warns_once(
     assert found.usage.computed_tokens < 2 * 600
 
 
+async def test_plugin_scores_a_list_in_one_request(
+    engine: LocalEngine, words: Callable[[int, int], str]
+) -> None:
+    paths: list[str] = []
+
+    async def record(request: httpx.Request) -> None:
+        paths.append(request.url.path)
+
+    async with EngineClient(engine.url, timeout=60) as client:
+        client._http.event_hooks = {"request": [record]}  # pyright: ignore[reportPrivateUsage]
+        scorer = Scorer(client)
+        for context in (words(40, 41), CHAT, [*CHAT, {"role": "assistant", "content": "No."}]):
+            found = await scorer.select(context, ["lakes", "hills", "temples"])
+            direct = await Scorer(client).score(
+                with_question(context, f"hills\n{YES_OR_NO}"),
+                [answer_candidate(context, answer) for answer in ("Yes", "No")],
+                prompt_stream_id="none",
+            )
+            assert found.answers[1].logprobs == pytest.approx(direct.logprobs, abs=EXACT)
+            assert found.usage.requests == 3 * direct.usage.requests
+        assert paths.count("/v1/score") == 3
+
+
+async def test_rerank_puts_the_most_relevant_documents_first(
+    scorer: Scorer, plain_client: EngineClient
+) -> None:
+    documents = ["Tea grows in Ilam.", "Pokhara has a lake.", "Lukla has an airport."]
+    ranking = await scorer.rerank("Where is a lake?", documents)
+    scores = [one.score for one in ranking.documents]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(one.index for one in ranking.documents) == [0, 1, 2]
+    assert all(documents[one.index] == one.document for one in ranking.documents)
+    assert ranking.usage.requests > 0 and ranking.usage.decoded_tokens == 0
+    best = await scorer.rerank("Where is a lake?", documents, top_n=1)
+    assert [one.index for one in best.documents] == [ranking.documents[0].index]
+    other = await scorer.rerank("Where is a lake?", documents, instruct="Judge.")
+    assert [one.score for one in other.documents] != pytest.approx(scores, abs=1e-9)
+    with pytest.raises(PluginMissing):
+        await Scorer(plain_client).rerank("Where?", documents)
+    with pytest.raises(ValueError, match="at least one document"):
+        await scorer.rerank("Where?", [])
+
+
 @pytest.mark.slow
 async def test_engine_that_does_not_share_gets_one_request_first(
     engines: LocalEngines,
@@ -250,10 +302,15 @@ async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(
 async def test_engines_refusal_is_raised_unchanged(
     scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):
+    with pytest.raises(PromptTooLarge, match=r"items\[0\]: The prompt has 13000 tokens"):
         await scorer.score(words(13000, 37), [" the", " a lake and"])
-    with pytest.raises(MalformedRequest, match="token_ids_logprob must be in"):
+    with pytest.raises(MalformedRequest, match="candidates must be in"):
         await scorer.score("The", [[999_999]])
+    # A request of a prompt stream is an ordinary one, which SGLang refuses.
+    with pytest.raises(MalformedRequest, match="exceeds the maximum allowed length"):
+        await scorer.score(words(13000, 37), [" the", " a lake and"], prompt_stream_id="none")
+    with pytest.raises(MalformedRequest, match="token_ids_logprob must be in"):
+        await scorer.score("The", [[999_999]], prompt_stream_id="none")
     async with EngineClient("http://127.0.0.1:9") as absent:
         with pytest.raises(EngineUnreachable):
             await Scorer(absent).score("The", [" the"])

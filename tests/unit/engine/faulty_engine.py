@@ -106,36 +106,43 @@ def _completion(words: Sequence[str]) -> dict[str, Any]:
 _BASE = {"id": "c1", "created": 1, "model": "m", "metadata": {"weight_version": "default"}}
 
 
+async def start_events(client: SocketStream) -> None:
+    """Begin an answer that consists of events."""
+    await client.send(_head(200, b"text/event-stream", b"Transfer-Encoding: chunked\r\n"))
+
+
 async def stream(client: SocketStream, fate: Fate) -> None:
     """Answer with the chunks of a chat completion."""
-    await client.send(_head(200, b"text/event-stream", b"Transfer-Encoding: chunked\r\n"))
+    await start_events(client)
     words = OTHER if fate == "other" else WORDS
-    await _event(client, _chunk({"role": "assistant", "content": ""}))
+    await send_event(client, chunk({"role": "assistant", "content": ""}))
     for number, word in enumerate(words):
         if number == 3 and fate in ("cut", "ends", "hang", "error"):
             if fate == "hang":
                 await anyio.sleep(30)
             if fate == "error":
-                await _event(client, {"error": _ERROR | {"code": 503}})
-                await _event(client, "[DONE]")
+                await send_event(client, {"error": _ERROR | {"code": 503}})
+                await send_event(client, "[DONE]")
             if fate != "cut":
                 await client.send(b"0\r\n\r\n")
             return
         if fate == "slow":
             await anyio.sleep(_SLOW)
-        await _event(client, _chunk({"content": word}))
-    await _event(client, _chunk({}, "stop"))
-    await _event(client, {**_chunk({}), "choices": [], "usage": _USAGE})
-    await _event(client, "[DONE]")
+        await send_event(client, chunk({"content": word}))
+    await send_event(client, chunk({}, "stop"))
+    await send_event(client, {**chunk({}), "choices": [], "usage": _USAGE})
+    await send_event(client, "[DONE]")
     await client.send(b"0\r\n\r\n")
 
 
-def _chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    """Return a chunk of a chat completion."""
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
     return {**_BASE, "object": "chat.completion.chunk", "choices": [choice], "usage": None}
 
 
-async def _event(client: SocketStream, event: Any) -> None:
+async def send_event(client: SocketStream, event: Any) -> None:
+    """Send an event."""
     data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
     line = f"data: {data}\n\n".encode()
     await client.send(b"%x\r\n%s\r\n" % (len(line), line))

@@ -17,6 +17,7 @@ from flashmoa.engine.refusals import make_refusal
 URL = "http://engine"
 # Classes on the client for server errors without a class of the same name there.
 CLIENT_CLASSES = {
+    "CandidateRefused": errors.MalformedRequest,
     "DecodesOnly": errors.PluginMissing,
     "EngineBusy": errors.EngineDraining,
     "EngineFailed": errors.RequestRefused,

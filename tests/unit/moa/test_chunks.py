@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineTimeout
 from flashmoa.moa import Schedule
 from flashmoa.moa.chunks import ChunkedText
 from flashmoa.moa.prompts import last_words
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 def chunked(flow: Workflow, answer: Answer) -> ChunkedText:
-    return ChunkedText(flow, answer, "1. ", Schedule(first=1), stall_seconds=0.01)
+    return ChunkedText(flow, answer, "1. ", Schedule(first=1))
 
 
 def test_schedule_grows_up_to_the_largest_chunk() -> None:
@@ -46,6 +46,7 @@ async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         answer = Answer("slow")
         answer.write("abcdef")
+        answer.fail(EngineTimeout("it stalled: nothing came for 0.01 s"))
         proposal = chunked(flow, answer)
         await proposal.cut()
         assert [await proposal.chunk(number) for number in range(3)] == ["1. abcd", "1. ef", ""]

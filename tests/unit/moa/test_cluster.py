@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from flashmoa import Answer, Text
+from flashmoa.moa import cluster as cluster_module
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.embedding import Embedding
 from flashmoa.moa.results import AgentAnswer
+from flashmoa.moa.settings import Quorum
 
 pytestmark = pytest.mark.anyio
 
@@ -59,13 +61,15 @@ def members(*texts: str | None) -> list[Member]:
     return result
 
 
-async def run_cluster(agents: list[Member], policy: EarlyExit | None) -> Cluster:
+async def run_cluster(
+    agents: list[Member], policy: EarlyExit | None, quorum: Quorum | None = None
+) -> Cluster:
     async def unlimited() -> None:
         return None
 
     scores = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
     cluster = Cluster(
-        agents, room=unlimited, stall_seconds=1, scores=scores, leave=lambda _member: None
+        agents, room=unlimited, scores=scores, quorum=quorum, leave=lambda _member: None
     )
     await cluster.run()
     return cluster
@@ -107,3 +111,54 @@ async def test_pending_decision_is_cancelled_when_the_other_answers_failed() -> 
     with anyio.fail_after(10):
         await run_cluster(agents, EarlyExit(EndlessEmbedder()))
     assert [member.used for member in agents] == [True, False, False]
+
+
+async def test_quorum_leaves_out_the_others_once_its_time_is_over() -> None:
+    agents = members("one", "two", None)
+    agents[0].asked.set()
+    with anyio.fail_after(10):
+        await run_cluster(agents, None, Quorum(2, 0.0))
+    assert [member.used for member in agents] == [True, True, False]
+    assert await agents[2].slots[0].text == ""
+    assert not agents[2].record.problem
+
+
+async def test_quorum_waits_until_enough_answers_are_complete() -> None:
+    agents = members("one", None, None)
+    agents[2].asked.set()
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_cluster, agents, None, Quorum(2, 0.0))
+        await anyio.wait_all_tasks_blocked()
+        assert [member.used for member in agents] == [True, None, None]
+        agents[1].answer.write("two")
+        agents[1].answer.close()
+    assert [member.used for member in agents] == [True, True, False]
+
+
+async def test_answers_are_copied_before_their_room_is_known() -> None:
+    agents, known = members("one", None), anyio.Event()
+
+    async def room() -> None:
+        await known.wait()
+
+    cluster = Cluster(agents, room=room, leave=lambda _member: None)
+    async with anyio.create_task_group() as group:
+        group.start_soon(cluster.run)
+        agents[1].answer.write("two")
+        await anyio.wait_all_tasks_blocked()
+        assert [member.slots[0].text.written for member in agents] == ["one", "two"]
+        assert not any(member.slots[0].text.is_over for member in agents)
+        agents[1].answer.close()
+        known.set()
+    assert all(member.slots[0].text.is_complete for member in agents)
+
+
+async def test_answers_do_not_wait_for_an_engine_that_does_not_tell_its_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_module, "_ROOM_SECONDS", 0.01)
+    agents = members("one", "two")
+    cluster = Cluster(agents, room=anyio.sleep_forever, leave=lambda _member: None)
+    with anyio.fail_after(10):
+        await cluster.run()
+    assert [await member.slots[0].text for member in agents] == ["one", "two"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Debate, DebatePrompt, Model
-from flashmoa.moa.debate import vote
+from flashmoa.moa.debate_runs import vote
 from flashmoa.moa.prompts import AnswerForms
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]

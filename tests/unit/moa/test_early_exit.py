@@ -17,6 +17,7 @@ from flashmoa.moa.early_exit import (
     confidence,
     frobenius_cosine,
     normalise,
+    to_features,
 )
 from flashmoa.moa.embedding import Embedding
 
@@ -46,6 +47,15 @@ def test_similarity_equals_the_papers_formula(a: int, b: int, n: int, m: int) ->
     assert found == pytest.approx(cosine_as_published(one, other), abs=1e-4)
     assert 0 <= found <= 1
     assert frobenius_cosine(normalise(one), normalise(one)) == pytest.approx(1, abs=1e-5)
+
+
+def test_single_rows_are_compared_by_their_cosine() -> None:
+    one, other = embedding(1, 1), embedding(2, 1)
+    cosine = float(one[0] @ other[0]) / float(np.linalg.norm(one) * np.linalg.norm(other))
+    found = frobenius_cosine(to_features(one), to_features(other))
+    assert found == pytest.approx(cosine**2, abs=1e-5)
+    several = embedding(3, 4)
+    assert np.array_equal(to_features(several), normalise(several))
 
 
 def test_embedding_of_zeros_has_similarity_zero() -> None:

@@ -11,15 +11,13 @@ from flashmoa_sglang.cpu import torchvision_ops
 torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http import bodies  # noqa: E402
-from flashmoa_sglang.http.api import Api  # noqa: E402
 from flashmoa_sglang.http.errors import PromptTooLarge  # noqa: E402
-from flashmoa_sglang.http.streams import Limits  # noqa: E402
+from flashmoa_sglang.http.prompts import PromptReader  # noqa: E402
 
 
 def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
     engine: Any = SimpleNamespace(max_prompt_tokens=10, tokenizer=SimpleNamespace(prefix=[]))
-    table: Any = SimpleNamespace(limits=Limits(characters_per_token=3))
     renderer: Any = None
     message = "has 31 characters; this server takes at most 10 tokens"
     with pytest.raises(PromptTooLarge, match=message):
-        Api(engine, table, renderer)._tokenize(bodies.Prompt(text="a" * 31))
+        PromptReader(engine, renderer, 3).tokenize(bodies.Prompt(text="a" * 31))

@@ -59,6 +59,12 @@ async def test_prompt_of_scores_begins_with_the_query() -> None:
         for name in ("items", "documents"):
             scored = await prompts.blocks({"query": query, name: documents}, "", {})
             assert scored == text_blocks(query + "".join(documents))
+        objects = {"query": query, "documents": [{"text": text} for text in documents]}
+        scored = await prompts.blocks(objects, "", {})
+        assert scored == text_blocks(query + "".join(documents))
+        for inputs in (documents, objects["documents"]):
+            classified = await prompts.blocks({"labels": [query], "input": inputs}, "", {})
+            assert classified == text_blocks(query + "".join(documents))
         one = await prompts.blocks({"query": query, "items": "b"}, "", {})
         assert one == text_blocks(query + "b")
         tokens = {"query": [1] * 16, "items": [[1] * 8, [1] * 8]}

@@ -112,6 +112,9 @@ def test_contexts_are_text_tokens_or_messages() -> None:
         ('{"candidates": ["a"]}', "exactly one of context, messages"),
         ('{"context": "x", "messages": [], "labels": []}', r"got \['context', 'messages'\]"),
         ('{"context": "x", "candidates": [1]}', "candidates.0"),
+        ('{"query": "x", "documents": []}', "query and documents go together"),
+        ('{"documents": ["x"]}', "query and documents go together"),
+        ('{"query": "x", "documents": ["y"], "options": ["z"]}', "without other fields"),
         ('{"context": "x", "candidates": ["a"], "multiple": true}', "goes with options"),
         ('{"context": "x", "labels": ["a"], "length_normalised": true}', "goes with candidates"),
         ('{"context": "x", "labels": ["a"], "label": 1}', "label: Extra inputs"),
@@ -171,7 +174,7 @@ class EngineOfRanks:
     async def info(self) -> EngineInfo:
         state = dict.fromkeys(KvState.model_fields, 0) | {"experts": None}
         ranks = [KvState.model_validate(state | {"shares": one}) for one in self._shares]
-        return EngineInfo.model_construct(kv=ranks)
+        return EngineInfo.model_construct(capabilities=[], kv=ranks)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return "x" * len(token_ids)

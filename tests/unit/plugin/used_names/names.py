@@ -145,6 +145,7 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         "resolved_view()": ARGUMENTS,
     },
     "scheduler/state.py": {"recv_req": TOKENIZED_REQUEST},
+    "scheduler/queue.py": {"message": TOKENIZED_REQUEST},
     "scheduler/streams.py": {"message": TOKENIZED_REQUEST},
 }
 
@@ -152,7 +153,10 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
 MEMBERS: Mapping[str, Mapping[str, str]] = {
     BATCH: {"forward_mode": FORWARD_MODE},
     BOOTSTRAP_QUEUE: {"queue": f"[{REQ}]"},
-    CHAT: {"_process_messages()": _srt("entrypoints.openai.protocol:MessageProcessingResult")},
+    CHAT: {
+        "_process_messages()": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
+        "tokenizer_manager": MANAGER,
+    },
     EXPERTS: {"_buffers": PLAIN, "_parameters": PLAIN},
     FORWARD_BATCH: {
         "forward_mode": FORWARD_MODE,
@@ -166,7 +170,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     IPC_CHANNELS: {"send_to_tokenizer": SENDER},
     MANAGER: {
         "model_config": MODEL_CONFIG,
-        **dict.fromkeys(("rid_to_state", "send_to_scheduler", "server_status"), PLAIN),
+        **dict.fromkeys(("rid_to_state", "send_to_scheduler", "server_status", "tokenizer"), PLAIN),
     },
     MODEL_CONFIG: {
         "attention_arch": _srt("configs.model_config:AttentionArch"),

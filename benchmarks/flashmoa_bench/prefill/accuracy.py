@@ -1,0 +1,191 @@
+"""Compare what a real model answers by prefills alone with what it decodes (MoE-Prefill §8.6).
+
+The texts are review snippets with the mean sentiment that people gave them (Hutto and Gilbert,
+2014): `amazonReviewSnippets_GroundTruth.txt` in `additional_resources/hutto_ICWSM_2014.tar.gz` of
+the source distribution of the package vaderSentiment 3.3.2. Nothing is downloaded; give the file.
+The same question is asked twice: the answers' probabilities are read from one prefill, and an
+answer is decoded greedily and searched for the first label.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console
+
+from flashmoa.engine import EngineClient
+from flashmoa.scoring import Scorer
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.rounds import run_concurrently
+
+OURS = "flashmoa"
+LABELS = ("positive", "negative")
+WORDS = "Is this review positive or negative? Answer with one word."
+LETTERS = "A. positive\nB. negative\nAnswer with the letter of one option."
+_QUESTIONS = {"words": (WORDS, LABELS), "letters": (LETTERS, ("A", "B"))}
+# Snippets with a weaker mean sentiment (from -4 to 4) are neither.
+_CLEAR = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """A text, and whether people found it positive."""
+
+    text: str
+    positive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the model answers about one text.
+
+    Attributes:
+        scored: the likelier label by the prefill: 0 positive, 1 negative.
+        decoded: the label in the decoded answer; ``None`` if there is none.
+        mass: the probability of both labels together.
+    """
+
+    right: int
+    scored: int
+    decoded: int | None
+    mass: float
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyRow:
+    """The figures of one question, as shares of the texts.
+
+    Attributes:
+        unread: decoded answers without a label, which count as wrong.
+        same: texts where both ways give the same label, of those with a decoded label.
+    """
+
+    question: str
+    texts: int
+    scored: float
+    decoded: float
+    unread: float
+    same: float
+    mass: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa bench score-accuracy`` and return the exit status."""
+    parser = make_parser("score_accuracy", __doc__, [Role(OURS, plugin=True)])
+    parser.add_argument("file", type=Path, help="the file of snippets")
+    parser.add_argument("--texts", type=positive, default=300, help="the most texts")
+    parser.add_argument("--tokens", type=positive, default=8, help="decoded tokens of an answer")
+    parser.add_argument("--model", type=Path, help="folder of the model for an engine made here")
+    anyio.run(_main, parser.parse_args(arguments))
+    return 0
+
+
+async def _main(options: argparse.Namespace) -> None:
+    report = Report("score_accuracy", options)
+    snippets = read(options.file)
+    random.Random(options.seed).shuffle(snippets)
+    role = Role(OURS, plugin=True, model=options.model)
+    async with report.connect([role], 20_000) as engines:
+        rows = [
+            await _ask_all(engines[OURS], name, snippets[: options.texts], options.tokens)
+            for name in _QUESTIONS
+        ]
+    show(rows, report.console)
+    report.save({"rows": [asdict(row) for row in rows]})
+
+
+def read(file: Path) -> list[Snippet]:
+    """Read snippets whose sentiment is clear.
+
+    Raises: ValueError if a line does not have an id, a number and a text, between tabs.
+    """
+    snippets: list[Snippet] = []
+    for number, line in enumerate(
+        file.read_text(encoding="utf-8", errors="replace").split("\n"), 1
+    ):
+        if not line.strip():
+            continue
+        try:
+            _, mean, text = line.split("\t", 2)
+            sentiment = float(mean)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: not an id, a number and a text") from error
+        if abs(sentiment) >= _CLEAR:
+            snippets.append(Snippet(text.strip(), sentiment > 0))
+    return snippets
+
+
+async def _ask_all(
+    engine: EngineClient, name: str, snippets: Sequence[Snippet], tokens: int
+) -> AccuracyRow:
+    question, labels = _QUESTIONS[name]
+    scorer = Scorer(engine, template_args={"enable_thinking": False})
+
+    async def ask(snippet: Snippet) -> Outcome:
+        messages = [{"role": "user", "content": f"{snippet.text}\n\n{question}"}]
+        # A capital letter is as good an answer, so its probability counts, too.
+        spellings = {label: [*dict.fromkeys((label, label.capitalize()))] for label in labels}
+        scores = await scorer.score(messages, [one for own in spellings.values() for one in own])
+        known = dict(zip(scores.candidates, scores.probabilities, strict=True))
+        shares = [sum(known[one] for one in spellings[label]) for label in labels]
+        decoded = await _decode(engine, messages, tokens)
+        return Outcome(
+            right=0 if snippet.positive else 1,
+            scored=shares.index(max(shares)),
+            decoded=find_label(decoded, labels),
+            mass=scores.mass,
+        )
+
+    return summarise(name, await run_concurrently(ask, snippets, limit=8))
+
+
+async def _decode(engine: EngineClient, messages: Sequence[dict[str, Any]], tokens: int) -> str:
+    settings: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": tokens,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    async with engine.chat(messages, **settings) as deltas:
+        return "".join([delta.text async for delta in deltas])
+
+
+def find_label(answer: str, labels: Sequence[str]) -> int | None:
+    """Return which label comes first in an answer as a word of its own; ``None`` if none does."""
+    # A letter is a label only as a capital, since "a" is also an article.
+    flags = re.IGNORECASE if all(len(label) > 1 for label in labels) else re.NOFLAG
+    found = re.search(rf"\b({'|'.join(labels)})\b", answer, flags)
+    return [label.lower() for label in labels].index(found[1].lower()) if found else None
+
+
+def summarise(question: str, outcomes: Sequence[Outcome]) -> AccuracyRow:
+    """Return the figures of one question."""
+    count = len(outcomes)
+    read_answers = [one for one in outcomes if one.decoded is not None]
+    return AccuracyRow(
+        question=question,
+        texts=count,
+        scored=sum(one.scored == one.right for one in outcomes) / count,
+        decoded=sum(one.decoded == one.right for one in outcomes) / count,
+        unread=1 - len(read_answers) / count,
+        same=sum(one.scored == one.decoded for one in read_answers) / max(1, len(read_answers)),
+        mass=sum(one.mass for one in outcomes) / count,
+    )
+
+
+def show(rows: Sequence[AccuracyRow], console: Console) -> None:
+    """Print the table."""
+    columns = ("texts", "scored", "decoded", "no label", "same label", "mass")
+    table = make_table("Right answers by prefills alone and decoded", "", *columns)
+    for row in rows:
+        shares = (row.scored, row.decoded, row.unread, row.same, row.mass)
+        table.add_row(row.question, str(row.texts), *(f"{share:.1%}" for share in shares))
+    console.print(table)

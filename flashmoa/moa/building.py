@@ -1,0 +1,160 @@
+"""Build the mixture, staircase or debate that a TOML file describes (``build_system``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from flashmoa import EngineClient
+from flashmoa.moa.agents import Model
+from flashmoa.moa.debate import Debate
+from flashmoa.moa.early_exit import EarlyExit
+from flashmoa.moa.embedding import EngineEmbedder, LocalEmbedder
+from flashmoa.moa.mixture import MixtureOfAgents
+from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
+from flashmoa.moa.settings import Fallback
+from flashmoa.moa.staircase import Staircase
+
+if TYPE_CHECKING:
+    from flashmoa.moa.config import MixtureConfig, ModelConfig
+
+System = MixtureOfAgents | Staircase | Debate
+# The tables that only some kinds have, and the kinds that have them.
+_TABLES = {
+    "topology": ("mixture",),
+    "early_exit": ("mixture",),
+    "staircase": ("staircase", "debate"),
+    "debate": ("debate",),
+}
+
+
+def check_parts(config: MixtureConfig) -> None:
+    """Check that a file has the parts of its kind and no others. Raises: ValueError if not."""
+    kind, given = config.kind, config.model_fields_set
+    for table, kinds in _TABLES.items():
+        if table in given and kind not in kinds:
+            raise ValueError(f"{table} is set, but a {kind} has none; remove it, or change kind")
+    votes = kind == "debate" and config.debate.ballot is not None
+    count = len(config.layers)
+    if kind == "mixture" and count < 2:
+        raise ValueError(
+            f"there is {count} layer; a mixture needs at least two, the proposers' and an "
+            "aggregator's"
+        )
+    if kind != "mixture" and count != (1 if votes else 2):
+        wanted = "one layer, the debaters" if votes else "two layers, and one agent in the second"
+        raise ValueError(f"there are {count} layers; this {kind} needs {wanted}")
+    last = sum(model.repeat for model in config.layers[-1].models)
+    if not votes and last != 1:
+        raise ValueError(f"the last layer has {last} agents; it must have one, the aggregator")
+
+
+async def build_system(config: MixtureConfig, stack: AsyncExitStack) -> System:
+    """Build what a file describes.
+
+    Args:
+        stack: closes the clients of its engines.
+
+    Raises:
+        ValueError: if the parts of the file do not fit together.
+        FlashMoAError: if a package for ``embedder = "local"`` is missing.
+    """
+    check_parts(config)
+    builder = _Builder(config, stack)
+    layers = [await builder.connect_models(layer.models) for layer in config.layers]
+    fallback = Fallback(
+        await builder.connect_models(config.fallback.models), config.fallback.best_answer
+    )
+    shared: dict[str, Any] = {"limits": config.limits, "budget": config.budget}
+    if config.kind == "mixture":
+        return MixtureOfAgents(
+            layers,
+            config.topology,
+            prompt=[builder.prompt(number) for number in range(1, len(layers))],
+            early_exit=await builder.early_exit(),
+            quorum=[layer.quorum or config.quorum for layer in config.layers[:-1]],
+            fallback=fallback,
+            **shared,
+        )
+    shared |= {"quorum": config.layers[0].quorum or config.quorum, "fallback": fallback}
+    if config.kind == "debate":
+        return builder.debate(layers, shared)
+    steps = config.staircase.build()
+    return Staircase(
+        layers[0],
+        layers[1][0],
+        prompt=builder.prompt(1, layout="question-first"),
+        schedule=steps.schedule,
+        order=steps.order,
+        drop_repeats=steps.drop_repeats,
+        **shared,
+    )
+
+
+class _Builder:
+    """Builds the parts of a system, with one client for each engine and key."""
+
+    def __init__(self, config: MixtureConfig, stack: AsyncExitStack) -> None:
+        self._config = config
+        self._stack = stack
+        self._engines: dict[tuple[str, str | None], EngineClient] = {}
+
+    async def connect(self, url: str, api_key: str | None = None) -> EngineClient:
+        """Return the client of an engine."""
+        if (url, api_key) not in self._engines:
+            client = EngineClient(url, api_key=api_key)
+            self._engines[url, api_key] = await self._stack.enter_async_context(client)
+        return self._engines[url, api_key]
+
+    async def connect_models(self, models: Sequence[ModelConfig]) -> list[Model]:
+        """Return an agent's model for each agent. Their engines take turns at being the first."""
+        result: list[Model] = []
+        for model in models:
+            engines = [await self.connect(url, model.api_key) for url in model.urls]
+            for number in range(model.repeat):
+                first = number % len(engines)
+                result.append(
+                    Model(
+                        engines[first],
+                        model.model,
+                        model.sampling,
+                        backups=[*engines[first + 1 :], *engines[:first]],
+                        limits=model.limits,
+                        thinking=model.thinking or None,
+                        price=model.price,
+                        role=model.role,
+                    )
+                )
+        return result
+
+    def prompt(self, layer: int, **defaults: Any) -> AggregationPrompt:
+        """Return the prompt of a layer, by its number from 0."""
+        given = {**defaults, **self._config.given(), **self._config.layers[layer].given()}
+        return AggregationPrompt(**given)
+
+    async def early_exit(self) -> EarlyExit | None:
+        """Return the policy of early exit, if the file has one."""
+        table = self._config.early_exit
+        if table is None:
+            return None
+        if table.embedder == "local":
+            return table.build(LocalEmbedder())
+        engine = await self.connect(table.embedder, table.api_key)
+        return table.build(EngineEmbedder(engine, table.model))
+
+    def debate(self, layers: Sequence[Sequence[Model]], shared: dict[str, Any]) -> Debate:
+        """Return the debate of the first layer's models."""
+        table = self._config.debate
+        prompt = DebatePrompt(memory=table.memory)
+        if table.ballot is None:
+            aggregation = self.prompt(1, layout="question-first")
+            prompt = DebatePrompt(memory=table.memory, aggregation=aggregation)
+        return Debate(
+            layers[0],
+            table.rounds,
+            table.extract if table.ballot is not None else layers[1][0],
+            prompt=prompt,
+            staircase=self._config.staircase.build() if self._config.overlaps else None,
+            **shared,
+        )

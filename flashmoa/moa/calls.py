@@ -1,0 +1,285 @@
+"""Ask a model for an agent's answer (``AgentCall``): time limits, retries, thought and cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from flashmoa import Answer, UpstreamCancelled
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
+from flashmoa.errors import RequestRefused
+from flashmoa.linking.streamed_text import find_marks
+from flashmoa.moa.agents import Model
+from flashmoa.moa.early_exit import confidence
+from flashmoa.moa.inquiry import Inquiry
+from flashmoa.moa.prompts import Message, Messages
+from flashmoa.moa.reading import CallReader
+from flashmoa.moa.results import AgentAnswer
+from flashmoa.moa.thinking import ThoughtSplitter
+from flashmoa.observe.calls import CallReporter
+from flashmoa.workflow import Pending
+
+# The assumed length of a token, where no engine has counted.
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(slots=True)
+class _CountedRequest:
+    """One request of an agent, which has cost an estimated number of tokens until it ends."""
+
+    prompt_tokens: int
+    reader: CallReader
+
+    def spent(self) -> PromptUsage:
+        estimate = PromptUsage(
+            prompt_tokens=self.prompt_tokens, completion_tokens=self.reader.pieces
+        )
+        return self.reader.usage or estimate
+
+
+class AgentCall(Answer):
+    """An agent's answer, without what was thought, and the requests that write it.
+
+    Args:
+        name: the agent's name, for events.
+        is_last: whether it writes the question's answer; see :class:`Budget`.
+        max_pieces: number of pieces after which the answer ends, without the thought before it;
+            ``None``: the model's ``max_tokens``.
+
+    Attributes:
+        asked: is set when the first request is sent, or when it is certain that none will be.
+        engine: the engine of the last request.
+        thought: what the model thought before it answered.
+        retries: the problems of the requests that were repeated.
+        problem: why the answer failed; empty if it did not.
+        started, first_token, finished: times in Unix seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        inquiry: Inquiry,
+        *,
+        is_last: bool = False,
+        max_pieces: int | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.model = model
+        self.engine: EngineClient = model.engine
+        self.asked = anyio.Event()
+        self.thought = ""
+        self.retries: list[str] = []
+        self.problem = ""
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+        self._inquiry = inquiry
+        self._limits = model.limits or inquiry.limits
+        self._is_last = is_last
+        self._max_pieces = max_pieces
+        self._requests: list[_CountedRequest] = []
+        # Whether the engine itself separates thought from answers.
+        self._engine_splits = False
+        inquiry.calls.append(self)
+
+    def spent(self) -> PromptUsage:
+        """Return the usage of all requests so far, partly estimated."""
+        return PromptUsage.total([request.spent() for request in self._requests])
+
+    def price(self) -> float:
+        """Return the price of all requests so far; 0 if the model has none."""
+        return self.model.price.of(self.spent()) if self.model.price is not None else 0.0
+
+    def describe(self, record: AgentAnswer) -> None:
+        """Fill the record of the agent with the answer and its figures."""
+        record.engine, record.text, record.thought = self.engine.url, self.written, self.thought
+        record.usage, record.finish_reason = self.usage, self.finish_reason
+        record.started, record.first_token = self.started, self.first_token
+        record.finished, record.retries, record.price = self.finished, self.retries, self.price()
+        record.confidence = confidence(self.logprobs) if self.logprobs else None
+        if self.problem and record.status == "used":
+            record.status, record.problem = "failed", self.problem
+
+    async def run(
+        self,
+        messages: Messages,
+        *,
+        pending: Pending | None = None,
+        continues: str = "",
+        has_begun: bool = False,
+        **more: Any,
+    ) -> None:
+        """Write the answer. An error fails the answer and is not raised.
+
+        Args:
+            messages: its prompt, with marks of texts that are being written.
+            pending: the announced request, if the prompt was prefilled for it. Then the messages
+                have no marks.
+            continues: text of the answer that another agent has written.
+            has_begun: whether it continues an answer of this agent, which no budget stops.
+            more: parameters of the request besides the model's sampling.
+        """
+        with self._request_scope:
+            try:
+                if not has_begun:
+                    pending, messages = await self._start(messages, pending, more)
+                parameters = {"model": self.model.model, **self.model.sampling, **more}
+                await self._try_engines(messages, pending, continues, parameters)
+                self.close()
+            except Exception as error:
+                self.problem = str(error) or type(error).__name__
+                self.fail(error)
+            finally:
+                self.asked.set()
+                # This has no effect on an answer that is complete or has failed.
+                self.fail(UpstreamCancelled(f"{self.name} was cancelled"))
+
+    async def _start(
+        self, messages: Messages, pending: Pending | None, more: Mapping[str, Any]
+    ) -> tuple[Pending | None, Messages]:
+        """Wait for the texts in the prompt, which is prefilled meanwhile, and check the budget.
+
+        Returns: the announced request, if any, and its messages.
+
+        Raises: BudgetSpent, and the exception with which a text in the prompt failed.
+        """
+        parameters: dict[str, Any] = {**self.model.sampling, **more, "model": self.model.model}
+        try:
+            if pending is None and find_marks(messages):
+                pending = await self._inquiry.flow.expect(
+                    messages,
+                    engine=self.model.engine,
+                    tools=parameters.get("tools"),
+                    template_args=parameters.get("chat_template_kwargs"),
+                    name=self.name,
+                    namespace=kv_namespace(parameters) or None,
+                )
+                messages = await pending.messages()
+            self._inquiry.check_budget(is_last=self._is_last)
+        except BaseException:
+            if pending is not None:
+                await pending.release()
+            raise
+        return pending, messages
+
+    async def _try_engines(
+        self,
+        messages: Messages,
+        pending: Pending | None,
+        continues: str,
+        parameters: Mapping[str, Any],
+    ) -> None:
+        """Send requests to the model's engines in turn until one has written the answer."""
+        engines = [self.model.engine, *self.model.backups]
+        attempts = self._limits.attempts or len(engines)
+        for attempt in range(attempts):
+            self.engine = engines[attempt % len(engines)]
+            try:
+                await self._send(messages, pending, continues + self.written, parameters)
+                return
+            except BaseException as error:
+                if pending is not None:
+                    await pending.release()
+                    pending = None
+                is_last = attempt + 1 == attempts
+                if is_last or not self._can_repeat(error):
+                    raise
+                self.retries.append(f"{self.engine.url}: {error}")
+
+    def _can_repeat(self, error: BaseException) -> bool:
+        """Return whether another request may succeed, and go on with what is written.
+
+        An engine that separates thought would take a continued answer for thought.
+        """
+        is_refused = isinstance(error, RequestRefused) and error.status in (400, 422)
+        can_continue = not self.written or not self._engine_splits
+        return isinstance(error, Exception) and not is_refused and can_continue
+
+    async def _send(
+        self,
+        messages: Messages,
+        pending: Pending | None,
+        written: str,
+        parameters: Mapping[str, Any],
+    ) -> None:
+        """Send one request and write its answer, after what is written already."""
+        body = {**parameters}
+        if written:
+            messages, continuation = continue_answer(messages, written)
+            body |= continuation | self._left_tokens(body)
+        claim = pending.claim() if pending is not None else {}
+        stream_id = claim.get("prompt_stream_id") or (pending.used_id if pending else None)
+        report = CallReporter(
+            self._inquiry.listener,
+            agent=self.name,
+            engine=self.engine.url,
+            model=self.model.model,
+        )
+        report.started(stream_id, late=pending is not None and pending.is_late)
+        report.prompt_sent({**body, **claim, "messages": messages})
+        reader = self._make_reader(messages, body)
+        self.started = self.started or time.time()
+        self.asked.set()
+
+        def write(piece: str) -> None:
+            self.first_token = self.first_token or time.time()
+            report.text_arrived()
+            self.write(piece)
+
+        try:
+            await reader.read(self.engine, messages, {**body, **claim}, write)
+        except BaseException as error:
+            report.failed(error)
+            raise
+        finally:
+            self.thought += reader.thought
+            self.logprobs += reader.logprobs
+            self._engine_splits = self._engine_splits or reader.engine_splits
+        self.finished = time.time()
+        self.finish_reason = reader.finish_reason
+        usages = [request.spent() for request in self._requests]
+        self.usage = usages[0] if len(usages) == 1 else PromptUsage.total(usages)
+        report.finished(self.written, self.usage, self.finish_reason)
+
+    def _make_reader(self, messages: Messages, body: Mapping[str, Any]) -> CallReader:
+        """Return the reader of a request's answer, and count the request."""
+        thinking = self.model.thinking
+        inside = thinking is not None and thinking.starts_inside
+        # An answer that is continued has been thought about.
+        splitter = ThoughtSplitter(
+            thinking, inside=inside and not body.get("continue_final_message")
+        )
+        _, limit = _token_limit(body)
+        reader = CallReader(self._limits, splitter, limit, self._max_pieces)
+        length = sum(len(str(message.get("content"))) for message in messages)
+        self._requests.append(_CountedRequest(length // _CHARACTERS_PER_TOKEN, reader))
+        return reader
+
+    def _left_tokens(self, body: Mapping[str, Any]) -> dict[str, int]:
+        """Return the limit of tokens for the rest of an answer, if it has one."""
+        name, limit = _token_limit(body)
+        written = sum(request.reader.pieces for request in self._requests)
+        return {} if limit is None else {name: max(1, limit - written)}
+
+
+def continue_answer(messages: Sequence[Message], written: str) -> tuple[Messages, dict[str, Any]]:
+    """Return messages that end with a beginning of their answer, and parameters to continue it.
+
+    If the last message is an answer's beginning already, the text is added to it.
+    """
+    messages = [dict(message) for message in messages]
+    if messages[-1]["role"] == "assistant":
+        written = messages.pop()["content"] + written
+    parameters = {"continue_final_message": True, "add_generation_prompt": False}
+    return [*messages, {"role": "assistant", "content": written}], parameters
+
+
+def _token_limit(body: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return the name and the value of the parameter that limits an answer's tokens."""
+    name = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
+    return name, body.get(name)

@@ -1,0 +1,151 @@
+"""Write the answer of a run (``Conclusion``), also if the last aggregator fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import anyio
+
+from flashmoa import Text, UpstreamCancelled
+from flashmoa.errors import BadAnswer
+from flashmoa.moa.agents import Model
+from flashmoa.moa.calls import AgentCall
+from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution
+from flashmoa.moa.settings import Fallback
+
+logger = logging.getLogger(__name__)
+
+# Between what a failed aggregator had written, and the answer that takes its place.
+_BREAK = "\n\n"
+
+
+class Ask(Protocol):
+    """Asks another aggregator to answer from given answers, after what is written already."""
+
+    def __call__(self, model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall: ...
+
+
+class Conclusion:
+    """Copies the last aggregator's answer, and finds a substitute if that fails.
+
+    Args:
+        last: the last aggregator's model.
+        answers: waits for the agents before the last aggregator, and returns their records by
+            layer.
+        ask: asks another aggregator.
+
+    Attributes:
+        text: what readers of the run get. It fails with the aggregator's error if there is no
+            substitute.
+        result: the run's answer, once ``text`` is complete. It differs from ``text`` only if a
+            complete answer took the place of one that had begun.
+        finish_reason: finish reason of that answer in OpenAI's sense.
+        first_token, finished: times of the first and last piece of ``text``, in Unix seconds.
+    """
+
+    def __init__(
+        self,
+        fallback: Fallback,
+        last: Model,
+        answers: Callable[[], Awaitable[Sequence[Sequence[AgentAnswer]]]],
+        ask: Ask,
+    ) -> None:
+        self.text = Text("answer")
+        self.result = ""
+        self.finish_reason: str | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+        self.substitution: Substitution | None = None
+        self._fallback = fallback
+        self._last = last
+        self._answers = answers
+        self._ask = ask
+        self._scope = anyio.CancelScope()
+
+    async def run(self, last: Text, finish_reason: Callable[[], str | None]) -> None:
+        """Write ``text``. An error fails it and is not raised.
+
+        Args:
+            last: the last aggregator's answer.
+            finish_reason: returns its finish reason.
+        """
+        with self._scope:
+            try:
+                try:
+                    await self._copy(last, finish_reason)
+                except UpstreamCancelled:
+                    raise
+                except Exception as error:
+                    await self._substitute(error)
+                self.result = self.result or self.text.written
+                self.text.close()
+            except Exception as error:
+                self.text.fail(error)
+            finally:
+                # This has no effect on a text that is complete or has failed.
+                self.text.fail(UpstreamCancelled("the run was cancelled"))
+
+    def cancel(self) -> None:
+        """Stop :meth:`run`; ``text`` fails with UpstreamCancelled unless it is complete."""
+        self._scope.cancel()
+
+    async def _copy(self, answer: Text, finish_reason: Callable[[], str | None]) -> None:
+        async for piece in answer:
+            self._write(piece)
+        self.finish_reason = finish_reason()
+        if not answer.written.strip() and self.finish_reason != "tool_calls":
+            raise BadAnswer("it answered nothing")
+
+    async def _substitute(self, error: Exception) -> None:
+        """Let another aggregator answer, or take the best answer. Raises ``error`` without any."""
+        problem = str(error) or type(error).__name__
+        answers = best_layer(await self._answers())
+        if not answers:
+            raise error
+        # If the aggregator only lacked answers to read, it is asked again with those of an earlier
+        # layer.
+        models = [self._last] if isinstance(error, MixtureFailed) else []
+        for model in (*models, *self._fallback.models):
+            call = self._ask(model, answers, self.text.written)
+            logger.warning("The last aggregator failed; %s takes its place: %s", call.name, problem)
+            try:
+                await self._copy(call, lambda call=call: call.finish_reason)
+            except UpstreamCancelled:
+                raise
+            except Exception as other:
+                logger.warning("%s failed, too: %s", call.name, other)
+                continue
+            self.substitution = Substitution("aggregator", call.name, problem)
+            return
+        if not self._fallback.best_answer:
+            raise error
+        best = best_answer(answers)
+        logger.warning("The last aggregator failed; %s's answer is the result", best.name)
+        self.substitution = Substitution("answer", best.name, problem)
+        self.result, self.finish_reason = best.text, best.finish_reason
+        self._write(_BREAK + best.text if self.text.written else best.text)
+
+    def _write(self, piece: str) -> None:
+        self.finished = time.time()
+        self.first_token = self.first_token or self.finished
+        self.text.write(piece)
+
+
+def best_layer(layers: Sequence[Sequence[AgentAnswer]]) -> list[AgentAnswer]:
+    """Return the complete answers of the last layer that has any; an empty list without any."""
+    for layer in reversed(layers):
+        if answers := [agent for agent in layer if agent.is_complete]:
+            return answers
+    return []
+
+
+def best_answer(answers: Sequence[AgentAnswer]) -> AgentAnswer:
+    """Return the answer that is whole and of which its model was most confident.
+
+    Answers that reached their ``max_tokens`` come after whole ones. If no engine was asked for
+    probabilities, the first answer is returned.
+    """
+    return max(answers, key=lambda agent: (agent.finish_reason == "stop", agent.confidence or 0.0))

@@ -1,0 +1,134 @@
+"""Read one request's answer within time limits (``CallReader``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.wire import Delta
+from flashmoa.errors import BadAnswer, EngineTimeout
+from flashmoa.moa.prompts import Message
+from flashmoa.moa.settings import Limits
+from flashmoa.moa.thinking import ThoughtSplitter
+
+# An answer may have a few more pieces than tokens, since engines hold text back and release it.
+_MORE_PIECES = 16
+
+
+class CallReader:
+    """Reads an answer while it is written, and separates what was thought.
+
+    Args:
+        max_tokens: the request's own limit. An engine that does not keep to it is left.
+        max_pieces: number of pieces, without the thought, after which the answer ends.
+
+    Attributes:
+        pieces: number of pieces so far, thought included.
+        thought: what was thought.
+        engine_splits: whether the engine itself separates thought.
+        logprobs: log-probabilities of the answer's tokens, if requested.
+        finish_reason: ``length`` also if the answer ends by a limit of this class.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        splitter: ThoughtSplitter,
+        max_tokens: int | None,
+        max_pieces: int | None,
+    ) -> None:
+        self.pieces = 0
+        self.engine_splits = False
+        self.logprobs: list[float] = []
+        self.usage: PromptUsage | None = None
+        self.finish_reason: str | None = None
+        self._limits = limits
+        self._splitter = splitter
+        self._most = math.inf if max_tokens is None else max_tokens + _MORE_PIECES
+        self._most_visible = math.inf if max_pieces is None else max_pieces
+        self._visible = 0
+        self._reasoning = ""
+        # Log-probabilities of tokens of which it is not known yet whether they are thought.
+        self._held_logprobs: list[float] = []
+
+    @property
+    def thought(self) -> str:
+        """Return what was thought so far."""
+        return self._reasoning + self._splitter.thought
+
+    async def read(
+        self,
+        engine: EngineClient,
+        messages: Sequence[Message],
+        body: dict[str, Any],
+        write: Callable[[str], None],
+    ) -> None:
+        """Send a chat request, and call ``write`` with each piece of its answer.
+
+        Raises:
+            EngineTimeout: if the answer does not begin in time, or stalls.
+            BadAnswer: if its connection ends before the answer does.
+            EngineError: if the request fails otherwise.
+        """
+        limits, now = self._limits, anyio.current_time()
+        whole = anyio.CancelScope(deadline=_later(now, limits.answer_seconds))
+        with anyio.CancelScope(deadline=_later(now, limits.first_token_seconds)) as patience, whole:
+            async with engine.chat(messages, **body) as deltas:
+                async for delta in deltas:
+                    if piece := self._take(delta):
+                        write(piece)
+                    if self.pieces:
+                        now = anyio.current_time()
+                        patience.deadline = _later(now, limits.stall_seconds)
+                    if self._is_long_enough():
+                        break
+        if patience.cancelled_caught and self.finish_reason is None:
+            raise self._timeout()
+        if whole.cancelled_caught:
+            self.finish_reason = "length"
+        if self.finish_reason is None:
+            raise BadAnswer(
+                f"{engine.url} ended its answer without a finish reason; the answer was cut off"
+            )
+        if rest := self._splitter.end():
+            write(rest)
+            self.logprobs += self._held_logprobs
+
+    def _take(self, delta: Delta) -> str:
+        """Take one step of the generation. Return what it adds to the answer."""
+        self.usage = delta.usage or self.usage
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.engine_splits = self.engine_splits or bool(delta.reasoning)
+        self.pieces += bool(delta.text or delta.reasoning)
+        self._reasoning += delta.reasoning
+        self._held_logprobs += delta.logprobs
+        piece = self._splitter.add(delta.text)
+        if piece:
+            self._visible += 1
+            self.logprobs += self._held_logprobs
+        if piece or delta.reasoning or self._splitter.is_thinking:
+            self._held_logprobs = []
+        return piece
+
+    def _is_long_enough(self) -> bool:
+        if self.finish_reason is not None:
+            return False  # The usage follows.
+        if self.pieces < self._most and self._visible < self._most_visible:
+            return False
+        self.finish_reason = "length"
+        return True
+
+    def _timeout(self) -> EngineTimeout:
+        if self.pieces:
+            return EngineTimeout(f"it stalled: nothing came for {self._limits.stall_seconds:g} s")
+        return EngineTimeout(
+            f"it did not begin: no token came within {self._limits.first_token_seconds:g} s"
+        )
+
+
+def _later(now: float, seconds: float | None) -> float:
+    return math.inf if seconds is None else now + seconds

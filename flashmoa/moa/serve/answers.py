@@ -1,0 +1,141 @@
+"""Make the bodies of chat completions: answers, streamed chunks, usage and errors; pure."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flashmoa.engine import PromptUsage, RequestRefused
+from flashmoa.moa.results import (
+    AgentAnswer,
+    DebateResult,
+    MixtureFailed,
+    MixtureResult,
+    StaircaseResult,
+)
+from flashmoa.moa.serve.chat_requests import ChatRequestRefused
+
+SystemResult = MixtureResult | StaircaseResult | DebateResult
+
+_AGENT_FIELDS = ("name", "layer", "place", "model", "status", "problem", "retries", "cut_tokens")
+
+
+def answering_agent(result: SystemResult) -> AgentAnswer:
+    """Return the agent whose answer is the result's."""
+    if result.substitution is not None:
+        name = result.substitution.agent
+        return next(agent for agent in result.agents if agent.name == name)
+    if isinstance(result, DebateResult) and result.vote is not None:
+        return result.rounds[-1][result.vote.place]
+    return result.agents[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Makes the bodies of one answer.
+
+    Attributes:
+        model: the name of the model that was asked.
+        identity, created: the same in all chunks of a streamed answer.
+    """
+
+    model: str
+    identity: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, result: SystemResult) -> dict[str, Any]:
+        """Return a whole answer."""
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": _reason(result)}
+        return {
+            **self._head("chat.completion"),
+            "choices": [{**choice, "logprobs": None}],
+            "usage": count_usage(result),
+            "flashmoa": describe_agents(result),
+        }
+
+    def chunk(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a chunk of a streamed answer."""
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def last_chunks(self, result: SystemResult, *, has_usage: bool) -> list[dict[str, Any]]:
+        """Return the chunks after the text: the finish reason, and the usage if asked for."""
+        last = self.chunk({})
+        last["choices"][0]["finish_reason"] = _reason(result)
+        last["flashmoa"] = describe_agents(result)
+        if not has_usage:
+            return [last]
+        head = self._head("chat.completion.chunk")
+        return [last, {**head, "choices": [], "usage": count_usage(result)}]
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.identity, "object": kind, "created": self.created, "model": self.model
+        }  # fmt: skip
+
+
+def _reason(result: SystemResult) -> str:
+    return result.finish_reason or "stop"
+
+
+def count_usage(result: SystemResult) -> dict[str, Any]:
+    """Return the usage of the agent that wrote the answer, as OpenAI's API counts it."""
+    usage = answering_agent(result).usage
+    return _count(usage or PromptUsage(prompt_tokens=0, completion_tokens=0))
+
+
+def _count(usage: PromptUsage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens or 0},
+    }
+
+
+def describe_agents(result: SystemResult) -> dict[str, Any]:
+    """Return what all agents did, and what the question has cost."""
+    substitution = result.substitution
+    return {
+        **asdict(result.spending),
+        "substitution": None if substitution is None else asdict(substitution),
+        "agents": [_describe_agent(agent) for agent in result.agents],
+    }
+
+
+def _describe_agent(agent: AgentAnswer) -> dict[str, Any]:
+    usage = None if agent.usage is None else _count(agent.usage)
+    seconds = None
+    if agent.started is not None and agent.finished is not None:
+        seconds = agent.finished - agent.started
+    fields = {name: getattr(agent, name) for name in _AGENT_FIELDS}
+    return {**fields, "usage": usage, "seconds": seconds}
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the body, in the form of OpenAI's API, that report an error."""
+    param = code = None
+    if isinstance(error, ChatRequestRefused):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, MixtureFailed):
+        status = _status_of_failure(error)
+    else:
+        status = 500
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:  # LiteLLM would not try a request again that was invalid.
+        kind = "requests"
+    message = str(error) or type(error).__name__
+    return status, {
+        "error": {"message": message, "type": kind, "param": param, "code": code or status}
+    }
+
+
+def _status_of_failure(error: BaseException) -> int:
+    """Return 400 if an engine refused an agent's request for what the client sent, else 502."""
+    causes: Sequence[BaseException | None] = (error.__cause__, error.__context__)
+    refused = [cause.status for cause in causes if isinstance(cause, RequestRefused)]
+    return 400 if any(status in (400, 413) for status in refused) else 502

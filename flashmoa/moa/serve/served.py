@@ -1,0 +1,55 @@
+"""Hold a mixture, staircase or debate that is served as a model (``ServedSystem``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoa.moa.building import System
+from flashmoa.moa.config import MixtureConfig
+from flashmoa.moa.serve.chat_requests import ChatQuestion
+
+_IN_PARTS = (
+    "this model writes its answer in several requests, and a request cannot continue what another "
+    "has begun under it; ask a model of kind mixture"
+)
+# Parameters that concern an answer as a whole.
+_OF_WHOLE_ANSWERS = (
+    "stop", "stop_token_ids", "stop_regex", "no_stop_trim", "min_tokens", "ignore_eos",
+    "response_format", "regex", "ebnf", "tools", "tool_choice", "parallel_tool_calls",
+)  # fmt: skip
+_NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
+_TOOLS = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _NO_TOOLS)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSystem:
+    """A model of the server.
+
+    Attributes:
+        name: what clients ask for.
+        unsupported: parameters that it cannot follow, each with the reason.
+    """
+
+    name: str
+    system: System
+    unsupported: Mapping[str, str]
+
+    @classmethod
+    async def build(cls, config: MixtureConfig, stack: AsyncExitStack) -> ServedSystem:
+        """Build what a file describes; ``stack`` closes the clients of its engines.
+
+        Raises: ConfigError, FlashMoAError as :meth:`MixtureConfig.build`.
+        """
+        unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if config.overlaps else {}
+        return cls(config.name, await config.build(stack), {**_TOOLS, **unsupported})
+
+    def check(self, chat: ChatQuestion) -> None:
+        """Refuse what the model cannot do. Raises: ChatRequestRefused"""
+        chat.check_supported(self.unsupported)
+
+    def answering(self, chat: ChatQuestion) -> AbstractAsyncContextManager[Any]:
+        """Answer a question, as the system's own method."""
+        return self.system.answering(chat.messages, chat.parameters)

@@ -1,0 +1,154 @@
+"""Define settings that mixtures, staircases and debates share: limits, quorum, budget, fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashmoa.engine import PromptUsage
+    from flashmoa.moa.agents import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long an agent may take, and how often its request is sent. Times are in seconds.
+
+    Attributes:
+        first_token_seconds: from the request to the first token, waiting in the engine included.
+        stall_seconds: between two tokens.
+        answer_seconds: for the whole answer. After this time the answer ends where it is, as if it
+            had reached its ``max_tokens``.
+        attempts: how many requests may be sent, to the model's engines in turn; ``None``: one to
+            each engine. An answer that broke off is continued, not begun anew.
+
+    ``None`` for a time is no limit. Raises: ValueError if a number is not positive.
+    """
+
+    first_token_seconds: float | None = 120.0
+    stall_seconds: float | None = 60.0
+    answer_seconds: float | None = None
+    attempts: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{field.name} is {value}; it must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How a model marks what it thinks before it answers. Nobody else reads what is thought.
+
+    An engine with ``--reasoning-parser`` separates it already. Otherwise an answer that begins with
+    ``opening`` is thought up to ``closing``.
+
+    Attributes:
+        starts_inside: the chat template opens the thought, so that answers begin inside it.
+
+    Raises: ValueError if a tag is empty.
+    """
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    starts_inside: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.opening or not self.closing:
+            raise ValueError(
+                f"the tags of thought are {self.opening!r} and {self.closing!r}; give both"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a model costs, per million tokens, in any currency.
+
+    Attributes:
+        cached: price of prompt tokens that the engine had in its cache; by default as ``input``.
+    """
+
+    input: float
+    output: float
+    cached: float | None = None
+
+    def of(self, usage: PromptUsage) -> float:
+        """Return the price of requests with that usage."""
+        cached = usage.cached_tokens or 0
+        cached_price = self.input if self.cached is None else self.cached
+        prompt = (usage.prompt_tokens - cached) * self.input + cached * cached_price
+        return (prompt + usage.completion_tokens * self.output) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a model answers one request alone, in tokens per second; for estimates."""
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """How many answers suffice after some time.
+
+    Once ``seconds`` have passed since the first request to agents that are read together, and
+    ``answers`` of them are complete, the others are left out.
+
+    Raises: ValueError if a number is out of its range.
+    """
+
+    answers: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.answers < 1:
+            raise ValueError(f"answers is {self.answers}; a quorum needs at least 1 answer")
+        if not self.seconds >= 0:
+            raise ValueError(f"seconds is {self.seconds}; it must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one question may cost. Once that is spent, no further agent is asked.
+
+    Agents that were asked before write on, so that somewhat more is spent. While they write, their
+    tokens are estimated: four characters of a prompt are a token.
+
+    Attributes:
+        tokens: tokens of all prompts and answers together.
+        price: price of all agents together, by their models' :class:`Price`.
+        reserve: tokens of ``tokens`` that are kept for the agent that writes the last answer.
+
+    Raises: ValueError if a number is out of its range.
+    """
+
+    tokens: int | None = None
+    price: float | None = None
+    reserve: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "price"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; a budget must be positive")
+        if self.reserve < 0 or (self.reserve and self.reserve >= (self.tokens or 0)):
+            raise ValueError(
+                f"reserve is {self.reserve}; it must be less than tokens, which is {self.tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What answers if the last aggregator fails.
+
+    Attributes:
+        models: other last aggregators, asked in turn. They read the answers of the last layer that
+            has any, and continue what the aggregator has written.
+        best_answer: whether the best of these answers is the result if no aggregator could answer.
+    """
+
+    models: Sequence[Model] = ()
+    best_answer: bool = True

@@ -1,0 +1,141 @@
+"""The answers of the scoring routes: the forms of SGLang, Cohere and Jina in one."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flashmoa_sglang.http.scoring.forwards import ItemScores, ScoringUsage
+
+
+class Form(Protocol):
+    """The form of a route's answer."""
+
+    def item(self, scores: ItemScores) -> dict[str, Any]:
+        """Return the part of the answer that is about one item."""
+        ...
+
+    def rest(self) -> dict[str, Any]:
+        """Return the parts that are about no item, without the usage."""
+        ...
+
+    def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the parts that are about all items; ``items`` are in the order of the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreForm:
+    """SGLang's /v1/score, and ``results`` with the log-probabilities of each item.
+
+    Attributes:
+        softmax: whether an item's scores add up to 1; otherwise they are probabilities.
+        with_tokens: whether the tokens of candidates are told, which the engine has made.
+    """
+
+    model: str
+    softmax: bool
+    with_tokens: bool
+
+    def item(self, scores: ItemScores) -> dict[str, Any]:
+        logprobs = scores.logprobs
+        result: dict[str, Any] = {
+            "index": scores.prompt.index,
+            "scores": softmax(logprobs) if self.softmax else [math.exp(one) for one in logprobs],
+            # JSON has no number for infinity.
+            "logprobs": [one if math.isfinite(one) else None for one in logprobs],
+            "prefills": scores.usage.prefills,
+            "prompt_tokens": scores.usage.prompt_tokens,
+            "computed_tokens": scores.usage.prompt_tokens - scores.usage.cached_tokens,
+        }
+        return result | ({"candidate_tokens": scores.prompt.candidates} if self.with_tokens else {})
+
+    def rest(self) -> dict[str, Any]:
+        return {"object": "scoring", "model": self.model}
+
+    def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"scores": [item["scores"] for item in items], "results": list(items)}
+
+
+@dataclass(frozen=True, slots=True)
+class RerankForm:
+    """The answer of Cohere's and Jina's rerankers.
+
+    Attributes:
+        top_n: how many of the best documents are answered; ``None``: all.
+        documents: the documents as they are answered; ``None``: they are not.
+    """
+
+    model: str
+    top_n: int | None
+    documents: Sequence[dict[str, Any]] | None
+
+    def item(self, scores: ItemScores) -> dict[str, Any]:
+        index = scores.prompt.index
+        result: dict[str, Any] = {"index": index, "relevance_score": softmax(scores.logprobs)[0]}
+        return result | ({"document": self.documents[index]} if self.documents is not None else {})
+
+    def rest(self) -> dict[str, Any]:
+        version = {"api_version": {"version": "2"}}
+        return {"id": f"rerank-{uuid.uuid4().hex}", "model": self.model, "meta": version}
+
+    def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        ranked = sorted(items, key=lambda item: item["relevance_score"], reverse=True)
+        return {"results": ranked[: self.top_n]}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyForm:
+    """The answers of SGLang's and Jina's /v1/classify in one."""
+
+    model: str
+    labels: Sequence[str]
+
+    def item(self, scores: ItemScores) -> dict[str, Any]:
+        shares = softmax(scores.logprobs)
+        best = max(range(len(shares)), key=shares.__getitem__)
+        pairs = zip(self.labels, shares, strict=True)
+        return {
+            "object": "classification",
+            "index": scores.prompt.index,
+            "label": self.labels[best],
+            "probs": shares,
+            "num_classes": len(shares),
+            "prediction": self.labels[best],
+            "score": shares[best],
+            "predictions": [{"label": label, "score": share} for label, share in pairs],
+            # How much of the model's probability the letters of all labels have together.
+            "mass": math.fsum(map(math.exp, scores.logprobs)),
+        }
+
+    def rest(self) -> dict[str, Any]:
+        name = f"classify-{uuid.uuid4().hex}"
+        return {"id": name, "object": "list", "created": int(time.time()), "model": self.model}
+
+    def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"data": list(items)}
+
+
+def usage_fields(usage: ScoringUsage) -> dict[str, Any]:
+    """Return the usage in OpenAI's form, and the number of prefills."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prefills": usage.prefills,
+    }
+
+
+def softmax(logprobs: Sequence[float]) -> list[float]:
+    """Scale probabilities so that they add up to 1. If all are zero, return equal ones."""
+    highest = max(logprobs)
+    if highest == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]

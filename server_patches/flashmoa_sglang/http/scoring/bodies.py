@@ -1,0 +1,100 @@
+"""The bodies of the scoring routes: those of SGLang, Cohere and Jina, and what they lack.
+
+Other fields are ignored, as these services do, since clients send fields that mean nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, StrictInt, StrictStr
+
+from flashmoa_sglang.http.bodies import Target
+from flashmoa_sglang.http.errors import MalformedRequest
+
+Tokens = list[StrictInt]
+
+
+class ListBody(Target):
+    """A request with a list of items.
+
+    ``stream``: whether each result is sent as soon as it is there. ``chat_template_kwargs``:
+    arguments of the chat template.
+    """
+
+    stream: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ScoreBody(ListBody):
+    """Asks how likely candidates follow each prompt: the query, or the messages, with an item.
+
+    The candidates are ``label_token_ids``, as in SGLang's route, or ``candidates`` of any length.
+    """
+
+    query: StrictStr | Tokens | None = None
+    messages: list[dict[str, Any]] | None = None
+    items: StrictStr | list[StrictStr] | list[Tokens] | None = None
+    label_token_ids: Tokens | None = None
+    candidates: list[StrictStr | Tokens] | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+    embed_override_token_id: Any = None
+    query_embed_overrides: Any = None
+    item_embed_overrides: Any = None
+    return_pooled_hidden_states: Any = None
+
+    @property
+    def is_sglangs(self) -> bool:
+        """Whether every field is one of SGLang's own route."""
+        return self.messages is None and self.candidates is None and not self.stream
+
+    @property
+    def needs_sglang(self) -> bool:
+        """Whether it has a field that only SGLang's own route handles."""
+        overrides = (self.query_embed_overrides, self.item_embed_overrides)
+        return bool(self.return_pooled_hidden_states) or any(one is not None for one in overrides)
+
+    def check(self) -> None:
+        """Raise MalformedRequest for fields that do not go together."""
+        _require_one(self, "query", "messages")
+        _require_one(self, "label_token_ids", "candidates")
+        if self.item_first and self.messages is not None:
+            raise MalformedRequest("item_first goes with query only; leave it out with messages.")
+        if not (self.candidates or self.label_token_ids):
+            raise MalformedRequest("Give at least one candidate.")
+
+
+class RerankBody(ListBody):
+    """Asks how relevant documents are to a query, in the form of Cohere, Jina and SGLang.
+
+    A document is a text, or an object with a ``text`` or with the fields that ``rank_fields``
+    names. Lists are pictures and text, for SGLang's own route.
+    """
+
+    query: StrictStr | list[Any]
+    documents: list[StrictStr | dict[str, Any] | list[Any]]
+    top_n: StrictInt | None = Field(default=None, ge=1)
+    return_documents: bool | None = None
+    rank_fields: list[StrictStr] | None = None
+    max_tokens_per_doc: StrictInt | None = Field(default=None, ge=1)
+    instruct: StrictStr | None = None
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any part of it may be more than text."""
+        return any(isinstance(part, list) for part in (self.query, *self.documents))
+
+
+class ClassifyBody(ListBody):
+    """Asks which of some labels fits each text, in the form of Jina and SGLang."""
+
+    input: StrictStr | list[StrictStr] | list[dict[str, Any]]
+    labels: list[StrictStr]
+    instruct: StrictStr | None = None
+
+
+def _require_one(body: ScoreBody, *names: str) -> None:
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise MalformedRequest(f"Give exactly one of {', '.join(names)}; got {given or 'none'}.")

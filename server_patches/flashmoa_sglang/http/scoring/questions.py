@@ -1,0 +1,175 @@
+"""Turns queries, documents and labels into prompts whose next token is the answer.
+
+Whatever the prompts of a list have in common comes first in them, because the engine computes a
+common beginning once.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoa_sglang.http.bodies import Prompt
+from flashmoa_sglang.http.errors import MalformedRequest
+from flashmoa_sglang.http.scoring.bodies import ClassifyBody, RerankBody, ScoreBody
+
+RELEVANT = "Judge whether the document is relevant to the query."
+RELEVANT_QUESTION = "Is the document relevant? Answer Yes or No."
+LABEL = "Which of these labels fits the text best?"
+LABEL_QUESTION = "Answer with the letter of one label."
+_LETTERS = string.ascii_uppercase
+# By these words SGLang, too, recognises templates of rerankers such as Qwen3-Reranker.
+_RERANKER = ("answer can only be", '"yes"', '"no"')
+# A model that thinks first would not answer with its next token.
+_NO_THOUGHTS = {"enable_thinking": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The prompts of a list, and the answers that are scored after each of them.
+
+    Attributes:
+        field: the field of the body that has the list, for messages.
+        may_repeat: whether answers may be the same tokens.
+    """
+
+    field: str
+    prompts: list[Prompt]
+    answers: list[str | list[int]]
+    may_repeat: bool = False
+
+
+def score_question(body: ScoreBody) -> Question:
+    """Return the prompts of a /v1/score request: each item with what all of them share."""
+    items = [body.items] if isinstance(body.items, str) else body.items
+    candidates: list[str | list[int]] = list(body.candidates or ())
+    candidates += [[token] for token in body.label_token_ids or ()]
+    prompts = [_score_prompt(body, item) for item in _or_none(items)]
+    return Question("items", prompts, candidates, may_repeat=body.candidates is None)
+
+
+def _or_none(items: Sequence[Any] | None) -> Sequence[Any]:
+    """Return the items; without the field, the query itself is the only prompt."""
+    return [None] if items is None else items
+
+
+def _score_prompt(body: ScoreBody, item: str | list[int] | None) -> Prompt:
+    if body.messages is not None:
+        messages = body.messages if item is None else _append(body.messages, item)
+        return Prompt(messages=messages, chat_template_kwargs=body.chat_template_kwargs)
+    if item is None:
+        item = "" if isinstance(body.query, str) else []
+    parts: Any = [body.query, item]
+    if type(parts[0]) is not type(parts[1]):
+        raise MalformedRequest("query and items must both be text, or both be token ids.")
+    whole = parts[1] + parts[0] if body.item_first else parts[0] + parts[1]
+    return Prompt(text=whole) if isinstance(whole, str) else Prompt(input_ids=whole)
+
+
+def _append(messages: list[dict[str, Any]], item: str | list[int]) -> list[dict[str, Any]]:
+    """Return the messages with an item at the end of the user's last message."""
+    if not isinstance(item, str):
+        raise MalformedRequest("With messages, items must be text.")
+    *before, last = messages or [{}]
+    if last.get("role") != "user":
+        return [*messages, {"role": "user", "content": item}]
+    content: Any = last.get("content")
+    if isinstance(content, list):
+        content = [*content, {"type": "text", "text": item}]
+    else:
+        content = f"{content or ''}{item}"
+    return [*before, {**last, "content": content}]
+
+
+def document_texts(body: RerankBody) -> list[str]:
+    """Return the text of each document. Raises: MalformedRequest if one has none."""
+    return [
+        _text(document, f"documents[{index}]", body.rank_fields)
+        for index, document in enumerate(body.documents)
+    ]
+
+
+def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
+    """Return the documents in the form of an answer; ``None`` if it has none."""
+    if not body.return_documents:
+        return None
+    return [one if isinstance(one, dict) else {"text": one} for one in body.documents]
+
+
+def input_texts(body: ClassifyBody) -> list[str]:
+    """Return the texts to classify. Raises: MalformedRequest if an input has none."""
+    given = [body.input] if isinstance(body.input, str) else body.input
+    return [_text(one, f"input[{index}]") for index, one in enumerate(given)]
+
+
+def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
+    if isinstance(entry, str):
+        return entry
+    if fields:
+        return "\n".join(f"{field}: {entry[field]}" for field in fields if field in entry)
+    if not isinstance(text := entry.get("text"), str):
+        raise MalformedRequest(f'{name} has no text; give a text, or an object with a "text".')
+    return text
+
+
+def rerank_question(body: RerankBody, documents: Sequence[str], template: str) -> Question:
+    """Return a prompt for each document, and the answers for and against it.
+
+    Args: template: the model's chat template; empty if it has none.
+    """
+    if all(words in template.lower() for words in _RERANKER):
+        instruct = {"instruct": body.instruct} if body.instruct else {}
+        template_args = {**instruct, **(body.chat_template_kwargs or {})}
+        prompts = [
+            Prompt(
+                messages=[{"role": "user", "content": text} for text in (body.query, document)],
+                chat_template_kwargs=template_args or None,
+            )
+            for document in documents
+        ]
+        return Question("documents", prompts, ["yes", "no"])
+    beginning = f"{body.instruct or RELEVANT}\n\nQuery: {body.query}\n\nDocument: "
+    texts = [f"{beginning}{document}\n\n{RELEVANT_QUESTION}" for document in documents]
+    return _ask("documents", texts, ["Yes", "No"], template, body.chat_template_kwargs)
+
+
+def classify_question(body: ClassifyBody, texts: Sequence[str], template: str) -> Question:
+    """Return a prompt for each text, in which the labels have letters, and the letters.
+
+    Raises: MalformedRequest if there are more labels than letters, or fewer than two, or the same
+        label twice.
+    """
+    count = len(body.labels)
+    if not 2 <= count <= len(_LETTERS) or len(set(body.labels)) < count:
+        raise MalformedRequest(
+            f"labels must be 2 to {len(_LETTERS)} different texts, not {count} with "
+            f"{len(set(body.labels))} different ones; score the labels' texts with /v1/score."
+        )
+    letters = _LETTERS[:count]
+    listed = "\n".join(
+        f"{letter}. {label}" for letter, label in zip(letters, body.labels, strict=True)
+    )
+    beginning = f"{body.instruct or LABEL}\n\n{listed}\n\nText: "
+    asked = [f"{beginning}{text}\n\n{LABEL_QUESTION}" for text in texts]
+    return _ask("input", asked, list(letters), template, body.chat_template_kwargs)
+
+
+def _ask(
+    field: str,
+    texts: Sequence[str],
+    answers: Sequence[str],
+    template: str,
+    template_args: Mapping[str, Any] | None,
+) -> Question:
+    """Ask as the user of a chat; without a chat template, as text that the answer continues."""
+    if not template:
+        prompts = [Prompt(text=f"{text}\nAnswer:") for text in texts]
+        return Question(field, prompts, [f" {answer}" for answer in answers])
+    template_args = {**_NO_THOUGHTS, **(template_args or {})}
+    prompts = [
+        Prompt(messages=[{"role": "user", "content": text}], chat_template_kwargs=template_args)
+        for text in texts
+    ]
+    return Question(field, prompts, list(answers))

@@ -1,0 +1,267 @@
+"""``ScoringApi``: answers /v1/score, /v1/rerank, /v2/rerank and /v1/classify.
+
+SGLang has the first, second and fourth of these routes itself. On a model that generates text, its
+rerank and classify routes do nothing useful, or answer in a form of its own; on other models the
+plugin adds no routes. What only SGLang's route can do is passed on to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import StreamingResponse
+from starlette.responses import Response
+from starlette.routing import Match
+
+from flashmoa_sglang.http import bodies as plugin_bodies
+from flashmoa_sglang.http.errors import (
+    ApiError,
+    CandidateRefused,
+    DecodesOnly,
+    MalformedRequest,
+)
+from flashmoa_sglang.http.scoring import bodies, questions
+from flashmoa_sglang.http.scoring.answers import (
+    ClassifyForm,
+    Form,
+    RerankForm,
+    ScoreForm,
+    usage_fields,
+)
+from flashmoa_sglang.http.scoring.candidates import (
+    CandidateTokenizer,
+    refuse_duplicates,
+)
+from flashmoa_sglang.http.scoring.forwards import ItemScores, ListScorer, ScoredPrompt, name_item
+from flashmoa_sglang.http.token_buffer import common_length
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from starlette.routing import BaseRoute
+    from starlette.types import Message, Receive, Scope, Send
+
+    from flashmoa_sglang.http.engine import Engine
+    from flashmoa_sglang.http.prompts import PromptReader
+    from flashmoa_sglang.http.rendering import ChatRenderer
+    from flashmoa_sglang.http.token_buffer import TokenBuffer
+
+
+class ScoringApi:
+    """Answers the scoring routes.
+
+    Args:
+        items: the most items of one request.
+        sglang_routes: SGLang's own routes, to which some requests are passed on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reader: PromptReader,
+        renderer: ChatRenderer,
+        items: int,
+        sglang_routes: Sequence[BaseRoute],
+    ) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._renderer = renderer
+        self._items = items
+        self._sglang_routes = list(sglang_routes)
+        self._candidates = CandidateTokenizer(reader.require_tokenizer)
+        # Whether prompts with one prefix can be sent at once; None until schedulers were asked.
+        self._shares: bool | None = None
+
+    async def score(self, request: Request) -> Any:
+        """Answer how likely candidates are after each of several prompts."""
+        self._require_prefills()
+        body = await plugin_bodies.parse(request, bodies.ScoreBody)
+        if body.needs_sglang or (body.is_sglangs and self._engine.packs_items):
+            return await self._pass_on(request)
+        body.check()
+        self._reader.check_ids(body.label_token_ids or [], "label_token_ids")
+        with_tokens = body.candidates is not None
+        form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
+        return await self._answer(request, body, form, questions.score_question(body))
+
+    async def rerank(self, request: Request) -> Any:
+        """Answer how relevant documents are to a query."""
+        self._require_prefills()
+        body = await plugin_bodies.parse(request, bodies.RerankBody)
+        if body.has_pictures:
+            return await self._pass_on(request)
+        if not body.documents or not str(body.query).strip():
+            raise MalformedRequest("Give a query that is not empty, and at least one document.")
+        texts = questions.document_texts(body)
+        if body.max_tokens_per_doc is not None:
+            texts = [self._cut(text, body.max_tokens_per_doc) for text in texts]
+        documents = [
+            document if isinstance(document, dict) else {"text": document}
+            for document in body.documents
+        ]
+        form = RerankForm(
+            self._name(body), body.top_n, documents if body.return_documents else None
+        )
+        question = questions.rerank_question(body, texts, self._renderer.template)
+        return await self._answer(request, body, form, question)
+
+    async def classify(self, request: Request) -> Any:
+        """Answer which of some labels fits each text."""
+        self._require_prefills()
+        body = await plugin_bodies.parse(request, bodies.ClassifyBody)
+        texts = questions.input_texts(body)
+        question = questions.classify_question(body, texts, self._renderer.template)
+        form = ClassifyForm(self._name(body), body.labels)
+        return await self._answer(request, body, form, question)
+
+    async def _answer(
+        self, request: Request, body: bodies.ListBody, form: Form, question: questions.Question
+    ) -> Any:
+        prompts = await self._read(question)
+        found: dict[int, dict[str, Any]] = {}
+
+        def keep(scores: ItemScores) -> None:
+            found[scores.prompt.index] = form.item(scores)
+
+        terms = body.terms(self._engine.model["name"])
+        scorer = ListScorer(self._engine, terms, request, await self._are_shared(), keep)
+        if body.stream:
+            events = _stream(scorer, prompts, form)
+            return StreamingResponse(events, media_type="text/event-stream")
+        await scorer.run(prompts)
+        items = [found[prompt.index] for prompt in prompts]
+        return {**form.rest(), **form.whole(items), "usage": usage_fields(scorer.usage)}
+
+    async def _read(self, question: questions.Question) -> list[ScoredPrompt]:
+        """Return the tokens of all prompts, so that none is computed if one is refused."""
+        count = len(question.prompts)
+        if count > self._items:
+            raise MalformedRequest(
+                f"{question.field} has {count} entries; this server takes at most {self._items}. "
+                "Send several requests."
+            )
+        names = [f"{question.field}[{index}]" for index in range(count)]
+        prompts: list[ScoredPrompt] = []
+        all_ids = await self._tokenize(question.prompts, names)
+        for index, (name, ids) in enumerate(zip(names, all_ids, strict=True)):
+            with name_item(name, index):
+                prompts.append(ScoredPrompt(index, name, ids, self._read_answers(question, ids)))
+            await asyncio.sleep(0)
+        return prompts
+
+    def _read_answers(self, question: questions.Question, ids: list[int]) -> list[list[int]]:
+        if not ids:
+            raise CandidateRefused("The context is empty; give a text that candidates can follow.")
+        self._reader.check_room(len(ids))
+        tokens = [self._candidates.tokenize(ids, answer) for answer in question.answers]
+        for own in tokens:
+            self._reader.check_ids(own, "candidates")
+        if not question.may_repeat:
+            refuse_duplicates(question.answers, tokens)
+        longest = max(map(len, tokens))
+        self._reader.check_room(len(ids) + (longest if longest > 1 else 0))
+        return tokens
+
+    async def _tokenize(
+        self, prompts: Sequence[plugin_bodies.Prompt], names: Sequence[str]
+    ) -> list[list[int]]:
+        """Return the tokens of prompts. What they begin with in common is tokenised once."""
+        if not prompts or prompts[0].input_ids is not None:
+            return [self._reader.tokenize(prompt) for prompt in prompts]
+        buffers: list[TokenBuffer] = []
+        texts: list[str] = []
+        for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+            with name_item(name, index):
+                buffer, text = self._reader.new_buffer(prompt)
+                self._reader.check_characters(text)
+            buffers.append(buffer)
+            texts.append(text)
+            await asyncio.sleep(0)  # Long lists must not hold up other requests.
+        first = buffers[0]
+        first.append(texts[0][: common_length(min(texts), max(texts))])
+        ids: list[list[int]] = []
+        for text in texts:
+            ids.append(first.encode(text, first.add_special_tokens))
+            await asyncio.sleep(0)
+        return ids
+
+    def _cut(self, text: str, tokens: int) -> str:
+        """Return the beginning of a text that has at most so many tokens."""
+        tokenizer = self._reader.require_tokenizer()
+        ids = tokenizer.encode(text)
+        # A character of several tokens that is cut in two has no text.
+        return text if len(ids) <= tokens else tokenizer.decode(ids[:tokens]).rstrip("\ufffd")
+
+    async def _are_shared(self) -> bool:
+        if self._shares is None:
+            reports = await self._engine.kv()
+            shares = not any(report.shares is False for report in reports)
+            if len(reports) < self._engine.data_parallel_ranks:
+                return shares
+            self._shares = shares
+        return self._shares
+
+    def _require_prefills(self) -> None:
+        if self._engine.role == "decode":
+            raise DecodesOnly(
+                "This engine decodes for a PD pair and prefills nothing; send the request to the "
+                "pair's prefill engine."
+            )
+
+    def _name(self, body: bodies.ListBody) -> str:
+        return body.model or self._engine.model["name"]
+
+    async def _pass_on(self, request: Request) -> Response:
+        """Let SGLang's own route answer. Raises: MalformedRequest if there is none."""
+        content = await request.body()
+        for route in self._sglang_routes:
+            match, child_scope = route.matches(request.scope)
+            if match is Match.FULL:
+                return _OwnAnswer(route, {**request.scope, **child_scope}, content)
+        raise MalformedRequest("This SGLang cannot answer that; send text only.")
+
+
+class _OwnAnswer(Response):
+    """The answer of one of SGLang's routes to a request whose body was read already."""
+
+    def __init__(self, route: BaseRoute, scope: Scope, content: bytes) -> None:
+        super().__init__()
+        self._route = route
+        self._scope = scope
+        self._content: bytes | None = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_again() -> Message:
+            if self._content is None:
+                return await receive()
+            body, self._content = self._content, None
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._route.handle(self._scope, receive_again, send)
+
+
+async def _stream(
+    scorer: ListScorer, prompts: Sequence[ScoredPrompt], form: Form
+) -> AsyncGenerator[str]:
+    """Yield an event for each result as soon as it is there, and one with the rest at the end."""
+    results: asyncio.Queue[ItemScores | None] = asyncio.Queue()
+    scorer.on_scores = results.put_nowait
+    work = asyncio.create_task(scorer.run(prompts))
+    work.add_done_callback(lambda _: results.put_nowait(None))
+    try:
+        while (scores := await results.get()) is not None:
+            yield _event(form.item(scores))
+        await work
+        yield _event({**form.rest(), "usage": usage_fields(scorer.usage)})
+    except ApiError as error:
+        yield _event(error.body())
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+    yield "data: [DONE]\n\n"
+
+
+def _event(fields: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(fields)}\n\n"

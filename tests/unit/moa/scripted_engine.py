@@ -1,0 +1,86 @@
+"""Serve chat completions whose pieces are given, since no tiny model thinks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+from anyio.abc import SocketStream
+
+from flashmoa.engine import EngineClient
+from tests.unit.engine.faulty_engine import (
+    BROKEN,
+    chunk,
+    listening,
+    receive,
+    send,
+    send_event,
+    start_events,
+)
+
+# What a model writes: pieces of text, ("thought", text) for what a parser on the engine has
+# separated, and in the end, if it is not whole, "cut" or "hang".
+Script = Sequence[str | tuple[str, str]]
+
+
+class ScriptedEngine:
+    """A server without the plugin.
+
+    Attributes:
+        bodies: the bodies of the requests so far.
+    """
+
+    def __init__(self, url: str, scripts: Mapping[str, Script]) -> None:
+        self.url = url
+        self.bodies: list[dict[str, Any]] = []
+        self._scripts = scripts
+
+    async def serve(self, client: SocketStream) -> None:
+        """Serve one request."""
+        async with client:
+            with suppress(*BROKEN):
+                _, path, body = await receive(client)
+                if path != "/v1/chat/completions":
+                    await send(client, 404, {"detail": "Not Found"})
+                    return
+                self.bodies.append(body)
+                if body.get("temperature", 1) < 0:
+                    await send(client, 400, {"error": {"message": "too cold", "code": "bad"}})
+                    return
+                await self._answer(client, self._scripts[body["model"]], body)
+
+    async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
+        await start_events(client)
+        limit, written = body.get("max_tokens") or len(script), 0
+        for piece in script[:limit]:
+            if piece == ("end", "hang"):
+                await anyio.sleep_forever()
+            if piece == ("end", "cut"):
+                return
+            name = "reasoning_content" if isinstance(piece, tuple) else "content"
+            text = piece[1] if isinstance(piece, tuple) else piece
+            logprobs = {"content": [{"logprob": -1.0 if name == "content" else -9.0}]}
+            event = chunk({name: text})
+            event["choices"][0]["logprobs"] = logprobs if body.get("logprobs") else None
+            await send_event(client, event)
+            written += 1
+        await send_event(client, chunk({}, "stop" if limit >= len(script) else "length"))
+        prompt = sum(len(message["content"].split()) for message in body["messages"])
+        usage = {"prompt_tokens": prompt, "completion_tokens": written}
+        await send_event(client, {**chunk({}), "choices": [], "usage": usage})
+        await send_event(client, "[DONE]")
+        await client.send(b"0\r\n\r\n")
+
+
+@asynccontextmanager
+async def scripted_engine(
+    scripts: Mapping[str, Script],
+) -> AsyncGenerator[tuple[ScriptedEngine, EngineClient]]:
+    """Start a server whose models write these scripts, and yield it with a client."""
+    async with (
+        listening(lambda url: ScriptedEngine(url, scripts)) as engine,
+        EngineClient(engine.url, without_plugin="off") as client,
+    ):
+        yield engine, client

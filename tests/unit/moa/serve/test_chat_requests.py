@@ -1,0 +1,226 @@
+"""The bodies of chat completions: what is used, what is passed on and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.moa.sampling import Sampling
+from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused
+
+QUESTION = [{"role": "user", "content": "Why?"}]
+# A valid value of every parameter of sampling.
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "frequency_penalty": -1,
+    "presence_penalty": 1.5,
+    "repetition_penalty": 1.1,
+    "max_tokens": 100,
+    "max_completion_tokens": 90,
+    "min_tokens": 1,
+    "stop": ["END"],
+    "stop_token_ids": [7],
+    "stop_regex": "[.]",
+    "no_stop_trim": True,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "seed": 3,
+    "logit_bias": {"7": -100},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "regex": "[a-z]+",
+    "ebnf": "root ::= 'x'",
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "verbosity": "low",
+}
+PASSED_ON: dict[str, Any] = {
+    "metadata": {"chat": "7"},
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "service_tier": "auto",
+    "user": "u",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+}
+
+
+KNOWN = {*SAMPLING, *PASSED_ON, "messages", "model", "stream", "stream_options"}
+
+
+def parse(**body: Any) -> ChatQuestion:
+    return ChatQuestion.parse(json.dumps({"messages": QUESTION, **body}).encode())
+
+
+def refusal(**body: Any) -> ChatRequestRefused:
+    with pytest.raises(ChatRequestRefused) as refused:
+        parse(**body)
+    return refused.value
+
+
+def test_every_parameter_of_sampling_has_a_value_in_these_tests() -> None:
+    assert SAMPLING.keys() == Sampling.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", sorted({*SAMPLING, *PASSED_ON}))
+def test_a_parameter_is_passed_on(name: str) -> None:
+    value = {**SAMPLING, **PASSED_ON}[name]
+    passed = "max_tokens" if name == "max_completion_tokens" else name
+    assert parse(**{name: value}).parameters == {passed: value}
+    assert parse(**{name: None}).parameters == {}
+
+
+def test_max_completion_tokens_is_the_newer_name_of_max_tokens() -> None:
+    assert parse(max_tokens=5, max_completion_tokens=7).parameters == {"max_tokens": 7}
+
+
+@given(names=st.sets(st.sampled_from(sorted(SAMPLING.keys() | PASSED_ON.keys()))))
+def test_no_parameter_is_lost(names: set[str]) -> None:
+    given_values = {name: {**SAMPLING, **PASSED_ON}[name] for name in names}
+    passed = parse(**given_values).parameters
+    if "max_completion_tokens" in given_values:
+        given_values["max_tokens"] = given_values.pop("max_completion_tokens")
+    assert passed == given_values
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=3,
+)
+known_fields = st.sampled_from(
+    [*SAMPLING, *PASSED_ON, "messages", "model", "stream", "stream_options", "n", "logprobs"]
+)
+
+
+@given(body=st.dictionaries(known_fields | st.text(max_size=5), json_values, max_size=4))
+def test_any_object_is_read_or_refused_with_a_sentence(body: dict[str, Any]) -> None:
+    try:
+        chat = ChatQuestion.parse(json.dumps(body).encode())
+    except ChatRequestRefused as error:
+        assert error.status == 400 and str(error)
+    else:
+        assert chat.messages
+
+
+@given(name=st.text(min_size=1).filter(lambda name: name not in KNOWN))
+def test_no_unknown_field_is_ignored(name: str) -> None:
+    error = refusal(**{name: {"some": "value"}})
+    assert error.param == name
+
+
+@given(content=st.binary(max_size=40))
+def test_any_bytes_are_refused_in_the_same_way(content: bytes) -> None:
+    with pytest.raises(ChatRequestRefused, match=r"^(the body is not|messages is missing)"):
+        ChatQuestion.parse(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{}", "messages is missing; send an object with messages"),
+        (b"[]", "(it is a JSON list); send an object with messages"),
+        (b"no", "(JSONDecodeError: Expecting value"),
+        (b'{"temperature": NaN}', "NaN is not a number in JSON"),
+        (b'{"user": "\\ud800"}', "UnicodeEncodeError"),
+        (b"[" * 100_000, "RecursionError"),
+    ],
+)
+def test_a_body_that_is_no_chat_request_is_named(content: bytes, problem: str) -> None:
+    with pytest.raises(ChatRequestRefused) as refused:
+        ChatQuestion.parse(content)
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code", "problem"),
+    [
+        ({"temprature": 1}, "temprature", "unknown_parameter", "did you mean 'temperature'?"),
+        ({"features": {}}, "features", "unknown_parameter", "there is no field 'features'"),
+        ({"n": 3}, "n", "unsupported_parameter", "n is 3: a question gets one answer"),
+        ({"logprobs": True}, "logprobs", "unsupported_parameter", "without log-probabilities"),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter", "send tools"),
+        ({"temperature": 3}, "temperature", None, "temperature is 3: Input should be less"),
+        ({"temperature": "hot"}, "temperature", None, "Input should be a valid number"),
+        ({"max_tokens": 0}, "max_tokens", None, "greater than or equal to 1"),
+        ({"response_format": {"type": "xml"}}, "response_format", None, "'json_object'"),
+        ({"stream_options": {}}, "stream_options", None, "send it, too"),
+        (
+            {"stream": True, "stream_options": {"include_usag": True}},
+            "stream_options",
+            "unknown_parameter",
+            "did you mean 'include_usage'?",
+        ),
+    ],
+)
+def test_a_field_that_cannot_be_followed_is_refused(
+    body: dict[str, Any], param: str, code: str | None, problem: str
+) -> None:
+    error = refusal(**body)
+    assert (error.param, error.code, error.status) == (param, code, 400)
+    assert problem in str(error)
+
+
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    neutral = {"n": 1, "logprobs": False, "top_logprobs": None, "modalities": ["text"]}
+    assert parse(**neutral, store=False).parameters == {}
+
+
+def test_text_parts_become_a_string_and_the_developer_a_system_message() -> None:
+    parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
+    chat = parse(
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": parts, "name": "Ada"},
+        ]
+    )
+    assert chat.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why\nnot?", "name": "Ada"},
+    ]
+
+
+def test_calls_of_tools_and_their_results_are_kept() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "42"}
+    assert parse(messages=[*QUESTION, asked, result]).messages == [
+        *QUESTION,
+        {**asked, "content": ""},
+        result,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "messages is []"),
+        ([{"role": "user", "content": None}], "messages.0 has no content"),
+        ([{"role": "assistant", "content": "?"}], "the last message has role 'assistant'"),
+        ([{"role": "critic", "content": "?"}], 'messages.0.role is "critic"'),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0 has no text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            'messages.0.content.0 has type "image_url"',
+        ),
+    ],
+)
+def test_messages_that_agents_cannot_answer_are_refused(
+    messages: list[dict[str, Any]], problem: str
+) -> None:
+    error = refusal(messages=messages)
+    assert error.param == "messages" and problem in str(error)
+
+
+def test_a_parameter_that_a_model_cannot_follow_is_refused_with_its_reason() -> None:
+    chat = parse(stop=["END"])
+    chat.check_supported({"tools": "no tools"})
+    with pytest.raises(ChatRequestRefused, match="stop is not possible here: it has rounds"):
+        chat.check_supported({"stop": "it has rounds"})

@@ -1,0 +1,242 @@
+"""What agents think, cost and repeat, with engines that write what they are told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.moa import (
+    AggregationPrompt,
+    Budget,
+    Debate,
+    EarlyExit,
+    Fallback,
+    Limits,
+    MixtureOfAgents,
+    Model,
+    Price,
+    Staircase,
+    Thinking,
+)
+from flashmoa.moa.embedding import Embedding
+from tests.unit.moa.scripted_engine import Script, scripted_engine
+from tests.unit.moa.test_early_exit import embedding
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = AggregationPrompt("question-first", "Weigh:")
+TAGGED: Script = [" <thi", "nk>Hm, ", "17.</th", "ink>\n\n", "It is ", "18."]
+PARSED: Script = [("thought", "Hm, "), ("thought", "17."), "It is ", "18."]
+SCRIPTS: dict[str, Script] = {
+    "tagged": TAGGED,
+    "parsed": PARSED,
+    "inside": ["Hm, 17.", "</think>", "\nIt is ", "18."],
+    "plain": ["It is ", "18."],
+    "cut": ["It ", ("end", "cut")],
+    "hung": ["It ", ("end", "hang")],
+    "mute": [("thought", "Hm.")],
+}
+
+
+def thinker(client: EngineClient, name: str, **more: Any) -> Model:
+    thinking = Thinking(starts_inside=name == "inside")
+    return Model(client, name, thinking=thinking, **more)
+
+
+@pytest.mark.parametrize("name", ["tagged", "parsed", "inside"])
+async def test_thought_is_read_by_nobody(name: str) -> None:
+    async with scripted_engine(SCRIPTS) as (engine, client):
+        model = thinker(client, name)
+        mixture = MixtureOfAgents([[model, model], [model]], prompt=PROMPT)
+        async with mixture.answering("What is 9 + 9?") as run:
+            pieces = [piece async for piece in run]
+            result = await run.result()
+        debate = await Debate([model, model], 2, lambda text: text).answer("What is 9 + 9?")
+        staircase = await Staircase([model, model], model, prompt=PROMPT).answer("What is 9 + 9?")
+    assert "".join(pieces) == result.text == debate.text == staircase.text == "It is 18."
+    for record in (*result.agents, *debate.agents, *staircase.agents):
+        assert record.thought == "Hm, 17."
+    prompts = [message["content"] for body in engine.bodies for message in body["messages"]]
+    assert not any("Hm" in prompt or "think>" in prompt for prompt in prompts)
+    assert sum("It is 18." in prompt for prompt in prompts) >= 3
+
+
+async def test_thought_is_kept_without_tags() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        whole = Model(client, "tagged", thinking=None)
+        result = await MixtureOfAgents([[whole], [whole]], prompt=PROMPT).answer("?")
+    assert result.text == "".join(str(piece) for piece in TAGGED)
+
+
+async def test_agent_that_only_thinks_has_not_answered() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        layers = [[thinker(client, "mute"), thinker(client, "plain")], [thinker(client, "mute")]]
+        result = await MixtureOfAgents(layers, prompt=PROMPT).answer("?")
+    first, second = result.layers[0]
+    assert (first.status, first.problem, first.thought) == ("failed", "it answered nothing", "Hm.")
+    assert second.status == "used" and result.text == "It is 18."
+    assert result.substitution is not None and result.substitution.kind == "answer"
+
+
+class RecordingEmbedder:
+    """An embedder that records the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    async def embed(self, text: str) -> Embedding:
+        self.texts.append(text)
+        return embedding(1, 3)
+
+
+@pytest.mark.parametrize("name", ["tagged", "parsed"])
+async def test_early_exit_compares_answers_without_thought(name: str) -> None:
+    embedder = RecordingEmbedder()
+    async with scripted_engine(SCRIPTS) as (_, client):
+        models = [thinker(client, name), thinker(client, name), thinker(client, "hung")]
+        policy = EarlyExit(embedder, tau=1.0, rule="threshold", threshold=0.1)
+        mixture = MixtureOfAgents(
+            [models, [thinker(client, "plain")]], prompt=PROMPT, early_exit=policy
+        )
+        with anyio.fail_after(20):
+            result = await mixture.answer("?")
+    assert embedder.texts == ["It is 18."] * 2
+    assert result.decisions[-1].left
+    # The thought's tokens are less likely than the answer's.
+    assert [record.confidence for record in result.layers[0][:2]] == pytest.approx(
+        [math.exp(-1)] * 2
+    )
+
+
+async def test_staircase_asks_a_thinking_aggregator_until_it_answers() -> None:
+    thought: Script = [("thought", "a ")] * 20
+    scripts: dict[str, Script] = {
+        "long": [*thought, *(f"w{n} " for n in range(12))],
+        "short": ["one "] * 20,
+    }
+    async with scripted_engine(scripts) as (engine, client):
+        stairs = Staircase([Model(client, "short")], Model(client, "long"), prompt=PROMPT)
+        result = await stairs.answer("?")
+    asked = [body.get("max_tokens") for body in engine.bodies if body["model"] == "long"]
+    # Its first part has 8 tokens, all of them thought.
+    assert asked[:2] == [8, None]
+    assert result.text.startswith("w0 w1 w2 w3 w4 w5 w6 w7 ")
+    assert "a a" not in result.text
+
+
+async def test_broken_answer_is_continued_by_another_engine() -> None:
+    rest: dict[str, Script] = {"m": ["is ", "18."]}
+    async with (
+        scripted_engine({"m": SCRIPTS["cut"], "plain": SCRIPTS["plain"]}) as (_, broken),
+        scripted_engine(rest) as (other, backup),
+    ):
+        last = Model(broken, "m", {"max_tokens": 9}, backups=[backup])
+        mixture = MixtureOfAgents([[Model(broken, "plain")], [last]], prompt=PROMPT)
+        async with mixture.answering("?") as run:
+            pieces = [piece async for piece in run]
+            result = await run.result()
+    assert "".join(pieces) == result.text == "It is 18."
+    [body] = other.bodies
+    assert body["messages"][-1] == {"role": "assistant", "content": "It "}
+    assert body["continue_final_message"] and body["max_tokens"] == 8
+    assert result.final.retries and result.final.engine == backup.url
+    assert result.final.usage is not None and result.final.usage.completion_tokens == 3
+
+
+async def test_request_that_is_wrong_is_not_repeated() -> None:
+    async with scripted_engine(SCRIPTS) as (engine, client):
+        wrong = Model(client, "plain", {"temperature": -1}, limits=Limits(attempts=3))
+        broken = Model(client, "cut", limits=Limits(attempts=3))
+        plain = Model(client, "plain")
+        mixture = MixtureOfAgents([[wrong, broken, plain], [plain]], prompt=PROMPT)
+        result = await mixture.answer("?")
+    assert [len(record.retries) for record in result.layers[0]] == [0, 2, 0]
+    assert "too cold" in result.layers[0][0].problem
+    assert [body["model"] for body in engine.bodies].count("cut") == 3
+
+
+async def test_spending_adds_up_all_agents_and_their_prices() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        cheap = Model(client, "plain", price=Price(1, 10))
+        dear = Model(client, "tagged", price=Price(100, 1000))
+        budget = Budget(tokens=1000, price=1.0)
+        mixture = MixtureOfAgents([[cheap, cheap], [dear]], prompt=PROMPT, budget=budget)
+        result = await mixture.answer("What is 9 + 9?")
+    usages = [record.usage for record in result.agents if record.usage is not None]
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    spent = result.spending
+    assert (spent.prompt_tokens, spent.completion_tokens) == (prompt, 2 + 2 + 6)
+    last = usages[2].prompt_tokens
+    assert spent.price == pytest.approx((10 + 40 + 100 * last + 6000) / 1e6)
+    assert result.final.price == pytest.approx((100 * last + 6000) / 1e6)
+    assert spent.tokens_left == 1000 - spent.tokens
+    assert spent.price_left == pytest.approx(1 - spent.price)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "asked"),
+    [
+        # Two proposals of 5 + 2 tokens. Then nothing is left.
+        (Budget(14), "answer", 2),
+        # The last aggregator may still read the proposals.
+        (Budget(15, reserve=2), "aggregator", 3),
+        (Budget(1000), None, 4),
+        (Budget(price=14e-6), "answer", 2),
+    ],
+)
+async def test_nobody_is_asked_once_the_budget_is_spent(
+    budget: Budget, kind: str | None, asked: int
+) -> None:
+    async with scripted_engine(SCRIPTS) as (engine, client):
+        model = Model(client, "plain", price=Price(1, 1))
+        layers = [[model, model], [model], [model]]
+        mixture = MixtureOfAgents(layers, prompt=PROMPT, budget=budget)
+        result = await mixture.answer("What is 9 + 9?")
+    assert len(engine.bodies) == asked and result.text == "It is 18."
+    found = result.substitution
+    assert (found.kind if found is not None else None) == kind
+    if kind is not None:
+        assert "the budget of" in result.layers[1][0].problem
+    if kind == "answer":
+        assert result.spending.tokens_left in (0, None)
+        assert result.spending.price_left in (pytest.approx(0, abs=1e-12), None)
+
+
+async def test_budget_counts_agents_that_still_write() -> None:
+    scripts: dict[str, Script] = {**SCRIPTS, "long": [*["x "] * 40, ("end", "hang")]}
+    async with scripted_engine(scripts) as (engine, client):
+        endless = Model(client, "long", limits=Limits(stall_seconds=0.2))
+        mixture = MixtureOfAgents(
+            [[endless, Model(client, "plain")], [Model(client, "plain")]],
+            prompt=PROMPT,
+            budget=Budget(40),
+        )
+        result = await mixture.answer("What is 9 + 9?")
+    assert len(engine.bodies) == 2 and result.spending.tokens_left == 0
+    assert result.substitution is not None and result.substitution.agent == "1.2"
+
+
+async def test_parameters_of_a_request_replace_those_of_the_last_agent() -> None:
+    async with scripted_engine(SCRIPTS) as (engine, client):
+        model = Model(client, "plain", {"temperature": 0.5, "seed": 1})
+        sampling = {"temperature": 0.1, "stop": ["x"]}
+        mixture = MixtureOfAgents([[model], [model]], prompt=PROMPT)
+        await mixture.answer("?", sampling)
+        await Debate([model, model], 1, lambda text: text).answer("?", sampling)
+        await Staircase([model], model, prompt=PROMPT).answer("?", sampling)
+    temperatures = [body["temperature"] for body in engine.bodies]
+    assert temperatures[:4] == [0.5, 0.1, 0.1, 0.1] and temperatures[4] == 0.5
+    assert set(temperatures[5:]) == {0.1}
+    assert all(body["seed"] == 1 for body in engine.bodies)
+
+
+async def test_without_a_substitute_the_last_aggregators_error_is_raised() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        layers = [[Model(client, "plain")], [Model(client, "cut")]]
+        strict = MixtureOfAgents(layers, prompt=PROMPT, fallback=Fallback(best_answer=False))
+        with pytest.raises(Exception, match="the last aggregator failed"):
+            await strict.answer("?")

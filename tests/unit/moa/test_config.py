@@ -1,0 +1,150 @@
+"""A TOML file becomes a mixture, a staircase or a debate with all of its settings."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from flashmoa.moa import (
+    Budget,
+    Debate,
+    Limits,
+    MixtureOfAgents,
+    Price,
+    Quorum,
+    Schedule,
+    Staircase,
+    Thinking,
+)
+from flashmoa.moa.building import System
+from flashmoa.moa.config import ConfigError
+from flashmoa.moa.serve.config_file import read_file
+
+pytestmark = pytest.mark.anyio
+
+MIXTURE = """
+instruction = "Weigh:"
+heading = "\\n{number}) "
+budget = {tokens = 9000, reserve = 1000}
+quorum = {answers = 2, seconds = 20}
+
+[limits]
+first_token_seconds = 30
+attempts = 3
+
+[fallback]
+models = [{engine = "http://c", model = "other"}]
+best_answer = false
+
+[early_exit]
+embedder = "http://e"
+model = "embedding"
+algorithm = "published"
+
+[[layers]]
+quorum = {answers = 1, seconds = 10}
+[[layers.models]]
+engines = ["http://a", "http://b"]
+repeat = 3
+role = "You doubt."
+limits = {stall_seconds = 5}
+thinking = {opening = "[T]", closing = "[/T]"}
+price = {input = 1, output = 2}
+temperature = 0.5
+top_p = 0.9
+max_tokens = 64
+seed = 7
+
+[[layers]]
+models = [{engine = "http://a", thinking = false}]
+instruction = "Judge:"
+closing = "\\nEnd."
+
+[[layers]]
+models = [{engine = "http://a"}]
+"""
+
+
+async def build(tmp_path: Path, text: str) -> System:
+    path = tmp_path / "moa.toml"
+    path.write_text(text)
+    async with AsyncExitStack() as stack:
+        [config] = read_file(path)
+        return await config.build(stack)
+
+
+async def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
+    mixture = await build(tmp_path, MIXTURE)
+    assert isinstance(mixture, MixtureOfAgents)
+    assert mixture.budget == Budget(9000, reserve=1000)
+    assert mixture.limits == Limits(30, attempts=3)
+    assert mixture.quorums == [Quorum(1, 10), Quorum(2, 20)]
+    assert [model.model for model in mixture.fallback.models] == ["other"]
+    assert not mixture.fallback.best_answer
+    assert mixture.early_exit is not None
+    assert mixture.early_exit.diagonal and mixture.early_exit.min_answers == 1
+    first, second = mixture.prompts
+    assert (first.instruction, first.heading, first.closing) == ("Judge:", "\n{number}) ", "\nEnd.")
+    assert (second.instruction, second.closing) == ("Weigh:", "")
+    proposer = mixture.models[0][0]
+    assert proposer.role == "You doubt." and proposer.price == Price(1, 2)
+    assert proposer.limits == Limits(stall_seconds=5)
+    assert proposer.thinking == Thinking("[T]", "[/T]")
+    assert proposer.sampling == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 64, "seed": 7}
+    assert mixture.models[1][0].thinking is None and mixture.models[2][0].thinking == Thinking()
+
+
+async def test_agents_take_turns_at_the_engines_of_their_model(tmp_path: Path) -> None:
+    mixture = await build(tmp_path, MIXTURE)
+    assert isinstance(mixture, MixtureOfAgents)
+    urls = [
+        [engine.url for engine in (agent.engine, *agent.backups)] for agent in mixture.models[0]
+    ]
+    assert urls == [["http://a", "http://b"], ["http://b", "http://a"], ["http://a", "http://b"]]
+
+
+async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
+    layers = '[[layers]]\nmodels = [{engine = "http://a", repeat = 2}]\n'
+    last = '[[layers]]\nmodels = [{engine = "http://a"}]\n'
+    steps = '[staircase]\norder = "contiguous"\nfirst = 4\nlargest = 32\n'
+    staircase = await build(tmp_path, f'kind = "staircase"\n{steps}{layers}{last}')
+    assert isinstance(staircase, Staircase)
+    assert staircase.steps.schedule == Schedule(4, 2.0, 32)
+    assert staircase.steps.order == "contiguous" and len(staircase.proposers) == 2
+    assert staircase.prompt.layout == "question-first"
+    debate = await build(
+        tmp_path, f"kind = \"debate\"\n[debate]\nrounds = 3\nballot = '\\((\\d+)\\)'\n{layers}"
+    )
+    assert isinstance(debate, Debate) and debate.rounds == 3 and debate.staircase is None
+    assert callable(debate.conclusion)
+    assert [debate.conclusion(text) for text in ("(1) and (23).", "4")] == ["23", None]
+    debate = await build(tmp_path, f'kind = "debate"\n{steps}{layers}{last}')
+    assert isinstance(debate, Debate) and debate.staircase is not None
+    assert not callable(debate.conclusion)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('kind = "staircase"\ntopology = "2-1"\n@2\n@1', "topology is set, but a staircase has"),
+        ("@2", "a mixture needs at least two"),
+        ('kind = "debate"\n@2', "this debate needs two layers"),
+        ("@2\n@2", "the last layer has 2 agents; it must have one"),
+        ("budget = {tokens = 10, reserve = 10}\n@2\n@1", "reserve is 10; it must be less"),
+        ("quorum = {answers = 0, seconds = 1}\n@2\n@1", "a quorum needs at least 1 answer"),
+        ("limits = {stall_seconds = 0}\n@2\n@1", "stall_seconds is 0.0; it must be positive"),
+        (
+            "limits = {patience = 1}\n@2\n@1",
+            "limits has no key 'patience': use one of answer_seconds",
+        ),
+        ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
+    ],
+)
+async def test_parts_that_do_not_fit_are_named(tmp_path: Path, text: str, problem: str) -> None:
+    for count in "12":
+        layer = f'[[layers]]\nmodels = [{{engine = "http://a", repeat = {count}}}]'
+        text = text.replace(f"@{count}", layer)
+    with pytest.raises(ConfigError, match=problem):
+        await build(tmp_path, text)

@@ -1,0 +1,98 @@
+"""The prompts that queries, documents and labels become, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flashmoa_sglang.cpu import torchvision_ops
+
+torchvision_ops.allow_mismatched_build()
+
+from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest  # noqa: E402
+from flashmoa_sglang.http.scoring.bodies import ClassifyBody, RerankBody, ScoreBody  # noqa: E402
+from flashmoa_sglang.http.scoring.candidates import refuse_duplicates  # noqa: E402
+from flashmoa_sglang.http.scoring.questions import (  # noqa: E402
+    classify_question,
+    document_texts,
+    rerank_question,
+    score_question,
+)
+
+RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
+BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
+
+
+def test_template_of_a_reranker_gets_query_and_document_as_messages() -> None:
+    body = RerankBody(**BODY, instruct="Find trips.")
+    question = rerank_question(body, document_texts(body), RERANKER)
+    assert question.answers == ["yes", "no"]
+    messages = question.prompts[1].messages
+    assert messages == [{"role": "user", "content": "q"}, {"role": "user", "content": "two"}]
+    assert question.prompts[1].chat_template_kwargs == {"instruct": "Find trips."}
+
+
+def test_models_that_can_think_are_told_not_to_unless_the_client_says_so() -> None:
+    for given, expected in [(None, False), ({"enable_thinking": True}, True)]:
+        body = RerankBody(**BODY, chat_template_kwargs=given)
+        question = rerank_question(body, document_texts(body), "{{ messages }}")
+        assert question.prompts[0].chat_template_kwargs == {"enable_thinking": expected}
+        assert question.answers == ["Yes", "No"]
+
+
+def test_model_without_a_chat_template_continues_a_text() -> None:
+    body = ClassifyBody(input="Cold tea.", labels=["praise", "complaint"])
+    question = classify_question(body, ["Cold tea."], "")
+    text = question.prompts[0].text
+    assert text is not None and text.endswith("Answer with the letter of one label.\nAnswer:")
+    assert question.answers == [" A", " B"]
+
+
+def test_what_prompts_share_comes_before_what_they_do_not() -> None:
+    body = RerankBody(**BODY)
+    first, second = (
+        prompt.text for prompt in rerank_question(body, document_texts(body), "").prompts
+    )
+    assert first is not None and second is not None
+    assert first.index("one") == second.index("two")
+    assert first[: first.index("one")] == second[: second.index("two")]
+
+
+def test_query_alone_is_a_prompt_and_items_may_come_first() -> None:
+    alone = ScoreBody(query="One", candidates=[" two"])
+    assert [prompt.text for prompt in score_question(alone).prompts] == ["One"]
+    ids = ScoreBody(query=[1, 2], items=[[3], [4]], label_token_ids=[5], item_first=True)
+    question = score_question(ids)
+    assert [prompt.input_ids for prompt in question.prompts] == [[3, 1, 2], [4, 1, 2]]
+    assert question.answers == [[5]] and question.may_repeat
+
+
+def test_item_continues_the_users_last_message_or_is_one() -> None:
+    parts = [{"type": "text", "text": "Hi"}]
+    for content, expected in [
+        ("Hi", "Hi there"),
+        (None, " there"),
+        (parts, [*parts, {"type": "text", "text": " there"}]),
+    ]:
+        messages = [{"role": "user", "content": content}]
+        body = ScoreBody(messages=messages, items=[" there"], candidates=["x"])
+        assert score_question(body).prompts[0].messages == [{"role": "user", "content": expected}]
+    model = {"role": "assistant", "content": "Hello."}
+    body = ScoreBody(messages=[model], items=["Go"], candidates=["x"])
+    added = {"role": "user", "content": "Go"}
+    assert score_question(body).prompts[0].messages == [model, added]
+
+
+def test_fields_of_a_document_are_joined_in_the_order_asked_for() -> None:
+    document = {"text": "T", "title": "A", "year": 3}
+    body = RerankBody(query="q", documents=[document, "plain"], rank_fields=["year", "title", "x"])
+    assert document_texts(body) == ["year: 3\ntitle: A", "plain"]
+    assert document_texts(RerankBody(query="q", documents=[document])) == ["T"]
+    with pytest.raises(MalformedRequest, match=r"documents\[0\] has no text"):
+        document_texts(RerankBody(query="q", documents=[{"title": "A"}]))
+
+
+def test_candidates_that_are_the_same_tokens_are_refused() -> None:
+    refuse_duplicates(["a", "b"], [[1], [2]])
+    with pytest.raises(CandidateRefused, match=r"among \['a', \[1\]\]"):
+        refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])

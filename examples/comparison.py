@@ -118,7 +118,8 @@ async def run_once(
 ) -> Run:
     """Run a team on empty caches, after ``attach`` has linked it or only watches it."""
     for client in clients:
-        await client.engine.flush_cache()
+        # On a busy machine an engine that has just started may still be busy with itself.
+        await client.engine.flush_cache(wait_seconds=300)
     events: list[Event] = []
     linked = attach(team, listener=events.append)
     start = time.perf_counter()

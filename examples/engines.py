@@ -80,7 +80,7 @@ async def two_engines(
     if urls[0]:
         yield urls
         return
-    console.print("Real SGLang on this CPU, two engines.")
+    console.print("Real SGLang on this CPU, two engines. They start in one to five minutes.")
     if not real:
         console.print(
             "The models are tiny and untrained: what they say is noise, the timing is real."

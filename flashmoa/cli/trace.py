@@ -78,7 +78,10 @@ def show(events: Sequence[Event], console: Console) -> None:
 def _describe_breaks(events: Sequence[Event]) -> str:
     all_calls = calls(events)
     if not any(call.prompt is not None for call in all_calls):
-        return f"Prefixes: not known, as the trace has no prompts; {HOW_TO_RECORD} records them"
+        return (
+            f"Prefixes: not known, as the trace has no prompts; {HOW_TO_RECORD} records them, "
+            "and so does flashmoa.openai.run(trace=FILE, trace_prompts=True)"
+        )
     groups = group_breaks(find_breaks(all_calls))
     if not groups:
         return f"Prefixes: {NO_BREAK}"

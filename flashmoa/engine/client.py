@@ -15,8 +15,8 @@ from flashmoa.engine.connections import (
     ask,
     check_ttl,
     engine_url,
+    flush_cache,
     make_http_client,
-    send_request,
     stream_events,
 )
 from flashmoa.engine.generation import (
@@ -191,8 +191,7 @@ class EngineClient:
 
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
-        path = f"/flush_cache?timeout={wait_seconds}"
-        await send_request(self._http, self.url, "POST", path)
+        await flush_cache(self._http, self.url, wait_seconds)
 
     @asynccontextmanager
     async def generate(

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from flashmoa import errors
 from flashmoa.engine.generation import read_events
 from flashmoa.engine.refusals import bad_answer, make_refusal, translate_errors
 
@@ -98,6 +99,20 @@ async def send_request(
     if response.is_error:
         raise make_refusal(response, url)
     return response.content
+
+
+async def flush_cache(http: httpx.AsyncClient, url: str, wait_seconds: float) -> None:
+    """Empty an engine's radix cache; see :meth:`EngineClient.flush_cache`."""
+    try:
+        await send_request(http, url, "POST", f"/flush_cache?timeout={wait_seconds}")
+    except errors.MalformedRequest as error:
+        # SGLang refuses with the status of a wrong request what comes too early.
+        raise errors.RequestRefused(
+            f"{url} was not idle for {wait_seconds:g} s, so that its cache was not emptied "
+            f"({error}). Try again once its requests have ended.",
+            error.status,
+            error.code,
+        ) from error
 
 
 async def ask(

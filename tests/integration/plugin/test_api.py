@@ -14,6 +14,7 @@ from flashmoa.engine import (
     EngineClient,
     MalformedRequest,
     PromptTooLarge,
+    RequestRefused,
     StreamGone,
     StreamOutOfOrder,
     StreamUnknown,
@@ -51,6 +52,15 @@ async def test_prefill_only_leaves_the_prompt_in_the_cache(
     assert again.cached_tokens == 99
     _, usage = await generate(client, text + " more of it", 1)
     assert usage.cached_tokens == 100
+
+
+async def test_the_cache_of_a_busy_engine_is_not_emptied(client: EngineClient) -> None:
+    sampling = {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True}
+    async with client.generate(text="The", sampling=sampling) as pieces:
+        await anext(pieces)
+        with pytest.raises(RequestRefused, match=r"was not idle for 0.1 s.* Try again once"):
+            await client.flush_cache(wait_seconds=0.1)
+    await wait_until_idle(client)
 
 
 async def test_prefill_only_neither_samples_nor_detokenizes(

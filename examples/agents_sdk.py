@@ -9,44 +9,29 @@ that will read it. Needs `pip install openai-agents`, and a running engine.
 from __future__ import annotations
 
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
-from engines import GUIDE, one_engine, one_engine_arguments, run_program
+from engines import one_engine, one_engine_arguments, run_program
+from planners import plan
 
 from flashmoa.openai import AsyncOpenAI, run
-
-ROLES = {
-    "planner": "You propose a plan from the guide above.",
-    "critic": "You say what is wrong with plans.",
-    "writer": "You write the final plan.",
-}
-
-
-async def plan(model: OpenAIChatCompletionsModel, task: str) -> str:
-    """Return the writer's plan; each agent reads what those before it wrote."""
-    guide, text = GUIDE.read_text(), task
-    for name, role in ROLES.items():
-        agent = Agent(
-            name=name,
-            instructions=f"{guide}\n\n{role}",
-            model=model,
-            model_settings=ModelSettings(temperature=0, max_tokens=64),
-        )
-        answer = await Runner.run(agent, text)
-        text = f"{text}\n\n{name}: {answer.final_output}"
-    return text
 
 
 async def main() -> None:
     """Plan twice linked, and once unlinked."""
     set_tracing_disabled(True)  # The SDK would send its traces to OpenAI.
     arguments = one_engine_arguments(__doc__)
-    task = "Plan three days in Nepal for two people."
     async with one_engine(arguments.engine) as url, AsyncOpenAI(base_url=url) as client:
         model = OpenAIChatCompletionsModel(arguments.model, client)
+        settings = ModelSettings(temperature=0, max_tokens=64)
+
+        async def ask(name: str, instructions: str, text: str) -> str:
+            agent = Agent(name, instructions=instructions, model=model, model_settings=settings)
+            return str((await Runner.run(agent, text)).final_output)
+
         text = ""
         for _ in range(2):
             async with run("plan", listener=print):  # The one line.
-                text = await plan(model, task)
-        same = await plan(model, task)
+                text = await plan(ask)
+        same = await plan(ask)
     print(text)
     print("The same unlinked:", same == text)
 

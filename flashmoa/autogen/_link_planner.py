@@ -119,28 +119,23 @@ class TeamLinkPlanner(LinkPlanner):
         if counts:
             self.host.start(lambda: self._plan_when_delivered(call, counts))
 
-    def tools_called(self, call: LinkedCall, answer: object) -> None:
-        """Hold the agent's next request while its tools run, if it will make one."""
-        if self._settings.ahead == "nothing" or not isinstance(answer, ToolAnswer):
-            return
-        try:
-            request = self._members.own_request(call.agent, answer)
-        except Exception as error:
-            # Whatever is wrong with a prediction, the agent's answer must reach it.
-            self.decline(call.agent, error)
-            return
+    def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
+        """Return the agent's next request, if it will make one; learn the results of its tools."""
+        if not isinstance(answer, ToolAnswer):
+            return None
+        request = self._members.own_request(agent, answer)
         if request is None:
-            return
+            return None
         client, tools = request.client, request.tools
 
         async def render_with(results: Mapping[str, str]) -> str:
             following = await request.dry_run([results[tool] for tool in tools])
             return await render(client, following.messages, following.tools)
 
-        policy = self._settings.policy(call.agent, client)
-        turn = OwnTurn(call.agent, client.engine, tools, render_with, on_failure=policy)
-        self.own_turns.hold(turn)
+        policy = self._settings.policy(agent, client)
+        turn = OwnTurn(agent, client.engine, tools, render_with, on_failure=policy)
         self.host.start(lambda: self._learn_results(turn, answer.calls))
+        return turn
 
     async def _learn_results(self, turn: OwnTurn, calls: Sequence[FunctionCall]) -> None:
         """Add the results of tools to a request that is held, as the tools end."""

@@ -35,6 +35,7 @@ from flashmoa.autogen._dry_run import (
 )
 from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._stock import client_of, require_stock
+from flashmoa.linking.own_turn import name_calls
 
 # AutoGen starts the tools within a few rounds of the event loop after the answer.
 _ROUNDS = 100
@@ -96,7 +97,7 @@ def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> Ow
             await history.add_message(message)
         return await first_call(_drain(ask(model_context=history)))
 
-    return OwnRequest(client, _name_calls(answer.calls), dry_run)
+    return OwnRequest(client, name_calls([call.name for call in answer.calls]), dry_run)
 
 
 def _messages_of_iteration(
@@ -126,14 +127,6 @@ def _iteration() -> int:
             return frame.f_locals["loop_iteration"] + 1
         frame = frame.f_back
     return 0
-
-
-def _name_calls(calls: Sequence[FunctionCall]) -> list[str]:
-    names: list[str] = []
-    for call in calls:
-        earlier = sum(each.name == call.name for each in calls[: len(names)])
-        names.append(f"{call.name}() {earlier + 1}" if earlier else f"{call.name}()")
-    return names
 
 
 async def _drain(items: Any) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.learned_prompts import Messages, end_at
 from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedCall, RecordedRequest
+from flashmoa.linking.learned_tools import Message, called_tools
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
+from flashmoa.linking.own_turn import OwnTurn, name_calls
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.planned_links import Forecast, Turn
 from flashmoa.linking.planner import LinkPlanner
@@ -42,6 +44,8 @@ class LearnedLinkPlanner(LinkPlanner):
         self._find_engine = find_engine
         self._placeholders = Placeholders(self._learned.example)
         self._is_running = True
+        # Requests after tools, of which some are not held any more.
+        self._own_turns_begun: list[OwnTurn] = []
 
     @property
     def is_running(self) -> bool:
@@ -55,7 +59,7 @@ class LearnedLinkPlanner(LinkPlanner):
             hold_reason: see :class:`CallRequest`.
         """
         recorded = self._learned.begin(name, request)
-        known = recorded.key in self._learned.example
+        known = recorded.key in self._learned.example or recorded.follows is not None
         engine_request = CallRequest(request.url, request.model, hold_reason)
         call = self.begin(recorded.key, engine_request, rewrite_reason=None, linkable=known)
         return LearnedCall(call, recorded)
@@ -73,7 +77,8 @@ class LearnedLinkPlanner(LinkPlanner):
         await self.host.close()
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
-        return [Turn(key) for key in self._learned.upcoming(_STEPS)]
+        given_up = {own.agent for own in self._own_turns_begun if own.is_given_up}
+        return [Turn(key) for key in self._learned.upcoming(_STEPS) if key not in given_up]
 
     async def forecast(self, turn: Turn) -> Forecast:
         """Return what a call of the example will send in this run."""
@@ -83,7 +88,9 @@ class LearnedLinkPlanner(LinkPlanner):
         messages = self._predict(turn.agent, written)
 
         def holds() -> bool:
-            return self._predict(turn.agent, written) == messages
+            # While its tools run, more is known of a request that is held.
+            is_held = turn.agent in self.own_turns.agents()
+            return not is_held and self._predict(turn.agent, written) == messages
 
         variants = [messages]
         if earlier.differed is not None:
@@ -96,6 +103,37 @@ class LearnedLinkPlanner(LinkPlanner):
             namespace=earlier.request.namespace,
             holds=holds,
         )
+
+    def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
+        """Return what an agent asks when its tools have run, unless the example has no such call.
+
+        Results that are not likely to be those of the example are slots that get no text, since
+        they are seen only in the request.
+        """
+        call = self._learned.calls[agent]
+        key = self._learned.next_key(call)
+        if key is None or call.tool_answer is None:
+            return None
+        following = self._learned.example.get(key, call)
+        engine = self._find_engine(following.request)
+        tools = name_calls(called_tools(call.tool_answer))
+
+        async def render(texts: Mapping[str, str]) -> str:
+            written = {**texts, **self._learned.texts()}
+            missing = [texts[tool] for tool in tools]
+            messages = self._learned.after_tools(call, written, missing)
+            return await _render(engine, following.request, messages)
+
+        turn = OwnTurn(
+            key,
+            engine,
+            tools,
+            render,
+            namespace=following.request.namespace,
+            writers=self._learned.example,
+        )
+        self._own_turns_begun.append(turn)
+        return turn
 
     def _predict(self, key: str, written: Mapping[str, str]) -> Messages:
         """Return the messages of a call, with placeholders for all texts but those given."""
@@ -121,6 +159,7 @@ class LearnedCall(CallObserver):
     def on_finish(self, result: CallResult) -> None:
         self._recorded.is_complete = True
         self._recorded.answer = result.text if result.is_forwarded else None
+        self._recorded.tool_answer = cast("Message | None", result.tool_calls)
         self._call.on_finish(result)
 
     def on_failure(self, error: BaseException) -> None:

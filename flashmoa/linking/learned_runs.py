@@ -20,6 +20,15 @@ from flashmoa.linking.learned_prompts import (
     predict,
     similarity,
 )
+from flashmoa.linking.learned_tools import (
+    Message,
+    after_tools,
+    call_ids,
+    extra_fields,
+    follows,
+    likely_results,
+    sent_back,
+)
 from flashmoa.linking.output_lengths import OutputLengths
 
 
@@ -59,6 +68,9 @@ class RecordedCall:
         has_failed: whether the request failed.
         differed: where its messages were not as an earlier run had them, if they were not. What
             comes after that is not predicted.
+        tool_answer: its answer, if that calls tools.
+        follows: the key of the call whose tools' results it brings, if it brings any.
+        result_differed: where what follows that call's answer was not as predicted.
     """
 
     key: str
@@ -69,6 +81,9 @@ class RecordedCall:
     answer: str | None = None
     has_failed: bool = False
     differed: Divergence | None = None
+    tool_answer: Message | None = None
+    follows: str | None = None
+    result_differed: Divergence | None = None
 
 
 class Program:
@@ -77,12 +92,14 @@ class Program:
     Attributes:
         example: the calls of its last complete run by key, in the order in which they began.
         output_lengths: those of the answers of its calls.
+        sent_back: the extra fields of answers that it sends back with the results of tools.
         reported_declines: see :class:`~flashmoa.linking.planner.LinkPlanner`.
     """
 
     def __init__(self) -> None:
         self.example: Mapping[str, RecordedCall] = {}
         self.output_lengths = OutputLengths()
+        self.sent_back: set[str] = set()
         self.reported_declines: set[tuple[str, str]] = set()
 
 
@@ -96,6 +113,8 @@ class LearnedRun:
         self.calls: dict[str, RecordedCall] = {}
         # Texts of the example and what stands for them in this run, other than answers.
         self._changes: dict[str, str] = {}
+        # By the key of a call whose tools run, the key of the call after them.
+        self._next_keys: dict[str, str | None] = {}
 
     def begin(self, name: str, request: RecordedRequest) -> RecordedCall:
         """Record a call that is about to be sent, and return it."""
@@ -103,16 +122,59 @@ class LearnedRun:
         if failed is not None:
             failed.has_failed = False
             return failed
-        twin, predicted = self._find_in_example(name, request)
-        key = twin.key if twin is not None else self._new_key(name)
+        before = self._find_followed(request)
+        key = self.next_key(before) if before is not None else None
+        if key is None:
+            key = self._likest(name, request) or self._new_key(name)
         done = frozenset(other.key for other in self.calls.values() if other.is_complete)
         call = RecordedCall(key, name, request, done)
-        if twin is not None:
-            call.differed = find_divergence(predicted, request.messages)
-            changes = find_changes(twin.request.messages, predicted, request.messages)
-            self._changes = changes | self._changes
+        if before is not None:
+            call.follows = before.key
+            self._learn_form(before, request)
+        if key in self.example:
+            self._learn_differences(call, before)
         self.calls[key] = call
         return call
+
+    def next_key(self, call: RecordedCall) -> str | None:
+        """Return the key of the call that brings the results of a call's tools.
+
+        ``None`` if none is expected: none came in the example, say because of a handoff.
+        """
+        if call.key not in self._next_keys:
+            earlier = self.example.get(call.key)
+            if earlier is not None and earlier.tool_answer is not None:
+                after = [each.key for each in self.example.values() if each.follows == call.key]
+                key = next((key for key in after if key not in self.calls), None)
+            else:
+                key = self._new_key(call.name)
+            self._next_keys[call.key] = key
+        return self._next_keys[call.key]
+
+    def after_tools(
+        self, call: RecordedCall, texts: Mapping[str, str], missing: Sequence[str]
+    ) -> Messages:
+        """Return the messages of the call after the tools of a call, as they are likely to be.
+
+        Args:
+            texts: see :meth:`predict`.
+            missing: for each call of a tool, what stands for a result that is not known.
+        """
+        assert call.tool_answer is not None
+        answer = sent_back(call.tool_answer, self._program.sent_back)
+        likely: list[Message] = []
+        earlier = self.example.get(call.key)
+        following = self.example.get(self.next_key(call) or "")
+        if earlier is not None and earlier.tool_answer is not None and following is not None:
+            start = len(earlier.request.messages) + 1
+            likely = likely_results(
+                answer,
+                earlier.tool_answer,
+                following.request.messages[start:],
+                self.predict(following.key, texts)[start:],
+                following.result_differed,
+            )
+        return after_tools(call.request.messages, answer, likely, missing)
 
     def upcoming(self, steps: int) -> list[str]:
         """Return the keys of the calls of the example that may come next, in its order.
@@ -145,6 +207,11 @@ class LearnedRun:
                 # Programs often strip an answer.
                 known[other.answer.strip()] = text.strip()
                 known[other.answer] = text
+        for call in self.calls.values():
+            earlier = self.example.get(call.key)
+            if call.tool_answer and earlier is not None and earlier.tool_answer:
+                ids = call_ids(earlier.tool_answer), call_ids(call.tool_answer)
+                known |= zip(*ids, strict=False)
         known.pop("", None)
         return predict(self.example[key].request.messages, known)
 
@@ -165,26 +232,58 @@ class LearnedRun:
                 return call
         return None
 
-    def _find_in_example(
-        self, name: str, request: RecordedRequest
-    ) -> tuple[RecordedCall | None, Messages]:
-        """Return the call of the example that a request is most like, with its predicted messages.
+    def _find_followed(self, request: RecordedRequest) -> RecordedCall | None:
+        """Return the call whose tools' results a request brings, if it brings any."""
+        followed = {call.follows for call in self.calls.values()}
+        for call in self.calls.values():
+            answer = call.tool_answer
+            if answer is None or call.key in followed:
+                continue
+            if follows(request.messages, call.request.messages, answer):
+                return call
+        return None
+
+    def _likest(self, name: str, request: RecordedRequest) -> str | None:
+        """Return the key of the call of the example that a request is most like.
 
         Of those that are equally like it, the first one.
         """
         texts = self.texts()
+        taken = {*self.calls, *self._next_keys.values()}
         candidates = [
-            (call, self.predict(call.key, texts))
+            call.key
             for call in self.example.values()
-            if call.name == name and call.key not in self.calls
+            if call.name == name and call.key not in taken
         ]
-        likest = max(
-            candidates, key=lambda each: similarity(each[1], request.messages), default=None
+        return max(
+            candidates,
+            key=lambda key: similarity(self.predict(key, texts), request.messages),
+            default=None,
         )
-        return likest if likest is not None else (None, ())
+
+    def _learn_form(self, before: RecordedCall, request: RecordedRequest) -> None:
+        """Learn which extra fields of an answer the program sends back."""
+        assert before.tool_answer is not None
+        message = request.messages[len(before.request.messages)]
+        for field_name in extra_fields(before.tool_answer):
+            if message.get(field_name) == before.tool_answer[field_name]:
+                self._program.sent_back.add(field_name)
+            else:
+                self._program.sent_back.discard(field_name)
+
+    def _learn_differences(self, call: RecordedCall, before: RecordedCall | None) -> None:
+        """Learn in what a call differs from the example's."""
+        messages, twin = call.request.messages, self.example[call.key]
+        predicted = self.predict(call.key, self.texts())
+        call.differed = find_divergence(predicted, messages)
+        if before is not None and twin.follows == before.key:
+            start = len(self.example[before.key].request.messages) + 1
+            results = messages[len(before.request.messages) + 1 :]
+            call.result_differed = find_divergence(predicted[start:], results)
+        changes = find_changes(twin.request.messages, predicted, messages)
+        self._changes = changes | self._changes
 
     def _new_key(self, name: str) -> str:
-        if name not in self.calls and name not in self.example:
-            return name
+        taken = {*self.calls, *self.example, *self._next_keys.values()}
         keys = (f"{name} ({number})" for number in itertools.count(2))
-        return next(key for key in keys if key not in self.calls and key not in self.example)
+        return next(key for key in itertools.chain([name], keys) if key not in taken)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import anyio
 
@@ -32,13 +32,15 @@ class OwnTurn:
             raise EngineError.
         on_failure: see :class:`Forecast`.
         namespace: see :class:`Forecast`.
+        writers: the agents whose texts results may hold; ``render`` is given what stands for these
+            texts, too, by the agents' names.
 
     Attributes:
         dropped: is set when the request is not held any more.
         is_given_up: whether that is because it will not come.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last three have a default
         self,
         agent: str,
         engine: EngineClient,
@@ -47,6 +49,7 @@ class OwnTurn:
         *,
         on_failure: OnFailure = "abort",
         namespace: Mapping[str, str] | None = None,
+        writers: Iterable[str] = (),
     ) -> None:
         self.turn = Turn(agent)
         self.tools = tuple(tools)
@@ -54,6 +57,7 @@ class OwnTurn:
         self._render = render
         self._on_failure: OnFailure = on_failure
         self._namespace = namespace
+        self._writers = tuple(writers)
         self._results: dict[str, str] = {}
         self.dropped = anyio.Event()
         self.is_given_up = False
@@ -77,10 +81,11 @@ class OwnTurn:
         Results are rendered with the whole prompt, since a chat template may quote or escape them.
         """
         results = dict(self._results)
-        placeholders = Placeholders(tool for tool in self.tools if tool not in results)
+        missing = [tool for tool in self.tools if tool not in results]
+        placeholders = Placeholders([*missing, *self._writers])
         texts = {
-            tool: results[tool] if tool in results else placeholders.padded(tool)
-            for tool in self.tools
+            name: results[name] if name in results else placeholders.padded(name)
+            for name in (*self.tools, *self._writers)
         }
         return Forecast(
             turn,
@@ -91,6 +96,15 @@ class OwnTurn:
             namespace=self._namespace,
             holds=lambda: len(self._results) == len(results),
         )
+
+
+def name_calls(tools: Sequence[str]) -> list[str]:
+    """Return a different name for each call of a tool, which no agent has: ``look()``."""
+    names: list[str] = []
+    for tool in tools:
+        earlier = sum(each == tool for each in tools[: len(names)])
+        names.append(f"{tool}() {earlier + 1}" if earlier else f"{tool}()")
+    return names
 
 
 class OwnTurns:

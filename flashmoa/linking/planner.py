@@ -14,7 +14,7 @@ from flashmoa.linking.link import Ahead, Link
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
 from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.output_lengths import OutputLengths
-from flashmoa.linking.own_turn import OwnTurns
+from flashmoa.linking.own_turn import OwnTurn, OwnTurns
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
@@ -130,8 +130,23 @@ class LinkPlanner(CallOwner):
     def call_finished(self, call: LinkedCall) -> None:
         """Do nothing; a subclass may plan again now that the text is complete."""
 
+    def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
+        """Return what an agent asks after the tools of an answer (``CallResult.tool_calls``).
+
+        ``None`` if it asks nothing. If this raises an exception, the request is not linked.
+        """
+        return None
+
     def tools_called(self, call: LinkedCall, answer: object) -> None:
-        """Do nothing; a subclass may hold the agent's next request in ``own_turns``."""
+        """Hold the agent's next request while its tools run, if it will make one."""
+        try:
+            turn = self.own_turn(call.agent, answer) if self._ahead != "nothing" else None
+        except Exception as error:
+            # Whatever is wrong with a prediction, the agent's answer must reach it.
+            self.decline(call.agent, error)
+        else:
+            if turn is not None:
+                self.own_turns.hold(turn)
 
     def call_taken_back(self, call: LinkedCall) -> None:
         for link in self.waiting_for(call.agent):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from flashmoa.engine import PromptUsage
 from flashmoa.linking.observed_call import CallResult
@@ -28,7 +28,9 @@ class AnswerReader:
         self._unread = b""
         self._text = ""
         self._finish_reason: str | None = None
-        self._calls_tools = False
+        # By place; the pieces of each call are put together here.
+        self._tool_calls: dict[int, dict[str, Any]] = {}
+        self._other_texts: dict[str, str] = {}
         self._usage: PromptUsage | None = None
 
     def feed(self, data: bytes) -> str:
@@ -50,8 +52,15 @@ class AnswerReader:
         # Not `is_over`: a reader may leave an event stream after the last choice.
         if self._finish_reason is None:
             return None
-        is_forwarded = bool(self._text) and not self._calls_tools
-        return CallResult(self._text, self._usage, self._finish_reason, is_forwarded)
+        is_forwarded = bool(self._text) and not self._tool_calls
+        message = self._tool_message() if self._tool_calls else None
+        return CallResult(self._text, self._usage, self._finish_reason, is_forwarded, message)
+
+    def _tool_message(self) -> Mapping[str, Any]:
+        """Return an answer that calls tools as the message that agents send back."""
+        calls = [self._tool_calls[place] for place in sorted(self._tool_calls)]
+        message = {"role": "assistant", "content": self._text or None, "tool_calls": calls}
+        return {**self._other_texts, **message}
 
     def _read_event(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -75,7 +84,20 @@ class AnswerReader:
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
         message: Mapping[str, Any] = choice.get("delta") or choice.get("message") or {}
-        self._calls_tools = self._calls_tools or bool(message.get("tool_calls"))
-        text = cast("object", message.get("content"))
-        self._text += text if isinstance(text, str) else ""
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            # In a stream, pieces of one call have its place as their index.
+            self._read_tool_call(call.get("index") if self._is_stream else place, call)
+        for name, text in message.items():
+            if name == "content" and isinstance(text, str):
+                self._text += text
+            elif name not in ("content", "role") and isinstance(text, str):
+                self._other_texts[name] = self._other_texts.get(name, "") + text
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
+
+    def _read_tool_call(self, place: int, piece: Mapping[str, Any]) -> None:
+        new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = self._tool_calls.setdefault(place or 0, new)
+        function: Mapping[str, str | None] = piece.get("function") or {}
+        call["id"] = piece.get("id") or call["id"]
+        call["function"]["name"] = function.get("name") or call["function"]["name"]
+        call["function"]["arguments"] += function.get("arguments") or ""

@@ -82,7 +82,9 @@ async def _send_observed(
     if options.get("stream"):
         response.stream = _watch(response.stream, reader, observer, _module_of(request))
     else:
-        observer.on_text(reader.feed(response.content))
+        text, result = reader.feed(response.content), reader.result()
+        if result is not None and result.is_forwarded:
+            observer.on_text(text)
         _finish(reader, observer)
     return response
 

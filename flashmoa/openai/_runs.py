@@ -37,8 +37,9 @@ def run(
 ) -> AbstractAsyncContextManager[None]:
     """Link the calls that are made within ``async with run():``.
 
-    The first run of a program is only watched. In later ones, the prompt of each call that the run
-    before had is prefilled while the calls before it still write. Prompts and answers stay the
+    The first run of a program is watched, and only what an agent asks after its tools is linked. In
+    later ones, the prompt of each call that the run before had is prefilled while the calls before
+    it still write. Prompts and answers stay the
     same; a program that does something else this time only gains less. Calls count if their client
     is an :class:`AsyncOpenAI` of this package or was given to :func:`link`.
 

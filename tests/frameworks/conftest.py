@@ -21,6 +21,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(scope="session", autouse=True)
+async def _one_event_loop() -> AsyncGenerator[None]:
+    """Keep one event loop for all tests, since LangChain's clients share their connections."""
+    yield
+
+
 @pytest.fixture(scope="session")
 def guide() -> str:
     return (Path(__file__).parents[2] / "examples" / "guides" / "nepal.md").read_text()

@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
-from typing import Any
 
 import anyio
 import pytest
-from autogen_agentchat.base import TaskResult
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat
 from autogen_agentchat.tools import AgentTool
-from autogen_core import CancellationToken
-from autogen_core.models import CreateResult
-from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
+from autogen_core.tools import FunctionTool
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.autogen import watch as report_calls
+from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFinished, Event, LinkClosed, LinkOpened
-from tests.integration.autogen.exactness import CallOutcome, count_outcomes, finished_calls
-from tests.integration.autogen.scripted import Answer, script
+from flashmoa.observe import CallFinished, LinkOpened
+from tests.integration.autogen.exactness import count_outcomes, finished_calls
 from tests.integration.autogen.teams import agent
+from tests.integration.autogen.tool_runs import Client, RequiringClient, Watch, make, run_both_ways
+from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio
-Client = FlashMoAChatCompletionClient
 # How many tokens may be left for a request of which all but a short result was known.
 FEW = LAG + 64
-
-
-class RequiringClient(Client):
-    """Lets the engine's grammar force a call of a tool where there are tools."""
-
-    async def create(self, messages: Any, *, tools: Any = (), **more: Any) -> CreateResult:  # type: ignore[override]
-        if tools:
-            more["tool_choice"] = "required"
-            more["extra_create_args"] = {"parallel_tool_calls": False}
-        return await super().create(messages, tools=tools, **more)
-
-
-def make(engine: LocalEngine, kind: type[Client] = Client, **more: Any) -> Client:
-    settings = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}, **more}
-    return kind(model="tiny", base_url=engine.url, **settings)
 
 
 @pytest.fixture
@@ -54,96 +31,6 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     yield client
     await wait_until_idle(client.engine)
     await client.close()
-
-
-class Watch:
-    """Lets the tools of a linked team wait for what becomes of its links.
-
-    In an unlinked team, nothing is waited for.
-    """
-
-    def __init__(self, client: Client, *, is_linked: bool) -> None:
-        self.events: list[Event] = []
-        # The events of the same team, unlinked.
-        self.unlinked: list[Event] = []
-        self.client = client
-        self.is_linked = is_linked
-
-    @property
-    def own_links(self) -> list[LinkOpened]:
-        """The links to what agents ask after their tools."""
-        opened = [event for event in self.events if isinstance(event, LinkOpened)]
-        return [event for event in opened if event.upstream and event.upstream[0].endswith(")")]
-
-    def reasons(self, links: list[LinkOpened]) -> list[str]:
-        """Return why these links were closed."""
-        ids = [opened.stream_id for opened in links]
-        closed = [event for event in self.events if isinstance(event, LinkClosed)]
-        return [event.reason for event in closed if event.stream_id in ids]
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        with anyio.fail_after(20):
-            while self.is_linked and not is_so():  # noqa: ASYNC110
-                await anyio.sleep(0.002)
-
-    async def prefilled(self, tokens: int = 0, links: int = 1) -> int:
-        """Wait until the latest link to an own request has KV for nearly all that is certain.
-
-        Args:
-            tokens: at least how many tokens are certain.
-            links: which one it is.
-
-        Return the number of tokens that are certain.
-        """
-        await self.until(lambda: len(self.own_links) >= links)
-        with anyio.fail_after(20):
-            while self.is_linked:
-                state = await self.client.engine.stream_state(self.own_links[-1].stream_id)
-                if tokens <= state.received_tokens <= state.prefilled_tokens + LAG:
-                    return state.received_tokens
-                await anyio.sleep(0.002)
-        return 0
-
-
-def messages_of(result: TaskResult) -> list[tuple[str, str]]:
-    """Return the messages without the ids of calls, which engines choose at random."""
-    texts = [(message.source, message.to_text()) for message in result.messages]
-    return [(source, re.sub("call_[0-9a-f]+", "", text)) for source, text in texts]
-
-
-async def run_both_ways(
-    client: Client, build: Callable[[Watch], BaseGroupChat]
-) -> tuple[list[CallOutcome], Watch]:
-    """Run a team linked and unlinked; its messages must be the same.
-
-    Return the linked team's calls, and its watch.
-    """
-    watch = Watch(client, is_linked=True)
-    await client.engine.flush_cache()
-    team = build(watch)
-    linked = link(team, listener=watch.events.append)
-    messages = messages_of(await team.run(task="Go."))
-    await linked.close()
-    await wait_until_idle(client.engine)
-    await client.engine.flush_cache()
-    plain = build(Watch(client, is_linked=False))
-    report_calls(plain, watch.unlinked.append)
-    assert messages_of(await plain.run(task="Go.")) == messages
-    return finished_calls(watch.events), watch
-
-
-def tool_results(request: dict[str, Any]) -> list[str]:
-    return [str(m["content"]) for m in request["messages"] if m["role"] == "tool"]
-
-
-def call_until(results: int, answer: Answer) -> Callable[[dict[str, Any]], Answer | None]:
-    """Script an agent with tools: it calls them until it has that many results."""
-
-    def answer_to(request: dict[str, Any]) -> Answer | None:
-        has_tools = bool(request.get("tools"))
-        return answer if has_tools and len(tool_results(request)) < results else None
-
-    return answer_to
 
 
 LOOK = ("look", {"place": "lake"})
@@ -386,54 +273,3 @@ async def test_an_agent_that_is_a_tool_does_not_use_its_callers_link(
     calls, watch = await run_both_ways(model_client, build)
     assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
     assert watch.reasons(watch.own_links) == ["used"]
-
-
-@pytest.mark.parametrize("how", ["cancelled", "fails", "closed"])
-async def test_what_is_held_is_given_back_if_the_request_does_not_come(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    script(monkeypatch, call_until(1, LOOK))
-    # AutoGen waits for ever for a tool that is cancelled or raises. In an event loop of its own,
-    # what it leaves ends with the loop.
-    play = partial(asyncio.run, asyncio.wait_for(lose_request(engine, how), 60))
-    reasons = await anyio.to_thread.run_sync(play)
-    assert reasons == ["closed" if how == "closed" else "abort"]
-
-
-async def lose_request(engine: LocalEngine, how: str) -> list[str]:
-    """Run a team whose agent does not get the result of its tool, and so does not ask again.
-
-    Return why the link to its request was closed, before the team has ended.
-    """
-    client, token = make(engine), CancellationToken()
-    watch = Watch(client, is_linked=True)
-
-    async def look(place: str) -> str:
-        return await anyio.sleep_forever() or place
-
-    class BrokenBench(StaticWorkbench):
-        async def call_tool(self, *_: Any, **__: Any) -> ToolResult:
-            await watch.prefilled()
-            raise RuntimeError("The workbench is broken.")
-
-    tools = [FunctionTool(look, description="")]
-    given = {"workbench": BrokenBench(tools)} if how == "fails" else {"tools": tools}
-    one = agent(client, "one", max_tool_iterations=2, **given)
-    team = RoundRobinGroupChat([one], max_turns=1)
-    linked = link(team, listener=watch.events.append)
-    run = asyncio.create_task(team.run(task="Go.", cancellation_token=token))
-    await watch.until(lambda: bool(watch.own_links))
-    if how == "cancelled":
-        token.cancel()
-    elif how == "closed":
-        await linked.close()
-    await watch.until(lambda: bool(watch.reasons(watch.own_links)))
-    await wait_until_idle(client.engine)
-    assert not run.done()
-    token.cancel()
-    while not run.done():
-        run.cancel()
-        await asyncio.sleep(0.01)
-    await linked.close()
-    await client.close()
-    return watch.reasons(watch.own_links)

@@ -29,8 +29,8 @@ from tests.integration.autogen.exactness import (
     finished_calls,
     mostly_hit,
 )
-from tests.integration.autogen.scripted import script
 from tests.integration.autogen.teams import Custom
+from tests.integration.scripted import script
 from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio

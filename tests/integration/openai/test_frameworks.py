@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 
+import anyio
 import pytest
 
 from flashmoa.engine.local import LocalEngine
@@ -13,9 +13,10 @@ from tests.conftest import ROOT
 PYTHON = ROOT / ".venvs" / "frameworks" / "bin" / "python"
 
 
+@pytest.mark.anyio
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_newest_frameworks_answer_the_same_linked(
+async def test_the_newest_frameworks_answer_the_same_linked(
     engine: LocalEngine, downstream: LocalEngine
 ) -> None:
     """Run tests/frameworks in its environment, on the engines of this one."""
@@ -23,6 +24,7 @@ def test_the_newest_frameworks_answer_the_same_linked(
     # Without the conftest.py above, which needs SGLang.
     command = [PYTHON, "-m", "pytest", "--confcutdir=tests/frameworks", "tests/frameworks", "-s"]
     environment = {**os.environ, "FLASHMOA_ENGINES": f"{engine.url} {downstream.url}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    done = await anyio.run_process(command, cwd=ROOT, env=environment, check=False)
+    output = done.stdout.decode()
+    print(output)
+    assert done.returncode == 0, output[-5000:] + done.stderr.decode()[-2000:]

@@ -9,7 +9,6 @@ import pytest
 
 from flashmoa import EngineClient
 from flashmoa.linking.link import Link
-from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest, CallResult
 from flashmoa.linking.own_turn import OwnTurn
 from flashmoa.linking.placeholders import Placeholders
@@ -56,9 +55,9 @@ class Team(LinkPlanner):
 
         return Forecast(turn, self._engine, placeholders, [render])
 
-    def tools_called(self, call: LinkedCall, answer: object) -> None:
+    def own_turn(self, agent: str, answer: object) -> OwnTurn:
         assert isinstance(answer, OwnTurn)
-        self.own_turns.hold(answer)
+        return answer
 
     def link_to(self, agent: str) -> Link | None:
         return next((link for link in self._links.all() if link.agent == agent), None)

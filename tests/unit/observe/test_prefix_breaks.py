@@ -1,69 +1,32 @@
-"""Where prompts stop sharing a prefix is found, explained and priced."""
+"""Where prompts stop sharing a prefix is found and explained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os.path import commonprefix
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.engine import PromptUsage
-from flashmoa.observe import CallFinished, CallStarted, PromptSent
-from flashmoa.observe.calls import Call
-from flashmoa.observe.prefix_breaks import PrefixBreak, RenderedPrompt, find_breaks, group_breaks
+from flashmoa.observe.prefix_breaks import find_breaks
 from flashmoa.observe.prompt_text import common_prefix
-
-Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]]
-
-SYSTEM = {"role": "system", "content": "You are a writer."}
-TASK = {"role": "user", "content": "Write a plan."}
-ANSWER = {"role": "assistant", "content": "First, walk."}
-MORE = {"role": "user", "content": "Go on, please."}
-
-
-def tool(name: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": "A tool.", **fields}}
-
-
-def call(
-    messages: Messages,
-    tools: Sequence[dict[str, Any]] = (),
-    *,
-    agent: str = "writer",
-    at: float = 0.0,
-    answer: str = "",
-    usage: PromptUsage | None = None,
-    **sent: Any,
-) -> Call:
-    """Make a call; ``at`` is also its id."""
-    who = {"agent": agent, "engine": "http://e", "call_id": str(at)}
-    prompt = PromptSent(**who, at=at, messages=messages, tools=list(tools), **sent)
-    finished = CallFinished(**who, at=at + 0.9, text=answer, usage=usage)
-    return Call(CallStarted(**who, at=at, model="m"), at + 0.5, finished, prompt)
-
-
-def used(prompt: int, cached: int | None, streamed: int | None = None) -> PromptUsage:
-    return PromptUsage(
-        prompt_tokens=prompt,
-        completion_tokens=5,
-        cached_tokens=cached,
-        streamed_tokens=streamed,
-    )
-
-
-def only_break(earlier: Call, later: Call) -> PrefixBreak:
-    (found,) = find_breaks([earlier, later])
-    return found
-
-
-def compare(
-    old: Messages, new: Messages, old_tools: Tools | None = None, new_tools: Tools | None = None
-) -> PrefixBreak:
-    return only_break(call(old, old_tools or []), call(new, new_tools or [], at=1.0))
+from tests.unit.observe.prompts import (
+    ANSWER,
+    MORE,
+    READ,
+    SEARCH,
+    SYSTEM,
+    TASK,
+    Messages,
+    Tools,
+    call,
+    compare,
+    only_break,
+    render,
+    system,
+    tool,
+    user,
+)
 
 
 def shared_length(one: str, other: str) -> int:
@@ -79,13 +42,6 @@ MESSAGES = st.builds(
 )
 PROMPTS = st.lists(MESSAGES, min_size=1, max_size=5)
 TOOLS = st.lists(st.sampled_from(["search", "read", "write"]).map(tool), max_size=3)
-
-
-def render(messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> RenderedPrompt:
-    """Render messages as many chat templates do."""
-    shown = "".join(f"<tool>{one}</tool>" for one in tools)
-    turns = (f"<|{one['role']}|>\n{one['content']}" for one in messages)
-    return RenderedPrompt(shown + "<|end|>\n".join(turns), "<|end|>\n<|assistant|>\n")
 
 
 @given(st.text("ab", max_size=300), st.text("ab"), st.text("ab"))
@@ -145,10 +101,6 @@ def test_prompt_that_begins_with_the_one_before_is_never_reported(
     assert not find_breaks(calls, rendered)
 
 
-def system(text: str) -> Messages:
-    return [{"role": "system", "content": text}, TASK]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "kind", "text"),
     [
@@ -178,9 +130,6 @@ def test_what_changed_in_a_text_is_named(old: str, new: str, kind: str, text: st
     (change,) = compare(system(f"{old} Help!"), system(f"{new} Help!")).changes
     assert change.kind == kind
     assert change.text == (f"{text} in the system message" if text else "the system message")
-
-
-SEARCH, READ = tool("search"), tool("read")
 
 
 @pytest.mark.parametrize(
@@ -217,10 +166,6 @@ SEARCH, READ = tool("search"), tool("read")
 def test_what_changed_in_tools_is_named(old: Tools, new: Tools, text: str) -> None:
     (change,) = compare([SYSTEM, TASK], [SYSTEM, TASK], old, new).changes
     assert change.text == text
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 ONE, TWO, THREE = user("One."), user("Two."), user("Three.")
@@ -291,120 +236,3 @@ def test_what_the_chat_template_does_not_show_is_no_break() -> None:
     calls = [call(named), call(other, at=1.0)]
     assert len(find_breaks(calls)) == 1
     assert not find_breaks(calls, {"0.0": render(named), "1.0": render(other)})
-
-
-def test_settings_of_the_request_are_compared() -> None:
-    prompt = [SYSTEM, TASK]
-    thinking = call(prompt, at=1.0, template_args={"enable_thinking": False})
-    salted = call(prompt, at=2.0, namespace={"cache_salt": "s"})
-    texts = [one.changes[0].text for one in find_breaks([call(prompt), thinking, salted])]
-    assert texts == [
-        "the request's enable_thinking",
-        "the request's enable_thinking and cache_salt",
-    ]
-
-
-def test_prompts_with_another_cache_salt_share_nothing() -> None:
-    """The engine renders them alike, but does not share their KV."""
-    salted = call(LONG, at=1.0, namespace={"cache_salt": "s"}, usage=used(1000, 0))
-    same = render(LONG)
-    (broken,) = find_breaks([call(LONG), salted], {"0.0": same, "1.0": same})
-    assert broken.at == 0 and broken.changes[0].text == "the request's cache_salt"
-    assert (broken.again_tokens or 0) > 950
-
-
-def test_all_of_settings_tools_and_messages_are_named() -> None:
-    changes = compare(system("Turn 1."), system("Turn 2."), [SEARCH, READ], [READ, SEARCH]).changes
-    assert [change.kind for change in changes] == ["tools", "value"]
-
-
-GUIDE = user("A guide to the mountains. " * 50)
-
-
-def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_common() -> None:
-    planner = [{"role": "system", "content": "You plan."}, GUIDE]
-    reviewer = [{"role": "system", "content": "You review."}, GUIDE]
-    calls = [
-        call(planner, agent="planner"),
-        call([{"role": "system", "content": "You sing."}, TASK], agent="singer", at=1.0),
-        call(reviewer, agent="reviewer", at=2.0),
-        # It shares the guide with the reviewer, so the planner's prompt does not matter.
-        call([*reviewer, MORE], agent="critic", at=3.0),
-        # It leaves the critic's prompt behind the guide, where nothing that it could share is left.
-        call([*reviewer, TASK], agent="editor", at=4.0),
-    ]
-    (broken,) = find_breaks(calls)
-    assert (broken.call.agent, broken.earlier.agent) == ("reviewer", "planner")
-    assert broken.repeated > 0.9
-    assert "differs from the prompt of planner at" in broken.describe()
-
-
-def test_prompts_of_other_engines_and_models_are_not_compared() -> None:
-    one, other, third = (call(system(f"Turn {turn}."), at=turn) for turn in (1.0, 2.0, 3.0))
-    other.started = CallStarted(agent="writer", engine="http://other", call_id="2.0", model="m")
-    third.started = CallStarted(agent="writer", engine="http://e", call_id="3.0", model="n")
-    assert not find_breaks([one, other, third])
-    # A call without a prompt, as in traces without prompts, is left out.
-    third.prompt = None
-    assert not find_breaks([third, third])
-
-
-LONG = [SYSTEM, *(user(f"{number} " + "word " * 20) for number in range(9))]
-
-
-def turn(number: int, usage: PromptUsage | None) -> Call:
-    messages = [{"role": "system", "content": f"Turn {number}."}, *LONG[1:]]
-    return call(messages, at=float(number), usage=usage)
-
-
-def test_cost_is_what_was_computed_again() -> None:
-    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 20)))
-    assert broken.computed_tokens == 980
-    assert broken.again_tokens == 979  # A few are of the number, which is new.
-    # Nothing is computed again if another prompt was in the cache.
-    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 995)))
-    assert broken.again_tokens == 5
-    # What a link computed ahead of the call was in the cache when the call came.
-    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 900, streamed=880)))
-    assert (broken.computed_tokens, broken.again_tokens) == (980, 979)
-    assert "(880 ahead of the call)" in broken.describe()
-    # The engine may report nothing, or no cached tokens.
-    broken = only_break(turn(1, None), turn(2, None))
-    assert (broken.computed_tokens, broken.again_tokens) == (None, None)
-    assert "not known" in broken.describe()
-    broken = only_break(turn(1, None), turn(2, used(1000, None)))
-    assert broken.computed_tokens is None
-    assert 950 < (broken.again_tokens or 0) <= 1000
-
-
-def test_new_text_does_not_count_as_computed_again() -> None:
-    kept = LONG[5:]
-    new = user("new " * 500)
-    broken = only_break(call(LONG), call([SYSTEM, *kept, new], at=1.0, usage=used(3000, 10)))
-    assert broken.changes[0].kind == "history"
-    kept_share = sum(len(one["content"]) for one in kept) / (len(new["content"]) + 600)
-    assert (broken.again_tokens or 0) == pytest.approx(3000 * kept_share, rel=0.1)
-
-
-def test_breaks_of_one_agent_for_one_reason_are_grouped() -> None:
-    calls = [turn(number, used(1000, 20)) for number in range(1, 5)]
-    cheap = call([{"role": "system", "content": "Turn 5."}, TASK], at=5.0, usage=used(1000, 999))
-    (group,) = group_breaks(find_breaks([*calls, cheap]))
-    assert (group.count, group.again_tokens) == (3, 2937)
-    assert group.describe().splitlines()[-1] == (
-        "  3 times in all, about 2,937 tokens computed again"
-    )
-
-
-def test_description_shows_the_difference_in_its_context() -> None:
-    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 20)))
-    assert broken.describe().splitlines() == [
-        "writer, call 2: a counter or another number in the system message",
-        "  differs from its prompt before at character 13 of 996 of its tools and messages",
-        "  common  'system: Turn '",
-        "  before  '1.\\nuser: 0 word word word word word word word wo…'",
-        "  now     '2.\\nuser: 0 word word word word word word word wo…'",
-        "  cost    980 of 1,000 prompt tokens computed, about 979 of them again; first token after "
-        "500 ms",
-    ]
-    assert broken.remedy == "leave such values out, or put them at the end of the last message"

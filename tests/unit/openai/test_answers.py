@@ -63,3 +63,32 @@ def test_a_whole_answer_is_read_with_its_usage() -> None:
     result = reader.result()
     assert result is not None and result.usage is not None
     assert (result.usage.prompt_tokens, result.finish_reason) == (3, "length")
+
+
+@given(st.booleans(), st.sampled_from(["", "I look. "]))
+def test_an_answer_that_calls_tools_is_the_message_that_agents_send_back(
+    is_stream: bool, text: str
+) -> None:
+    calls = [
+        {"id": f"id {n}", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+        for n in range(2)
+    ]
+    reader = AnswerReader(is_stream=is_stream)
+    if is_stream:
+        data = chunk(role="assistant", content=text, reasoning_content="Hm") + chunk(content=None)
+        for place, call in enumerate(calls):
+            first = {**call, "index": place, "function": {"name": "look", "arguments": '{"a"'}}
+            more = {"index": place, "id": None, "function": {"name": None, "arguments": ": 1}"}}
+            data += chunk(tool_calls=[first]) + chunk(tool_calls=[more])
+        reader.feed(data + chunk("tool_calls"))
+    else:
+        message = {"content": text or None, "reasoning_content": "Hm", "tool_calls": calls}
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+        reader.feed(json.dumps({"choices": [choice]}).encode())
+    result = reader.result()
+    assert result is not None and result.tool_calls == {
+        "role": "assistant",
+        "content": text or None,
+        "reasoning_content": "Hm",
+        "tool_calls": calls,
+    }

@@ -38,6 +38,16 @@ def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
     monkeypatch.setattr(AsyncHttpxClientWrapper, "send", send)
 
 
+def call_until(results: int, answer: Answer) -> Script:
+    """Script an agent with tools: it calls them until it has that many results."""
+
+    def answer_to(request: dict[str, Any]) -> Answer | None:
+        done = sum(message["role"] == "tool" for message in request["messages"])
+        return answer if request.get("tools") and done < results else None
+
+    return answer_to
+
+
 class _ScriptedStream(httpx.AsyncByteStream):
     """Yields an answer's events; the first ones with text have the scripted answer instead.
 

@@ -1,0 +1,150 @@
+"""Agents with tools whose model is a script, and whose prompts a template renders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import TextMessage
+from autogen_core import CancellationToken, FunctionCall
+from autogen_core.models import CreateResult, RequestUsage
+from jinja2 import Environment
+
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._model_call import ToolAnswer
+from flashmoa.autogen._own_turns import OwnRequest, find_tool_tasks, own_request, result_of
+from flashmoa.autogen._self_hosted import render
+from flashmoa.linking.placeholders import NotForecastable
+
+# Quotes the results of tools, as Llama's does, and names the tools that are offered.
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<{{ m.role }}>
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{{- m.content | tojson if m.role == "tool" else m.content or "" }}
+{%- endfor %}<assistant>"""
+Calls = Sequence[FunctionCall]
+
+
+class Renderer:
+    """Renders the template as an engine does."""
+
+    url = "http://engine"
+
+    def __init__(self) -> None:
+        self._template = Environment().from_string(TEMPLATE)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: object = None,
+    ) -> str:
+        return self._template.render(messages=messages, tools=tools)
+
+
+class ScriptedClient(FlashMoAChatCompletionClient):
+    """Answers with calls of tools, one list after the other, and then with a text.
+
+    It predicts the next request after each answer with calls, while its agent waits for the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(model="tiny", base_url="http://127.0.0.1:9")
+        self.engine = Renderer()  # type: ignore[assignment]
+        self.play([])
+
+    def play(self, script: Sequence[Calls], thought: str | None = None) -> None:
+        """Begin a script."""
+        self.agent: AssistantAgent | None = None
+        self.prompts: list[str] = []
+        self.predictions: list[OwnRequest | None] = []
+        self.problems: list[str] = []
+        # The results that were learned, by the answer's number and the tool's.
+        self.learned: dict[tuple[int, int], str | None] = {}
+        self._script = iter(script)
+        self._thought = thought
+        self._learning: list[asyncio.Task[None]] = []
+
+    async def create(self, messages: Any, *, tools: Any = (), **_: Any) -> CreateResult:  # type: ignore[override]
+        self.prompts.append(await render(self, messages, tools))
+        calls = next(self._script, None)
+        content = "Done." if calls is None else list(calls)
+        usage = RequestUsage(prompt_tokens=1, completion_tokens=1)
+        result = CreateResult(
+            finish_reason="stop", content=content, usage=usage, cached=False, thought=self._thought
+        )
+        if calls is not None:
+            answer = ToolAnswer(result, tools)
+            self._predict(answer)
+            self._learning.append(asyncio.create_task(self._learn(answer, len(self.prompts))))
+        return result
+
+    async def create_stream(  # type: ignore[override]
+        self, messages: Any, **more: Any
+    ) -> AsyncGenerator[str | CreateResult]:
+        yield await self.create(messages, **more)
+
+    def _predict(self, answer: ToolAnswer) -> None:
+        assert self.agent is not None
+        try:
+            self.predictions.append(own_request(self.agent, answer, included=True))
+        except NotForecastable as problem:
+            self.problems.append(str(problem))
+
+    async def _learn(self, answer: ToolAnswer, number: int) -> None:
+        for place, task in enumerate(await find_tool_tasks(answer.calls)):
+            if task is not None:
+                self.learned[number, place] = await result_of(task)
+
+    async def finished(self) -> None:
+        """Wait until all results of tools have been learned."""
+        await asyncio.wait_for(asyncio.gather(*self._learning), 5)
+
+
+@cache
+def shared_client() -> ScriptedClient:
+    """Make the client once, which takes a tenth of a second."""
+    return ScriptedClient()
+
+
+def scripted(script: Sequence[Calls], thought: str | None = None) -> ScriptedClient:
+    client = shared_client()
+    client.play(script, thought)
+    return client
+
+
+async def look(place: str) -> str:
+    """Look at a place."""
+    await asyncio.sleep(0)
+    return place
+
+
+def walk(hours: int) -> str:
+    """Walk for hours."""
+    if hours > 9:
+        raise ValueError(f"{hours} hours are too many")
+    return f"{hours} h"
+
+
+def called(*calls: tuple[str, object]) -> list[FunctionCall]:
+    # Some servers give every call of an answer the same id.
+    return [FunctionCall(id="call", name=name, arguments=json.dumps(a)) for name, a in calls]
+
+
+def make_agent(client: ScriptedClient, **options: Any) -> AssistantAgent:
+    options = {"tools": [look, walk], "system_message": "Be brief.", **options}
+    client.agent = AssistantAgent("one", model_client=client, **options)
+    return client.agent
+
+
+async def take_turn(agent: AssistantAgent) -> None:
+    async for _ in agent.on_messages_stream(
+        [TextMessage(content="Go.", source="user")], CancellationToken()
+    ):
+        pass

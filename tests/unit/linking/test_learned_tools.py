@@ -1,0 +1,165 @@
+"""Test what is expected of an agent after its tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedCall, RecordedRequest
+from flashmoa.linking.learned_tools import after_tools, follows, likely_results
+
+Call = tuple[str, str]
+ASKED = [{"role": "user", "content": "Where?"}]
+
+
+def make_answer(*calls: Call, **more: Any) -> dict[str, Any]:
+    """Return an answer with calls of ``look``, each given by its id and its argument."""
+    made = [
+        {"id": id_, "type": "function", "function": {"name": "look", "arguments": argument}}
+        for id_, argument in calls
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": made, **more}
+
+
+def results(answer: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call, text in zip(answer["tool_calls"], texts, strict=True)
+    ]
+
+
+def request(messages: Sequence[Any]) -> RecordedRequest:
+    return RecordedRequest("http://engine", None, "tiny", messages)
+
+
+def ask(run: LearnedRun, messages: Sequence[Any], answer: str | dict[str, Any]) -> RecordedCall:
+    """Make one call of a run."""
+    call = run.begin("agent", request(messages))
+    call.is_complete = True
+    if isinstance(answer, str):
+        call.answer = answer
+    else:
+        call.tool_answer = answer
+    return call
+
+
+def play(run: LearnedRun, answer: dict[str, Any], *texts: str) -> RecordedCall:
+    """Make a call that calls tools, and the one after them. Return the latter."""
+    ask(run, ASKED, answer)
+    return ask(run, [*ASKED, answer, *results(answer, *texts)], "There.")
+
+
+def learn(answer: dict[str, Any], *texts: str) -> Program:
+    program = Program()
+    run = LearnedRun(program)
+    play(run, answer, *texts)
+    run.finish()
+    return program
+
+
+def expected(program: Program, answer: dict[str, Any], *missing: str) -> list[Any]:
+    """Return what is expected to follow an answer in a new run, after the answer."""
+    run = LearnedRun(program)
+    call = ask(run, ASKED, answer)
+    return list(run.after_tools(call, run.texts(), missing))[len(ASKED) + 1 :]
+
+
+def test_in_a_first_run_every_result_is_missing() -> None:
+    answer = make_answer(("a", "lake"), ("b", "hill"))
+    run = LearnedRun(Program())
+    call = ask(run, ASKED, answer)
+    messages = run.after_tools(call, {}, ["<1>", "<2>"])
+    assert messages == [*ASKED, answer, *results(answer, "<1>", "<2>")]
+
+
+def test_the_call_after_tools_is_found_by_their_ids_whatever_its_name() -> None:
+    run = LearnedRun(Program())
+    answer = make_answer(("id 1", "lake"))
+    first = ask(run, ASKED, answer)
+    key = run.next_key(first)
+    rewritten = {**answer, "content": "", "refusal": None}
+    other = run.begin("agent", request(ASKED))
+    after = run.begin("other line", request([*ASKED, rewritten, *results(answer, "Fine.")]))
+    assert (after.key, after.follows) == (key, first.key) and other.key not in (key, first.key)
+
+
+def test_a_request_with_another_history_does_not_follow() -> None:
+    answer = make_answer(("id 1", "lake"))
+    history = [{"role": "system", "content": "Hand over."}, *ASKED[:0], answer]
+    assert not follows(history, ASKED, answer)
+    assert not follows(ASKED, ASKED, answer)
+    assert not follows([*ASKED, make_answer(("id 2", "lake"))], ASKED, answer)
+    assert not follows([*ASKED, {"role": "user", "content": ""}], ASKED, answer)
+
+
+def test_the_result_of_the_same_call_is_expected_again_with_the_new_id() -> None:
+    program = learn(make_answer(("id 1", "lake")), "Blue.")
+    answer = make_answer(("id 2", "lake"))
+    assert expected(program, answer, "<1>") == results(answer, "Blue.")
+
+
+def test_the_result_of_another_call_is_missing() -> None:
+    program = learn(make_answer(("id 1", "lake"), ("id 2", "hill")), "Blue.", "Green.")
+    answer = make_answer(("id 3", "lake"), ("id 4", "city"))
+    assert expected(program, answer, "<1>", "<2>") == results(answer, "Blue.", "<2>")
+    assert expected(program, make_answer(("id 3", "lake")), "<1>")[0]["content"] == "<1>"
+
+
+def test_a_result_that_was_another_once_is_not_expected_again() -> None:
+    program = learn(make_answer(("id 1", "lake")), "Blue.")
+    run = LearnedRun(program)
+    play(run, make_answer(("id 2", "lake")), "Green.")
+    run.finish()
+    answer = make_answer(("id 3", "lake"))
+    assert expected(program, answer, "<1>") == results(answer, "<1>")
+
+
+def test_a_result_that_is_an_agents_text_is_expected_whatever_its_call() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    answer = make_answer(("id 1", "lake"))
+    ask(run, ASKED, answer)
+    run.begin("inner", request([{"role": "user", "content": "Look!"}])).answer = "A lake."
+    ask(run, [*ASKED, answer, *results(answer, "It says: A lake.")], "There.")
+    run.finish()
+    run, answer = LearnedRun(program), make_answer(("id 2", "the lake"))
+    call = ask(run, ASKED, answer)
+    messages = run.after_tools(call, {"inner": "<inner>"}, ["<1>"])
+    assert messages[-1]["content"] == "It says: <inner>"
+
+
+def test_no_call_is_expected_where_none_followed_the_tools() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    ask(run, ASKED, make_answer(("id 1", "lake")))
+    run.finish()
+    run = LearnedRun(program)
+    assert run.next_key(ask(run, ASKED, make_answer(("id 2", "lake")))) is None
+
+
+def test_extra_fields_of_answers_are_expected_as_they_were_sent_back() -> None:
+    program = Program()
+    for is_sent_back in (True, False):
+        run = LearnedRun(program)
+        answer = make_answer(("id 1", "lake"), reasoning_content="Hm.")
+        kept = answer if is_sent_back else make_answer(("id 1", "lake"))
+        ask(run, ASKED, answer)
+        second = ask(run, [*ASKED, kept, *results(answer, "Blue.")], answer)
+        assert run.after_tools(second, {}, ["<1>"])[-2] == kept
+
+
+@given(st.lists(st.tuples(st.uuids().map(str), st.text()), min_size=1, max_size=4), st.data())
+def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataObject) -> None:
+    answer = make_answer(*calls)
+    texts = [data.draw(st.text()) for _ in calls]
+    earlier = make_answer(*[(f"{n}", data.draw(st.text())) for n in range(len(calls))])
+    before = results(earlier, *texts)
+    likely = likely_results(answer, earlier, before, results(answer, *texts), None)
+    messages = after_tools(ASKED, answer, likely, [f"<{n}>" for n in range(len(calls))])
+    ids = [message["tool_call_id"] for message in messages[len(ASKED) + 1 :]]
+    assert ids == [id_ for id_, _ in calls]
+    for number, message in enumerate(messages[len(ASKED) + 1 :]):
+        assert message["content"] in (texts[number], f"<{number}>")

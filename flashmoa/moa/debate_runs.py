@@ -159,7 +159,7 @@ class WholeAnswerRun(DebateRun):
 
     async def _wait_for_ballots(self) -> None:
         for text in self._ballot_texts:
-            with suppress(MixtureFailed):  # Nobody has answered in the last round.
+            with suppress(MixtureFailed):  # The last round may be without any answer.
                 await text
 
     async def _answers(self) -> list[list[AgentAnswer]]:

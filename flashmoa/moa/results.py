@@ -50,7 +50,7 @@ class AgentAnswer:
             cancelled because the complete answers sufficed, ``failed`` with ``problem``.
         finish_reason: finish reason in OpenAI's sense, if the agent finished.
         cut_tokens: how many tokens were cut from its end because readers' contexts were too short.
-        thought: what the model thought before it answered; nobody else reads it.
+        thought: what the model thought before it answered, which is in no prompt of another agent.
         confidence: geometric mean of its tokens' probabilities, if they were requested.
         retries: the problems of requests that were repeated; ``usage`` then adds up all requests.
         price: price of its requests, by its model's :class:`Price`.

@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model marks what it thinks before it answers. Nobody else reads what is thought.
+    """How a model marks what it thinks before it answers, which no other agent reads.
 
     An engine with ``--reasoning-parser`` separates it already. Otherwise an answer that begins with
     ``opening`` is thought up to ``closing``.

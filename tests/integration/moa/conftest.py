@@ -1,13 +1,15 @@
-"""Provide clients of the two engines on which agents run."""
+"""Provide clients of the two engines on which agents run, and of a server of mixtures."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
 import pytest
+from openai import AsyncOpenAI
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from tests.integration.moa.serving import connected, served
 
 
 @pytest.fixture
@@ -16,3 +18,17 @@ async def pair(
 ) -> AsyncGenerator[tuple[EngineClient, EngineClient]]:
     async with EngineClient(engine.url) as one, EngineClient(downstream.url) as other:
         yield one, other
+
+
+@pytest.fixture(scope="module")
+async def moa_url(
+    engine: LocalEngine, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncGenerator[str]:
+    async with served(engine, tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+@pytest.fixture
+async def openai_client(moa_url: str) -> AsyncGenerator[AsyncOpenAI]:
+    async with connected(moa_url) as openai:
+        yield openai

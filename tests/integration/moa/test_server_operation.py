@@ -1,0 +1,158 @@
+"""A server of mixtures: clients that leave, limits, keys, heartbeats and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from openai import APIStatusError, AuthenticationError, RateLimitError
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.moa.serve.application import ServeOptions
+from tests.integration.moa.serving import QUESTION, connected, served
+from tests.integration.support import wait_until_idle
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_client_that_leaves_ends_the_agents(engine: LocalEngine, tmp_path: Path) -> None:
+    async with (
+        EngineClient(engine.url) as direct,
+        served(engine, tmp_path, tokens=5000) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        for streams in (True, False):
+            body = {"model": "three", "messages": QUESTION, "stream": streams}
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda body=body: http.post("/v1/chat/completions", json=body))
+                with anyio.fail_after(30):
+                    while (await direct.info()).kv[0].protected == 0:  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
+                group.cancel_scope.cancel()
+            await wait_until_idle(direct)
+        with anyio.fail_after(30):
+            left = 'ending="left",model="three"} 2.0'
+            while left not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+
+
+async def test_more_questions_than_allowed_are_refused_for_now(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    options = ServeOptions(max_questions=1)
+    async with (
+        served(engine, tmp_path, options, tokens=5000) as url,
+        connected(url) as client,
+    ):
+        first = await client.chat.completions.create(model="three", messages=QUESTION, stream=True)
+        assert (await anext(first)).choices[0].delta.role == "assistant"
+        with pytest.raises(RateLimitError) as refused:
+            await client.chat.completions.create(model="three", messages=QUESTION)
+        assert int(refused.value.response.headers["retry-after"]) > 0
+        await first.close()
+        with anyio.fail_after(30):
+            while True:
+                try:
+                    again = client.chat.completions.create(
+                        model="three", messages=QUESTION, stream=True
+                    )
+                    await (await again).close()
+                    break
+                except RateLimitError:
+                    await anyio.sleep(0.01)
+
+
+async def test_clients_need_the_key(engine: LocalEngine, tmp_path: Path) -> None:
+    async with served(engine, tmp_path, ServeOptions(api_key="secret")) as url:
+        async with connected(url, "guess") as client:
+            with pytest.raises(AuthenticationError, match="Incorrect API key provided"):
+                await client.chat.completions.create(model="three", messages=QUESTION)
+            with pytest.raises(AuthenticationError):
+                await client.models.list()
+        async with connected(url, "secret") as client:
+            assert (await client.models.list()).data
+        async with httpx.AsyncClient(base_url=url) as http:
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_a_silent_stream_has_comments_which_clients_skip(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    options = ServeOptions(heartbeat_seconds=0.001)
+    async with served(engine, tmp_path, options) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            body = {"model": "three", "messages": QUESTION, "stream": True}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert "\n\n: agents are working\n\n" in answer.text
+        async with connected(url) as client:
+            stream = await client.chat.completions.create(
+                model="three", messages=QUESTION, stream=True
+            )
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_metrics_count_questions_agents_and_tokens(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    async with served(engine, tmp_path) as url, connected(url) as client:
+        for model in ("three", "failing"):
+            await client.chat.completions.create(model=model, messages=QUESTION)
+        with pytest.raises(APIStatusError):
+            await client.chat.completions.create(model="three", messages=QUESTION, n=2)
+        async with httpx.AsyncClient(base_url=url) as http:
+            page = (await http.get("/metrics")).text
+    for line in (
+        'questions_total{ending="answered",model="three"} 1.0',
+        'questions_total{ending="refused",model=""} 1.0',
+        'agents_total{agent_model="default",model="three",status="used"} 3.0',
+        'agents_total{agent_model="gone",model="failing",status="failed"} 1.0',
+        'substitutions_total{kind="answer",model="failing"} 1.0',
+        'running{model="three"} 0.0',
+        'seconds_count{model="three"} 1.0',
+    ):
+        assert f"flashmoa_moa_{line}" in page, page
+    assert 'kind="completion",model="three"}' in page
+
+
+async def test_bodies_as_chat_programs_send_them_are_answered(moa_url: str) -> None:
+    """LiteLLM and Open WebUI; the latter also asks for titles of chats."""
+    open_webui = {
+        "model": "three",
+        "messages": [{"role": "system", "content": "Be kind."}, *QUESTION],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 6,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "stop": ["<|end|>"],
+        "logit_bias": {"5": -100},
+        "seed": 0,
+    }
+    litellm = {
+        "model": "three",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}],
+        "max_completion_tokens": 6,
+        "n": 1,
+        "user": "team",
+        "metadata": {"tags": "a"},
+        "response_format": {"type": "text"},
+    }
+    async with httpx.AsyncClient(base_url=moa_url, timeout=60) as http:
+        answer = await http.post(
+            "/v1/chat/completions", json=open_webui, headers={"Authorization": "Bearer -"}
+        )
+        events = [
+            json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")
+        ]
+        assert events[-1]["usage"]["completion_tokens"] <= 6
+        title = {"model": "three", "messages": QUESTION, "stream": False, "max_tokens": 5}
+        for body in (litellm, title):
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["role"] == "assistant"

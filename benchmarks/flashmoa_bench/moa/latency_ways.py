@@ -22,6 +22,8 @@ from flashmoa_bench.moa.rig import GpuUse, Rig, compare_devices
 from flashmoa_bench.moa.script import QuestionScript
 from flashmoa_bench.moa.ways import PAPER
 
+# The way that others are compared with.
+BASE = "all-to-all"
 Exit = Literal["", "undecided", "ours", "published"]
 
 
@@ -82,7 +84,7 @@ def make_ways(
     dense = (_in_turn("mixed", 9), _in_turn(second, 9), [root])
     tree = (_in_turn("mixed", 9), _in_turn(second, 3), [root])
     ways = [
-        LatencyWay("all-to-all", "9x9x1", dense, plugin=False),
+        LatencyWay(BASE, "9x9x1", dense, plugin=False),
         LatencyWay("tree", "9-3-1", tree, plugin=False, paper=PAPER["tree"]),
         LatencyWay("tree + overlap", "9-3-1", tree, plugin=True, paper=PAPER["tree + overlap"]),
         LatencyWay("undecided", "9-3-1", tree, plugin=True, early_exit="undecided"),

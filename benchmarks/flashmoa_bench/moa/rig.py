@@ -6,8 +6,10 @@ parallelism); each of them with the plugin, and as stock SGLang.
 
 from __future__ import annotations
 
+import argparse
 import random
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +19,10 @@ from flashmoa.engine.modelled_gpus import counted_since, overrun_share, read_dev
 from flashmoa.moa import Limits, Model
 from flashmoa_bench.family import SIZES
 from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report
 from flashmoa_bench.moa.replay import AGENT, RecordedEngine
 from flashmoa_bench.moa.script import QuestionScript
+from flashmoa_bench.workflows.agents import GUIDE, PAPER
 
 Serving = Literal["single", "pd", "dp", "dp-mixed"]
 SERVINGS: dict[Serving, str] = {
@@ -34,6 +38,8 @@ _TEMPERATURE = 1.0
 # Slowed down engines may take minutes.
 _LIMITS = Limits(first_token_seconds=None, stall_seconds=None)
 _STOCK = "stock_"
+# Tokens of KV, enough for all agents of a question, of an engine that takes no GPU's time.
+_POOL = 60_000
 
 
 def make_roles(serving: Serving, *, plugin: bool, stock: bool) -> list[Role]:
@@ -145,29 +151,42 @@ def compare_devices(
 
 
 @asynccontextmanager
-async def open_rig(
-    engines: Engines,
-    names: Mapping[str, str],
-    reporting: Collection[str],
-    words: Sequence[str],
-    make: Callable[[str], RecordedEngine] = RecordedEngine,
+async def connect_rig(
+    report: Report, arguments: argparse.Namespace, *, plugin: bool, stock: bool
 ) -> AsyncGenerator[Rig]:
-    """Connect to the engines once more, so that answers have recorded confidences.
+    """Connect to the engines with the plugin, the stock ones, or both; start them without URLs.
 
-    Args:
-        engines: the engines of :func:`make_roles`.
+    Exceptions are those of :meth:`Report.connect`.
     """
-    by_size: dict[str, list[RecordedEngine]] = {}
-    own: dict[str, EngineClient] = {}
-    async with AsyncExitStack() as stack:
+    roles = make_roles(arguments.serving, plugin=plugin, stock=stock)
+    async with (
+        report.connect(roles, _POOL, [GUIDE, PAPER]) as engines,
+        AsyncExitStack() as stack,
+    ):
+        by_size: dict[str, list[RecordedEngine]] = {}
+        own: dict[str, EngineClient] = {}
         for name, client in engines.clients.items():
             stem, _, last = name.rpartition("_")
-            if last in ("prefill", "decode"):
-                own[name] = client
-                continue
-            size = stem if last.isdigit() else name
-            recorded = await stack.enter_async_context(make(client.url))
-            by_size.setdefault(size, []).append(recorded)
+            if last not in ("prefill", "decode"):
+                # So that answers have recorded confidences.
+                recorded = await stack.enter_async_context(RecordedEngine(client.url))
+                by_size.setdefault(stem if last.isdigit() else name, []).append(recorded)
             if f"{name}_prefill" not in engines:
                 own[name] = client
-        yield Rig(by_size, own, names, reporting, words)
+        names = {size: getattr(arguments, f"{size}_model") for size in SIZES}
+        yield Rig(by_size, own, names, _find_reporting(report, engines), _words())
+
+
+def _find_reporting(report: Report, engines: Engines) -> set[str]:
+    """Return the URLs of engines, or of the pairs, that report cached tokens."""
+    reports = {name for name, each in report.engines.items() if each.get("enable_cache_report")}
+    return {
+        client.url
+        for name, client in engines.clients.items()
+        if name in reports or f"{name}_prefill" in reports
+    }
+
+
+def _words() -> list[str]:
+    """Return words, each with a space before it, that are one token or a little more."""
+    return sorted(set(re.findall(r" [a-z]{3,8}(?= )", GUIDE.read_text())))

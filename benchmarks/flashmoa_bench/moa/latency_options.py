@@ -72,10 +72,10 @@ def _add_early_exit(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--embedding-model",
-        default="Qwen/Qwen3-4B",
+        default="Qwen/Qwen3-VL-4B-Instruct",
         metavar="NAME",
         help="whose prefill of an answer an embedding takes, on another such GPU (default: "
-        "Qwen/Qwen3-4B, which has the shape of Qwen3-Embedding-4B)",
+        "Qwen/Qwen3-VL-4B-Instruct, which has the shape of Qwen3-Embedding-4B)",
     )
 
 

@@ -123,7 +123,7 @@ async def _main(arguments: argparse.Namespace, ways: Sequence[LatencyWay]) -> No
     rows = summarise(ways, [found[key] for key in keys], computed)
     show(rows, report.console)
     if todo:
-        report.save(to_results(list(found.values())))
+        report.save({**to_results(list(found.values())), "rows": [asdict(row) for row in rows]})
 
 
 async def _measure(

@@ -19,12 +19,10 @@ from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import Message, Messages
 from flashmoa.moa.reading import CallReader
 from flashmoa.moa.results import AgentAnswer
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
 from flashmoa.moa.thinking import ThoughtSplitter
 from flashmoa.observe.calls import CallReporter
 from flashmoa.workflow import Pending
-
-# The assumed length of a token, where no engine has counted.
-_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
@@ -257,7 +255,7 @@ class AgentCall(Answer):
         _, limit = _token_limit(body)
         reader = CallReader(self._limits, splitter, limit, self._max_pieces)
         length = sum(len(str(message.get("content"))) for message in messages)
-        self._requests.append(_CountedRequest(length // _CHARACTERS_PER_TOKEN, reader))
+        self._requests.append(_CountedRequest(length // CHARACTERS_PER_TOKEN, reader))
         return reader
 
     def _left_tokens(self, body: Mapping[str, Any]) -> dict[str, int]:

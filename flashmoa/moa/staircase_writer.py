@@ -129,7 +129,7 @@ class StaircaseWriter:
 
     async def _expect(self, number: int) -> Pending:
         """Announce the request of a round, from 0, so that its prompt is prefilled as it grows."""
-        model = self._model
+        self._model = model = self._model.with_silent_engines_last()
         messages = add_role(self._prompt.messages(number), model.role)
         return await self._inquiry.flow.expect(
             messages,

@@ -83,12 +83,12 @@ async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI) -> None:
     assert json.loads(whole.choices[0].message.content or "") == {"a": "b"}
 
 
-@pytest.mark.parametrize("model", ["three", "stairs"])
-async def test_an_answer_ends_before_the_stop_text(openai_client: AsyncOpenAI, model: str) -> None:
-    whole = await openai_client.chat.completions.create(model=model, messages=QUESTION)
+@pytest.mark.parametrize("system", ["three", "stairs"])
+async def test_an_answer_ends_before_the_stop_text(openai_client: AsyncOpenAI, system: str) -> None:
+    whole = await openai_client.chat.completions.create(model=system, messages=QUESTION)
     text = whole.choices[0].message.content or ""
     stopped = await openai_client.chat.completions.create(
-        model=model, messages=QUESTION, stop=text[3]
+        model=system, messages=QUESTION, stop=text[3]
     )
     assert stopped.choices[0].message.content == text[: text.index(text[3])]
     assert stopped.choices[0].finish_reason == "stop"

@@ -36,7 +36,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
           they need, or estimate what a question costs
   score   compute how likely given answers are, for each line of a file, without decoding
   router  serve several engines at one address and send each request where its prefix is cached;
-          or serve requests that read each other's answers, on a PD pair
+          or serve requests that read each other's answers, on PD pairs
   doctor  check what is installed here and a running engine, and show how to fix problems; or say
           why the prompts in a trace did not share their prefixes
 """

@@ -1,8 +1,8 @@
-"""``flashmoa router``: serve several engines, or a PD pair, at one address.
+"""``flashmoa router``: serve several engines at one address, or PD pairs.
 
 With --engine, each request is sent to an engine that has its prefix cached. With --prefill and
 --pd-router, requests may read each other's answers, and their prompts are prefilled while these
-answers are written.
+answers are written. Several pairs have a port each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from flashmoa.cli.ports import port_problem
 from flashmoa.engine import engine_url
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from flashmoa.router.application import RouterOptions
     from flashmoa.router.shell.application import ShellOptions
 
@@ -28,42 +31,61 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until stopped. Return the exit status."""
     parser = _make_parser()
     parsed = parser.parse_args(arguments)
-    if bool(parsed.pd_router) != bool(parsed.prefill) or bool(parsed.engine) == bool(
-        parsed.prefill
-    ):
-        parser.error("give either --engine, or --prefill and --pd-router")
-    if problem := port_problem(parsed.port):
+    pairs = len(parsed.prefill)
+    if len(parsed.pd_router) != pairs or bool(parsed.engine) == bool(pairs):
+        parser.error("give either --engine, or --prefill and --pd-router, once for each pair")
+    ports = range(parsed.port, parsed.port + max(1, pairs))
+    if problem := port_problem(ports[0]) or port_problem(ports[-1]):
         parser.error(problem)
     try:
-        import uvicorn
-
-        from flashmoa.router.application import application
-        from flashmoa.router.shell.application import shell_application
+        app, backends = _make_application(parsed)
     except ModuleNotFoundError as error:
         print(f"flashmoa router: {error.name} is not installed; run {_INSTALL}", file=sys.stderr)
         return 1
-    try:
-        if parsed.pd_router:
-            app, backend = shell_application(_make_shell_options(parsed)), "a PD pair"
-        else:
-            app = application(_make_router_options(parsed))
-            backend = f"{len(parsed.engine)} engines"
     except (OSError, ValueError) as error:
         print(f"flashmoa router: {error}", file=sys.stderr)
         return 1
-    print(f"flashmoa: {backend} behind http://{parsed.host}:{parsed.port}/v1", flush=True)
-    uvicorn.run(app, host=parsed.host, port=parsed.port, log_level="warning")
+    for backend, port in zip(backends, ports, strict=True):
+        print(f"flashmoa: {backend} behind http://{parsed.host}:{port}/v1", flush=True)
+    _serve(app, parsed.host, ports)
     return 0
+
+
+def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]:
+    """Return what is served, and what is behind each port.
+
+    Raises: OSError or ValueError if an option is wrong; ModuleNotFoundError.
+    """
+    from flashmoa.router.application import application
+    from flashmoa.router.shell.application import shells_application
+
+    if parsed.prefill:
+        app = shells_application(_make_shell_options(parsed), parsed.port)
+        return app, [f"the PD pair of {url}" for url in parsed.prefill]
+    return application(_make_router_options(parsed)), [f"{len(parsed.engine)} engines"]
+
+
+def _serve(app: Starlette, host: str, ports: Sequence[int]) -> None:
+    import uvicorn
+
+    first, *others = (
+        uvicorn.Config(app, host=host, port=port, log_level="warning") for port in ports
+    )
+    # By itself, uvicorn listens at one port only.
+    sockets = [config.bind_socket() for config in (first, *others)] if others else None
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(first).run(sockets)
 
 
 _TOKENIZE = {"auto": None, "always": True, "never": False}
 _INSTALL = "pip install 'flashmoa[router]'"
 _DESCRIPTION = """\
-Put several engines, or a PD pair, behind one address.
+Put several engines behind one address, or PD pairs behind one address each.
 
 With --engine, each request goes to the engine that has its prefix cached. With --prefill and
 --pd-router, requests may read each other's answers, and their prompts are prefilled while
-those answers are written."""
+those answers are written. Several pairs listen on --port and the ports that follow it, in the
+order in which they are given."""
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -79,8 +101,17 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="an engine's URL; give it once for each engine",
     )
-    add("--prefill", metavar="URL", help="the prefill engine of a PD pair")
-    add("--pd-router", metavar="URL", help="the pair's own router")
+    for flag, what in (
+        ("--prefill", "the prefill engine of a PD pair"),
+        ("--pd-router", "the pair's own router"),
+    ):
+        add(
+            flag,
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"{what}; give it once for each pair",
+        )
     add(
         "--agent-seconds",
         type=float,
@@ -173,12 +204,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"--model-config {path} is not JSON: {error}") from error
 
 
-def _make_shell_options(parsed: argparse.Namespace) -> ShellOptions:
+def _make_shell_options(parsed: argparse.Namespace) -> list[ShellOptions]:
     from flashmoa.router.shell.application import ShellOptions
 
-    return ShellOptions(
-        prefill=engine_url(parsed.prefill),
-        pd_router=engine_url(parsed.pd_router),
-        agent_seconds=parsed.agent_seconds,
-        max_body_bytes=parsed.max_body_bytes,
-    )
+    return [
+        ShellOptions(
+            prefill=engine_url(prefill),
+            pd_router=engine_url(pd_router),
+            agent_seconds=parsed.agent_seconds,
+            max_body_bytes=parsed.max_body_bytes,
+        )
+        for prefill, pd_router in zip(parsed.prefill, parsed.pd_router, strict=True)
+    ]

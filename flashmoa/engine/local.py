@@ -194,17 +194,26 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
                 await process.aclose()
 
 
-def free_port() -> int:
-    """Return a port of this machine that is free now. Raises: OSError if none is."""
+def free_port(count: int = 1) -> int:
+    """Return the first of ``count`` successive ports of this machine that are free now.
+
+    Raises: OSError if there are none.
+    """
     # A connection could take a port that the system chose before a server listens on it.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        if all(_is_free(port + number) for number in range(count)):
             return port
     raise OSError(
-        f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free; end a program that uses one of "
-        "them"
+        f"no {count} successive ports from {_PORTS.start} to {_PORTS.stop - 1} are free; end a "
+        "program that uses one of them"
     )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -22,7 +22,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
-from flashmoa_sglang.cpu import host_memory
 from flashmoa_sglang.http import engine_changes, metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
@@ -163,9 +162,6 @@ HTTP_HOOKS = [
 ]
 
 
-CPU_HOOKS = [Hook(f"{_SCHEDULER}.init_disaggregation", "around", host_memory.use_host_memory)]
-
-
 def register() -> None:
     """Register this process's hooks with SGLang, or end the process.
 
@@ -237,19 +233,15 @@ def verify(feature: str) -> None:
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
     """Return the hooks of a feature: the plugin's functions by the functions of SGLang."""
-    hooks = {
-        internals.EVERYBODY: [*HTTP_HOOKS, *SCHEDULER_HOOKS],
-        internals.CPU: CPU_HOOKS,
-    }
-    return {hook.target: hook.function for hook in hooks.get(feature, [])}
+    hooks = [*HTTP_HOOKS, *SCHEDULER_HOOKS] if feature == internals.EVERYBODY else []
+    return {hook.target: hook.function for hook in hooks}
 
 
 def _hooks_of_this_process() -> list[Hook]:
     # Schedulers are child processes. A main process may fork them, and they inherit its hooks.
-    scheduler_hooks = SCHEDULER_HOOKS + (CPU_HOOKS if cpu.lacks_accelerator() else [])
     if multiprocessing.parent_process() is not None:
-        return scheduler_hooks
-    return HTTP_HOOKS + scheduler_hooks
+        return SCHEDULER_HOOKS
+    return HTTP_HOOKS + SCHEDULER_HOOKS
 
 
 def _resolve(target: str) -> Any:

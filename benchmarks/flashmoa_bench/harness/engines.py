@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +16,10 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, local_engines
+from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.modelled_gpus import device_environment, served_model
+from flashmoa_bench.harness.pd_pairs import PairStart, start_pd_pairs
 
 # Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
 STOCK = {"SGLANG_PLUGINS": "none"}
@@ -38,6 +39,8 @@ class Role:
         shape, core: tiny model and core of an engine that is started here; ``None`` for those of
             the command line.
         model: folder of the model that such an engine serves, instead of a tiny one.
+        is_pd_pair: whether it is a PD pair: a prefill and a decode engine behind the stock router
+            and, with the plugin, a shell router. All ``arguments`` are those of both engines.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Role:
     shape: str | None = None
     core: int | None = None
     model: Path | None = None
+    is_pd_pair: bool = False
 
     @property
     def flag(self) -> str:
@@ -55,12 +59,17 @@ class Role:
 
     def description(self) -> str:
         kind = "FlashMoA's plugin" if self.plugin else "stock SGLang"
+        if self.is_pd_pair:
+            kind = f"PD pair, {kind}"
         return " ".join([kind, *self.arguments])
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     """Connected engines, by the names of their roles.
+
+    A PD pair that was started here has its router's client by its own name, and its engines' by
+    ``NAME_prefill`` and ``NAME_decode``.
 
     Attributes:
         notes: descriptions of the engines, for reports.
@@ -99,21 +108,22 @@ async def connect_engines(
     """
     urls = _given_urls(roles, arguments)
     origin = "running, meant to be " if urls else ""
-    started: dict[str, LocalEngine] = {}
+    started = _Started()
     async with AsyncExitStack() as stack:
         if not urls:
             started = await stack.enter_async_context(
                 _start_engines(roles, arguments, tokens, console, documents)
             )
-            urls = {name: engine.url for name, engine in started.items()}
+            urls = started.urls
         clients = {
             name: await stack.enter_async_context(EngineClient(url)) for name, url in urls.items()
         }
         notes = {role.name: origin + role.description() for role in roles if role.name in urls}
+        notes |= {name: "an engine of a PD pair" for name in urls if name not in notes}
         for role in roles:
             if role.plugin and role.name in clients:
                 await _wait_for_costs(clients[role.name])
-        yield Engines(clients, notes, started)
+        yield Engines(clients, notes, started.engines)
 
 
 async def _wait_for_costs(engine: EngineClient) -> None:
@@ -138,6 +148,39 @@ def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[st
     return urls
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What was started here, by name: the engines, and the URLs of engines and routers."""
+
+    engines: dict[str, LocalEngine] = field(default_factory=dict[str, LocalEngine])
+    urls: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, name: str, engine: LocalEngine) -> None:
+        self.engines[name], self.urls[name] = engine, engine.url
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Starts an engine of a role, or each engine of a role that is a pair."""
+
+    engines: LocalEngines
+    role: Role
+    model: Path | str
+    core: int | None
+    arguments: argparse.Namespace
+    tokens: int
+
+    async def __call__(self, more: Sequence[str] = ()) -> LocalEngine:
+        """Start an engine with ``more`` arguments than those of the role."""
+        plugin = {} if self.role.plugin else STOCK
+        return await self.engines.start(
+            self.model,
+            core=self.core,
+            arguments=[*_engine_arguments(self.role, self.arguments, self.tokens), *more],
+            environment={**device_environment(self.arguments, self.role.name), **plugin},
+        )
+
+
 @asynccontextmanager
 async def _start_engines(
     roles: Sequence[Role],
@@ -145,7 +188,7 @@ async def _start_engines(
     tokens: int,
     console: Console,
     documents: Sequence[Path],
-) -> AsyncGenerator[dict[str, LocalEngine]]:
+) -> AsyncGenerator[_Started]:
     if find_spec("sglang") is None or find_spec("flashmoa_sglang") is None:
         raise EngineError("SGLang and the plugin are not installed here; give engines' URLs")
     models: dict[str, Path] = {}
@@ -161,20 +204,21 @@ async def _start_engines(
     async with AsyncExitStack() as stack:
         with console.status("importing SGLang, once for all engines"):
             engines = await stack.enter_async_context(local_engines())
-        running: dict[str, LocalEngine] = {}
+        started, pairs = _Started(), dict[str, PairStart]()
         with console.status(f"starting {len(roles)} engines"):
             for role in roles:
-                running[role.name] = await engines.start(
-                    role.model or served_model(arguments, models[role.shape or arguments.shape]),
-                    core=cores[role.name],
-                    arguments=_engine_arguments(role, arguments, tokens),
-                    environment={
-                        **device_environment(arguments, role.name),
-                        **({} if role.plugin else STOCK),
-                    },
-                )
+                model = role.model or served_model(arguments, models[role.shape or arguments.shape])
+                start = _Start(engines, role, model, cores[role.name], arguments, tokens)
+                if role.is_pd_pair:
+                    pairs[role.name] = PairStart(start, shell=role.plugin)
+                else:
+                    started.add(role.name, await start())
+            for name, pair in (await stack.enter_async_context(start_pd_pairs(pairs))).items():
+                started.add(f"{name}_prefill", pair.prefill)
+                started.add(f"{name}_decode", pair.decode)
+                started.urls[name] = pair.url
         stack.enter_context(_keep_off_cores({core for core in cores.values() if core is not None}))
-        yield running
+        yield started
 
 
 def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -27,12 +29,13 @@ _FLASHMOA = _END_WITH_PARENT + "from flashmoa.cli import main; main()"
 _SGLANG_ROUTER = (
     _END_WITH_PARENT
     + """
-import sys
+import json, sys
 from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
+arguments = json.loads(sys.argv[1])
+arguments["prefill_urls"] = [tuple(engine) for engine in arguments.get("prefill_urls", [])]
 Router.from_args(RouterArgs(
-    worker_urls=sys.argv[3:], policy="cache_aware", host="127.0.0.1", port=int(sys.argv[1]),
-    prometheus_port=int(sys.argv[2]), log_level="warn", worker_startup_check_interval=1,
+    host="127.0.0.1", log_level="warn", worker_startup_check_interval=1, **arguments
 )).start()
 """
 )
@@ -55,30 +58,86 @@ async def start_router(name: str, engines: Sequence[str]) -> AsyncGenerator[str]
 
     Raises: EngineError, with the end of the router's log, if it does not answer in time.
     """
-    port, metrics_port = free_port(), free_port()
+    if name == OURS:
+        flags = [part for url in engines for part in ("--engine", url)]
+        async with _start_flashmoa(flags, 1) as [url]:
+            yield url
+    else:
+        async with _start_sglang_router(worker_urls=list(engines), policy="cache_aware") as url:
+            yield url
+
+
+@asynccontextmanager
+async def start_pd_router(prefill: str, bootstrap_port: int, decode: str) -> AsyncGenerator[str]:
+    """Start a PD pair's own router, and yield its URL once both engines answer through it.
+
+    Args:
+        prefill, decode: URLs of the engines.
+        bootstrap_port: port at which the prefill engine is told about requests.
+
+    Raises: EngineError as :func:`start_router`.
+    """
+    async with _start_sglang_router(
+        pd_disaggregation=True, prefill_urls=[(prefill, bootstrap_port)], decode_urls=[decode]
+    ) as url:
+        yield url
+
+
+@asynccontextmanager
+async def start_shell_routers(
+    pairs: Sequence[tuple[str, str]],
+) -> AsyncGenerator[list[str]]:
+    """Start the shell routers of PD pairs, which share agents' answers. Yield their URLs.
+
+    Args:
+        pairs: URLs of each pair's prefill engine and of its own router.
+
+    Raises: EngineError as :func:`start_router`.
+    """
+    flags = [
+        part
+        for prefill, pd_router in pairs
+        for part in ("--prefill", prefill, "--pd-router", pd_router)
+    ]
+    async with _start_flashmoa(flags, len(pairs)) as urls:
+        yield urls
+
+
+@asynccontextmanager
+async def _start_flashmoa(flags: Sequence[str], count: int) -> AsyncGenerator[list[str]]:
+    """Start ``flashmoa router``, and yield the URLs of its ``count`` ports."""
+    port = free_port(count)
+    urls = [f"http://127.0.0.1:{port + number}" for number in range(count)]
+    command = [sys.executable, "-c", _FLASHMOA, "router", *flags, "--port", str(port)]
+    async with _running(command, urls):
+        yield urls
+
+
+@asynccontextmanager
+async def _start_sglang_router(**arguments: Any) -> AsyncGenerator[str]:
+    port = free_port()
+    given = {"port": port, "prometheus_port": free_port(), **arguments}
     url = f"http://127.0.0.1:{port}"
+    async with _running([sys.executable, "-c", _SGLANG_ROUTER, json.dumps(given)], [url]):
+        yield url
+
+
+@asynccontextmanager
+async def _running(command: Sequence[str], urls: Sequence[str]) -> AsyncGenerator[None]:
+    """Run a router, from when it answers requests at all of these URLs."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-router-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
             process = await anyio.open_process(
-                _command(name, engines, port, metrics_port),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
         try:
-            await _wait_until_ready(process, url, log)
-            yield url
+            for url in urls:
+                await _wait_until_ready(process, url, log)
+            yield
         finally:
             with anyio.CancelScope(shield=True):
                 await _stop(process)
-
-
-def _command(name: str, engines: Sequence[str], port: int, metrics_port: int) -> list[str]:
-    if name == OURS:
-        flags = [part for url in engines for part in ("--engine", url)]
-        return [sys.executable, "-c", _FLASHMOA, "router", *flags, "--port", str(port)]
-    return [sys.executable, "-c", _SGLANG_ROUTER, str(port), str(metrics_port), *engines]
 
 
 async def _wait_until_ready(process: Process, url: str, log: Path) -> None:

@@ -28,12 +28,14 @@ class GrowingAnswer(Text):
 
     Attributes:
         tokens: the answer's tokens so far; ``None`` if its engine does not report them.
+        prefill: URL of the prefill engine of the pair that writes it; empty before it is begun.
         reads: the agents whose answers are in the prompt of the request that writes this one.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.tokens: list[int] | None = []
+        self.prefill = ""
         self.reads: frozenset[AgentKey] = frozenset()
 
     def add(self, text: str, tokens: Sequence[int] | None) -> None:
@@ -67,7 +69,7 @@ class GrowingAnswer(Text):
 
 
 class AgentPromptCache:
-    """Holds the latest answer of each agent.
+    """Holds the latest answer of each agent, of one PD pair or of several.
 
     Args:
         max_finished: the most answers that are kept once they are over; the least recently used
@@ -92,13 +94,14 @@ class AgentPromptCache:
             return self._answers[key]
         return self._awaited.setdefault(key, GrowingAnswer(key.agent))
 
-    def begin(self, key: AgentKey, reads: Collection[AgentKey]) -> GrowingAnswer:
+    def begin(self, key: AgentKey, reads: Collection[AgentKey], prefill: str = "") -> GrowingAnswer:
         """Return the answer that a request will write.
 
         An agent that is asked again writes another answer; readers of the previous one keep that.
 
         Args:
             reads: the agents whose answers are in the request's prompt.
+            prefill: URL of the prefill engine of the pair that will write it.
 
         Raises: BadRequest if agents would wait for each other.
         """
@@ -108,7 +111,7 @@ class AgentPromptCache:
                 "its own agent names or its own workflow"
             )
         answer = self._awaited.pop(key, None) or GrowingAnswer(key.agent)
-        answer.reads = frozenset(reads)
+        answer.prefill, answer.reads = prefill, frozenset(reads)
         self._answers[key] = answer
         self._answers.move_to_end(key)
         over = (key for key, answer in self._answers.items() if answer.is_over)

@@ -1,9 +1,9 @@
-"""Serve a PD pair and its own router at one address (`shell_application`)."""
+"""Serve a PD pair and its own router at one address (`shell_application`), or several pairs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,8 @@ import anyio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineError
@@ -49,7 +50,7 @@ _METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 @dataclass(frozen=True, slots=True)
 class ShellOptions:
-    """Configures a shell router.
+    """Configures the shell router of one pair.
 
     Attributes:
         prefill: URL of the prefill engine, which has the plugin.
@@ -64,10 +65,14 @@ class ShellOptions:
     max_body_bytes: int = 32 << 20
 
 
-def shell_application(options: ShellOptions) -> Starlette:
-    """Return a server of the PD router's routes, agents' requests, prompt streams and metrics."""
+def shell_application(options: ShellOptions, answers: AgentPromptCache | None = None) -> Starlette:
+    """Return a server of the PD router's routes, agents' requests, prompt streams and metrics.
+
+    Args:
+        answers: the answers that it shares with the shell routers of other pairs.
+    """
     hide_stream_ids()
-    shell = _Shell(options)
+    shell = _Shell(options, AgentPromptCache() if answers is None else answers)
     answer = make_endpoint(shell.answer, options.max_body_bytes)
     pass_on = make_endpoint(shell.pass_on, options.max_body_bytes)
     routes = [
@@ -79,10 +84,35 @@ def shell_application(options: ShellOptions) -> Starlette:
     return Starlette(routes=routes, lifespan=shell.lifespan)
 
 
+def shells_application(pairs: Sequence[ShellOptions], first_port: int) -> Starlette:
+    """Return a server of several pairs, each with a port of its own, which share agents' answers.
+
+    Because all of them are one process, an answer of one pair is read by the others as by its own,
+    and agents that would wait for each other are found wherever they are.
+
+    Args:
+        first_port: local port of the first pair; the others have those that follow.
+    """
+    answers = AgentPromptCache()
+    shells = [shell_application(options, answers) for options in pairs]
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncGenerator[None]:
+        async with AsyncExitStack() as stack:
+            for shell in shells:
+                await stack.enter_async_context(shell.router.lifespan_context(shell))
+            yield
+
+    async def choose_by_port(scope: Scope, receive: Receive, send: Send) -> None:
+        await shells[scope["server"][1] - first_port](scope, receive, send)
+
+    return Starlette(routes=[Mount("/", choose_by_port)], lifespan=lifespan)
+
+
 class _Shell:
-    def __init__(self, options: ShellOptions) -> None:
+    def __init__(self, options: ShellOptions, answers: AgentPromptCache) -> None:
         self._options = options
-        self._cache = AgentPromptCache()
+        self._cache = answers
         self._metrics = ShellMetrics()
 
     @asynccontextmanager
@@ -116,7 +146,7 @@ class _Shell:
         own = None
         if request.agent is not None:
             own_key = AgentKey(client, request.workflow, request.agent)
-            own = self._cache.begin(own_key, keys.values())
+            own = self._cache.begin(own_key, keys.values(), self._options.prefill)
         try:
             await self._read(request, answers, call)
             return await self._write(request, answers, own, call)
@@ -181,6 +211,7 @@ class _Shell:
     ) -> Response:
         """Send a request whose prompt is complete; record its answer if agents may read it."""
         if request.form == "tokens":
+            await self._check_vocabularies(answers.values(), call)
             tokens = {agent: answer.token_ids() for agent, answer in answers.items()}
             body = request.with_tokens(tokens)
         else:
@@ -201,6 +232,38 @@ class _Shell:
             failed = "error" in recorder.last
             return make_json_response(recorder.last, 502 if failed else answer.status_code)
         return answer
+
+    async def _check_vocabularies(
+        self, answers: Iterable[GrowingAnswer], call: ForwardedRequest
+    ) -> None:
+        """Check that tokens which other pairs wrote are those of the same text at this pair.
+
+        Names of tokenizers do not show this: every pair may have its model at the same path.
+
+        Raises: AgentFailed if they are not, or an engine does not say what text they are.
+        """
+        here = self._options.prefill
+        for answer in answers:
+            if answer.prefill == here or not (tokens := answer.token_ids()):
+                continue
+            try:
+                texts = {
+                    await self._detokenize(url, tokens, call) for url in (here, answer.prefill)
+                }
+            except EngineError as error:
+                raise AgentFailed(
+                    f"{answer.name}'s tokens cannot be compared with this pair's: {error}; read "
+                    "its answer as text"
+                ) from error
+            if len(texts) > 1:
+                raise AgentFailed(
+                    f"{answer.name}'s tokens are of another tokenizer than this pair's; read its "
+                    "answer as text"
+                )
+
+    async def _detokenize(self, url: str, tokens: Sequence[int], call: ForwardedRequest) -> str:
+        async with EngineClient(url, headers=call.api_key) as engine:
+            return await engine.detokenize(tokens)
 
     async def _send(
         self, call: ForwardedRequest, target: str, recorder: AnswerRecorder

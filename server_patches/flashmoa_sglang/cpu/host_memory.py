@@ -10,22 +10,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def use_host_memory(
-    original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Register the KV pool with nixl as host memory; wraps ``Scheduler.init_disaggregation``.
+def use_host_memory(server_args: Any) -> None:
+    """Let an engine of a PD pair register its KV pool with nixl as host memory.
 
     SGLang registers the pool with nixl as "VRAM", so this name is made to mean host memory. The
     other backend, Mooncake, finds out from the pool's address.
     """
-    if scheduler.server_args.disaggregation_transfer_backend == "nixl":
-        try:
-            from nixl._api import nixl_agent
-        except ImportError:
-            pass  # SGLang reports that nixl is missing if it needs it.
-        else:
-            nixl_agent.__init__ = _use_dram_for_vram(nixl_agent.__init__)
-    original(scheduler, *args, **kwargs)
+    is_one_of_a_pair = server_args.disaggregation_mode not in (None, "null")
+    if not is_one_of_a_pair or server_args.disaggregation_transfer_backend != "nixl":
+        return
+    try:
+        from nixl._api import nixl_agent
+    except ImportError:
+        return  # SGLang reports that nixl is missing.
+    nixl_agent.__init__ = _use_dram_for_vram(nixl_agent.__init__)
 
 
 def _use_dram_for_vram(original: Callable[..., None]) -> Callable[..., None]:

@@ -46,7 +46,7 @@ async def read_device(url: str) -> dict[str, Any] | None:
 
 def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an engine says of its modelled GPU, with counts since it was asked ``before``."""
-    counts = ("forwards", "overruns", "device_seconds", "overrun_seconds")
+    counts = ("forwards", "overruns", "device_seconds", "overrun_seconds", "starved_seconds")
     return {**device, **{name: device[name] - before[name] for name in counts}}
 
 

@@ -1,7 +1,6 @@
 """Mixture-of-Agents, staircases and debates on self-hosted models."""
 
 from flashmoa.moa.agents import Model
-from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.debate import Debate
 from flashmoa.moa.early_exit import EarlyExit, Quality
 from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
@@ -18,7 +17,17 @@ from flashmoa.moa.results import (
     Substitution,
     Vote,
 )
-from flashmoa.moa.settings import Budget, Fallback, Limits, Price, Quorum, Speed, Thinking
+from flashmoa.moa.settings import (
+    Budget,
+    Fallback,
+    Limits,
+    Price,
+    Quorum,
+    Schedule,
+    Speed,
+    Steps,
+    Thinking,
+)
 from flashmoa.moa.staircase import Staircase
 from flashmoa.moa.topology import Topology
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,10 @@ _DEFAULT_ANSWER_TOKENS = 1024
 _HOUSEKEEPING_SECONDS = 5.0
 # The context length that each engine reported; None for an engine that does not report it.
 _CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
+# How long an engine that did not answer is asked last.
+_SILENT_SECONDS = 60.0
+# When each engine that did not answer may be asked first again, in seconds of the monotonic clock.
+SILENT_UNTIL: WeakKeyDictionary[EngineClient, float] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class Model:
         model: the name under which its engines serve it.
         sampling: parameters of chat completions (``temperature``, ``max_tokens``, ``seed``, ...),
             and SGLang's own.
-        backups: other engines that serve it. A request that fails is repeated on them in turn.
+        backups: other engines that serve it. A request that fails is repeated on them in turn. An
+            engine that did not answer is asked last for a minute.
         limits: its own limits; by default those of the mixture, staircase or debate.
         thinking: how it marks what it thinks; ``None``: everything is answer.
         price: what it costs.
@@ -51,6 +57,12 @@ class Model:
     def with_sampling(self, sampling: Mapping[str, Any] | None) -> Model:
         """Return the model with parameters in place of its own."""
         return replace(self, sampling={**self.sampling, **sampling}) if sampling else self
+
+    def with_silent_engines_last(self) -> Model:
+        """Return the model with the engines last that did not answer lately."""
+        now, engines = time.monotonic(), [self.engine, *self.backups]
+        first, *others = sorted(engines, key=lambda engine: SILENT_UNTIL.get(engine, 0.0) > now)
+        return replace(self, engine=first, backups=others)
 
     @property
     def max_tokens(self) -> int | None:
@@ -109,6 +121,22 @@ class Model:
         template_args = self.sampling.get("chat_template_kwargs")
         with anyio.fail_after(_HOUSEKEEPING_SECONDS):
             return len(await self.engine.tokenize_chat(list(prompt), template_args=template_args))
+
+
+def note_attempt(engine: EngineClient) -> None:
+    """Note that an engine is asked. If it was silent before, nobody else asks it meanwhile."""
+    if engine in SILENT_UNTIL:
+        note_silence(engine)
+
+
+def note_silence(engine: EngineClient) -> None:
+    """Note that an engine did not answer, or no longer."""
+    SILENT_UNTIL[engine] = time.monotonic() + _SILENT_SECONDS
+
+
+def note_answer(engine: EngineClient) -> None:
+    """Note that an engine answers."""
+    SILENT_UNTIL.pop(engine, None)
 
 
 def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:

@@ -11,20 +11,18 @@ import anyio
 
 from flashmoa import Answer, UpstreamCancelled
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
-from flashmoa.errors import RequestRefused
+from flashmoa.errors import EngineTimeout, EngineUnreachable, RequestRefused
 from flashmoa.linking.streamed_text import find_marks
-from flashmoa.moa.agents import Model
+from flashmoa.moa.agents import Model, note_answer, note_attempt, note_silence
 from flashmoa.moa.early_exit import confidence
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import Message, Messages
 from flashmoa.moa.reading import CallReader
 from flashmoa.moa.results import AgentAnswer
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
 from flashmoa.moa.thinking import ThoughtSplitter
 from flashmoa.observe.calls import CallReporter
 from flashmoa.workflow import Pending
-
-# The assumed length of a token, where no engine has counted.
-_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
@@ -150,6 +148,8 @@ class AgentCall(Answer):
         """
         parameters: dict[str, Any] = {**self.model.sampling, **more, "model": self.model.model}
         try:
+            if pending is None:
+                self.model = self.model.with_silent_engines_last()
             if pending is None and find_marks(messages):
                 pending = await self._inquiry.flow.expect(
                     messages,
@@ -175,14 +175,22 @@ class AgentCall(Answer):
         parameters: Mapping[str, Any],
     ) -> None:
         """Send requests to the model's engines in turn until one has written the answer."""
-        engines = [self.model.engine, *self.model.backups]
+        # Other agents may have found out, while this one waited, that its engine does not answer.
+        model = self.model.with_silent_engines_last()
+        if pending is not None and model.engine is not self.model.engine:
+            await pending.release()
+            pending = None
+        engines = [model.engine, *model.backups]
         attempts = self._limits.attempts or len(engines)
         for attempt in range(attempts):
             self.engine = engines[attempt % len(engines)]
+            note_attempt(self.engine)
             try:
                 await self._send(messages, pending, continues + self.written, parameters)
                 return
             except BaseException as error:
+                if isinstance(error, EngineTimeout | EngineUnreachable):
+                    note_silence(self.engine)
                 if pending is not None:
                     await pending.release()
                     pending = None
@@ -228,6 +236,7 @@ class AgentCall(Answer):
 
         def write(piece: str) -> None:
             self.first_token = self.first_token or time.time()
+            note_answer(self.engine)
             report.text_arrived()
             self.write(piece)
 
@@ -257,7 +266,7 @@ class AgentCall(Answer):
         _, limit = _token_limit(body)
         reader = CallReader(self._limits, splitter, limit, self._max_pieces)
         length = sum(len(str(message.get("content"))) for message in messages)
-        self._requests.append(_CountedRequest(length // _CHARACTERS_PER_TOKEN, reader))
+        self._requests.append(_CountedRequest(length // CHARACTERS_PER_TOKEN, reader))
         return reader
 
     def _left_tokens(self, body: Mapping[str, Any]) -> dict[str, int]:

@@ -28,12 +28,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
-from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.early_exit import EarlyExit, Rule
 from flashmoa.moa.embedding import Embedder
-from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory, Order
+from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory
 from flashmoa.moa.sampling import Sampling
-from flashmoa.moa.settings import Budget, Limits, Price, Quorum, Speed, Thinking
+from flashmoa.moa.settings import (
+    Budget,
+    Limits,
+    Order,
+    Price,
+    Quorum,
+    Schedule,
+    Speed,
+    Steps,
+    Thinking,
+)
 
 Kind = Literal["mixture", "staircase", "debate"]
 

@@ -9,12 +9,11 @@ from typing import Any
 from flashmoa import Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.moa.agents import Model
-from flashmoa.moa.chunks import Steps
 from flashmoa.moa.debate_runs import DebateRun, Extract, StaircaseDebateRun, WholeAnswerRun
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import DebatePrompt, Question, conversation
 from flashmoa.moa.results import DebateResult
-from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum
+from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, Steps
 from flashmoa.observe import Listener, contained, ignore
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from flashmoa import Text, UpstreamCancelled
 from flashmoa.moa.agents import Model, raise_as_mixture_failed, room_for_answers
 from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.chunks import Steps
 from flashmoa.moa.conclusion import Ask, Conclusion
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.layers import AgentLayers
 from flashmoa.moa.prompts import AnswerForms, Messages, add_role
 from flashmoa.moa.results import AgentAnswer, DebateResult, MixtureFailed, Substitution, Vote
+from flashmoa.moa.settings import Steps
 from flashmoa.moa.staircase_layers import StaircaseLayers
 
 if TYPE_CHECKING:

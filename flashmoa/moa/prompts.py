@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from flashmoa.moa.settings import Order
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 Question = str | Sequence[Message]
 Layout = Literal["answers-first", "question-first"]
 Memory = Literal["all", "last"]
-Order = Literal["contiguous", "rounds", "interleaved"]
 
 _AGGREGATE = (
     "Several assistants have answered the user's last message without knowing of each other. "
@@ -183,37 +183,16 @@ def staircase_messages(
     prompt: AggregationPrompt,
     question: Sequence[Message],
     rounds: Sequence[Sequence[str]],
-    written: Sequence[str],
 ) -> Messages:
     """Return an agent's messages in a round on a staircase (Staircase Streaming).
 
     Args:
         order: see :class:`flashmoa.moa.Steps`.
-        rounds: the chunks of all proposers in each round, up to this one. Unless the order is
-            ``contiguous``, they include their titles, so that an empty chunk has no title.
-        written: the part of the answer that the agent wrote in each round before. Only
-            ``interleaved`` messages have these parts.
+        rounds: the chunks of all proposers in each round, up to this one. With the order
+            ``rounds`` they include their titles, so that an empty chunk has no title.
     """
     if order == "contiguous":
         texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
         slots = [f"{prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
         return prompt.messages(question, slots)
-    if order == "rounds":
-        return prompt.messages(question, [chunk for chunks in rounds for chunk in chunks])
-    messages = prompt.messages(question, rounds[0])
-    for chunks, text in zip(rounds[1:], written, strict=True):
-        messages += [
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": "".join(chunks)},
-        ]
-    return messages
-
-
-def last_words(text: str, count: int = 8) -> str:
-    """Return the last ``count`` words of a text, with the white space after them.
-
-    At most ``10 * count`` characters are returned, as a text may have no spaces between words.
-    """
-    words = [word.start() for word in re.finditer(r"\S+", text)]
-    begin = words[-count] if len(words) > count else 0
-    return text[max(begin, len(text) - 10 * count) :]
+    return prompt.messages(question, [chunk for chunks in rounds for chunk in chunks])

@@ -1,14 +1,19 @@
-"""Define settings that mixtures, staircases and debates share: limits, quorum, budget, fallback."""
+"""Define the settings of mixtures, staircases and debates: limits, quorum, budget, chunks, ..."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from flashmoa.engine import PromptUsage
     from flashmoa.moa.agents import Model
+
+Order = Literal["contiguous", "rounds"]
+# The assumed length of a token where no engine has counted. Chunks are always cut by it, so that
+# they do not depend on how a server's events divide a text.
+CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +37,10 @@ class Limits:
     attempts: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if value is not None and not value > 0:
-                raise ValueError(f"{field.name} is {value}; it must be positive")
+                raise ValueError(f"{limit.name} is {value}; it must be positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +157,53 @@ class Fallback:
 
     models: Sequence[Model] = ()
     best_answer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Yields the lengths of chunks, in tokens of four characters.
+
+    The first chunk has ``first`` tokens, and each later one ``growth`` times those of the chunk
+    before it, at most ``largest``. The paper's first chunk has 8; it does not give the later ones.
+
+    Raises: ValueError if a number is out of its range.
+    """
+
+    first: int = 8
+    growth: float = 2.0
+    largest: int = 128
+
+    def __post_init__(self) -> None:
+        if self.first < 1:
+            raise ValueError(f"first is {self.first}; a chunk needs at least 1 token")
+        if self.growth < 1:
+            raise ValueError(f"growth is {self.growth}; it must be at least 1")
+        if self.largest < self.first:
+            raise ValueError(
+                f"largest is {self.largest}; it must be at least first, which is {self.first}"
+            )
+
+    def __iter__(self) -> Generator[int]:
+        """Yield the length of each chunk, without end."""
+        size = float(self.first)
+        while True:
+            yield int(size)
+            size = min(float(self.largest), size * self.growth)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The settings of a staircase.
+
+    Attributes:
+        schedule: how long the chunks are.
+        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so that
+            a large part of the prompt moves in every round. ``rounds``: the chunks of one round
+            after those of the round before, so that only the answer so far moves, which follows
+            them.
+        drop_repeats: drop the beginning of a part if it repeats the end of the answer so far.
+    """
+
+    schedule: Schedule = field(default_factory=Schedule)
+    order: Order = "rounds"
+    drop_repeats: bool = True

@@ -17,12 +17,11 @@ from flashmoa import Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.moa.agents import Model, raise_as_mixture_failed
 from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.chunks import Schedule, Steps
 from flashmoa.moa.conclusion import Conclusion
 from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.prompts import AggregationPrompt, Messages, Order, Question, conversation
+from flashmoa.moa.prompts import AggregationPrompt, Messages, Question, conversation
 from flashmoa.moa.results import AgentAnswer, StaircaseResult
-from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum
+from flashmoa.moa.settings import Budget, Fallback, Limits, Order, Quorum, Schedule, Steps
 from flashmoa.moa.staircase_layers import StaircaseLayers
 from flashmoa.observe import Listener, contained, ignore
 
@@ -31,8 +30,8 @@ class Staircase:
     """Runs a layer of proposers, and an aggregator that writes while they do.
 
     Args:
-        prompt: the aggregator's prompt. With an order other than ``contiguous`` its layout should
-            be ``question-first``, the default, since only the end of a prompt can grow.
+        prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
+            ``question-first``, the default, since only the end of a prompt can grow.
         schedule, order, drop_repeats: see :class:`Steps`.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
         limits, budget, fallback: see :class:`MixtureOfAgents`. Other aggregators wait for the

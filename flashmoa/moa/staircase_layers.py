@@ -1,23 +1,122 @@
-"""Run layers of agents that write while those before them do (``StaircaseLayers``)."""
+"""Run layers of agents that write while those before them do (``StaircaseLayers``).
+
+The answers of a layer are cut into chunks while they are written. In each round, the prompts of the
+next layer grow by the next chunk of every answer.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
 
-from flashmoa import Text
+from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.moa.agents import Model
 from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.chunks import ChunkedText, GrowingPrompt, Steps
-from flashmoa.moa.incremental_writer import IncrementalWriter
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.layers import AgentLayers
-from flashmoa.moa.prompts import AggregationPrompt, Messages, add_role
-from flashmoa.moa.results import AgentAnswer
-from flashmoa.moa.settings import Quorum
+from flashmoa.moa.prompts import AggregationPrompt, Messages, add_role, staircase_messages
+from flashmoa.moa.results import AgentAnswer, MixtureFailed
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Quorum, Schedule, Steps
+from flashmoa.moa.staircase_writer import StaircaseWriter
 from flashmoa.moa.waiting import wait_for_several, wait_for_text
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkedText:
+    """Cuts a text into chunks, one for each round of a staircase. Each chunk is a separate text.
+
+    Args:
+        title: text before each chunk.
+
+    Attributes:
+        problem: why the text ended before it was complete; empty if it did not.
+    """
+
+    def __init__(self, flow: Workflow, source: Text, title: str, schedule: Schedule) -> None:
+        self.source = source
+        self.problem = ""
+        self._flow = flow
+        self._title = title
+        self._schedule = schedule
+        self._chunks: list[Text] = []
+        # The number of chunks; None until the text has ended.
+        self._count: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the text ended without any chunk."""
+        return self._count == 0
+
+    def chunk(self, number: int) -> Text:
+        """Return the chunk of a round, from 0; it is empty after the text's end."""
+        while len(self._chunks) <= number:
+            text = self._flow.text(f"{self.source.name} chunk {len(self._chunks) + 1}")
+            if self._count is not None:
+                text.close()
+            self._chunks.append(text)
+        return self._chunks[number]
+
+    def ends_before(self, number: int) -> bool:
+        """Return whether the text has ended and has no chunk for that round or a later one."""
+        return self._count is not None and self._count <= number
+
+    async def cut(self) -> None:
+        """Fill the chunks as the text is written, until it ends or fails."""
+        number, left, sizes = -1, 0, iter(self._schedule)
+        try:
+            async for piece in self.source:
+                while piece:
+                    if left == 0:
+                        number, left = number + 1, next(sizes) * CHARACTERS_PER_TOKEN
+                        self.chunk(number).write(self._title)
+                    part, piece = piece[:left], piece[left:]
+                    left -= len(part)
+                    self.chunk(number).write(part)
+                    if left == 0:
+                        self.chunk(number).close()
+        except UpstreamCancelled:
+            pass  # Readers get the chunks that were written.
+        except Exception as error:
+            self.problem = str(error) or type(error).__name__
+            text = "%s ends early: %s. Its readers continue with what it has written."
+            logger.warning(text, self.source.name, self.problem.removesuffix("."))
+        self._count = number + 1
+        if self.failed and not self.problem:
+            self.problem = "it answered nothing"
+        for text in self._chunks:
+            text.close()
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingPrompt:
+    """The prompt of an agent on a staircase: each round adds the next chunk of every source."""
+
+    prompt: AggregationPrompt
+    question: Messages
+    sources: Sequence[ChunkedText]
+    steps: Steps
+
+    def messages(self, number: int) -> Messages:
+        """Return the messages of a round, from 0."""
+        rounds = [
+            [f"{source.chunk(round_)}" for source in self.sources] for round_ in range(number + 1)
+        ]
+        return staircase_messages(self.steps.order, self.prompt, self.question, rounds)
+
+    def is_last_round(self, number: int) -> bool:
+        """Return whether it is certain that no chunks follow those of a round, from 0."""
+        return all(source.ends_before(number + 1) for source in self.sources)
+
+    def raise_if_all_failed(self) -> None:
+        """Raise MixtureFailed if no source has written anything."""
+        if all(chunked.failed for chunked in self.sources):
+            problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
+            raise MixtureFailed(f"no agent answered; {'; '.join(problems)}")
 
 
 class StaircaseLayers:
@@ -50,7 +149,7 @@ class StaircaseLayers:
         self._first_calls = [self._first.ask(0, model, question) for model in models]
         # The answers of every layer but the last, cut into the chunks that the next layer reads.
         self._chunked: list[list[ChunkedText]] = []
-        self._writers: list[list[IncrementalWriter]] = []
+        self._writers: list[list[StaircaseWriter]] = []
         # Agents that were left out because the others sufficed.
         self._left_out: set[Text] = set()
         # Agents of the last layer that were asked because those before them had failed.
@@ -68,7 +167,7 @@ class StaircaseLayers:
         models: Sequence[Model],
         *,
         is_last: bool = False,
-    ) -> list[IncrementalWriter]:
+    ) -> list[StaircaseWriter]:
         """Add a layer of agents that read the last layer so far while it writes.
 
         Args:
@@ -84,19 +183,19 @@ class StaircaseLayers:
         if self._quorum is not None:
             read = self._writers[-1] if self._writers else self._first_calls
             flow.start_soon(partial(self._keep_quorum, self._quorum, read))
-        writers: list[IncrementalWriter] = []
+        writers: list[StaircaseWriter] = []
         layer = len(self._writers) + 2
         for place, (prompt, model) in enumerate(zip(prompts, models, strict=True), 1):
             growing = GrowingPrompt(prompt, self._question, sources, self._steps)
             name = f"{layer}.{place}"
-            writers.append(IncrementalWriter(name, model, growing, self._inquiry, is_last=is_last))
+            writers.append(StaircaseWriter(name, model, growing, self._inquiry, is_last=is_last))
             flow.start_soon(writers[-1].run)
         self._chunked.append(sources)
         self._writers.append(writers)
         return writers
 
     async def _keep_quorum(
-        self, quorum: Quorum, agents: Sequence[AgentCall | IncrementalWriter]
+        self, quorum: Quorum, agents: Sequence[AgentCall | StaircaseWriter]
     ) -> None:
         """Leave out agents of a layer once its quorum suffices.
 

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from flashmoa.engine.local import local_engines
-from flashmoa.moa.prompts import Order, conversation
+from flashmoa.moa.prompts import conversation
 from flashmoa_bench.family import AGGREGATOR, SIZES, model_folder
 from flashmoa_bench.family.inference import MAX_TOKENS, FamilyModel, Reply, staircase_answers
 from flashmoa_bench.family.prompts import AGGREGATION, ORDERS, add_titles
@@ -142,17 +142,13 @@ def evaluate_staircases(
     models: dict[str, FamilyModel], asked: Sequence[Question], temperature: float
 ) -> dict[str, Scores]:
     """Return the accuracy on a staircase with three and nine answers, by first chunk and order."""
-    ways: list[tuple[Order, bool]] = [(order, False) for order in ORDERS]
-    ways.append(("interleaved", True))
     scores = dict[str, Scores]()
     for answers in _group_by_question(_draw_answers(models, asked, temperature)):
         for first in _FIRST_CHUNKS:
-            for order, served in ways:
+            for order in ORDERS:
                 name = f"{len(answers[0])} answers, first chunk {first}, {order}"
-                replies = staircase_answers(
-                    models[AGGREGATOR], asked, answers, order, first, served=served
-                )
-                scores[name + " as served" * served] = accuracy(asked, replies)
+                replies = staircase_answers(models[AGGREGATOR], asked, answers, order, first)
+                scores[name] = accuracy(asked, replies)
     return scores
 
 

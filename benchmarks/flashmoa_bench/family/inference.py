@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN, Schedule
-from flashmoa.moa.prompts import Order, last_words
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Order, Schedule
 from flashmoa_bench.family.prompts import AGGREGATION, staircase_prompt
 from flashmoa_bench.family.questions import Question
 
@@ -101,12 +100,11 @@ class FamilyModel:
 
 @dataclass(slots=True)
 class _StaircaseReply:
-    """An aggregator's reply; ``turns`` are its pieces, as the prompts of later rounds have them."""
+    """An aggregator's reply, as far as it is written."""
 
     question: Question
     answers: Sequence[str]
     text: str = ""
-    turns: list[str] = field(default_factory=list[str])
 
     @property
     def longest_answer(self) -> int:
@@ -119,15 +117,11 @@ def staircase_answers(
     answers: Sequence[Sequence[str]],
     order: Order,
     first: int = 8,
-    *,
-    served: bool = False,
 ) -> list[str]:
     """Return an aggregator's replies, written along with answers in rounds like ``Staircase``'s.
 
     Args:
         first: size of the first chunk, in tokens of ``CHARACTERS_PER_TOKEN``.
-        served: whether each interleaved turn begins with the last words of those before, as in
-            ``Staircase``. In training examples it does not.
     """
     replies = [_StaircaseReply(*pair) for pair in zip(asked, answers, strict=True)]
     sizes: list[int] = []
@@ -142,7 +136,7 @@ def staircase_answers(
         for is_last in (False, True):
             rows = [reply for reply in unfinished if (reply.longest_answer <= now) == is_last]
             max_tokens = MAX_TOKENS if is_last else size
-            _write_round(model, rows, order, sizes, max_tokens, served)
+            _write_round(model, rows, order, sizes, max_tokens)
     return [reply.text for reply in replies]
 
 
@@ -152,18 +146,12 @@ def _write_round(
     order: Order,
     sizes: Sequence[int],
     max_tokens: int,
-    served: bool,
 ) -> None:
     """Write a piece of each reply, from chunks of these sizes."""
     prompt = AGGREGATION["question-first"]
     prompts = [
-        staircase_prompt(order, prompt, row.question.text, row.answers, sizes, row.turns)
-        for row in rows
+        staircase_prompt(order, prompt, row.question.text, row.answers, sizes) for row in rows
     ]
-    beginnings = [row.text for row in rows]
-    if order == "interleaved":
-        beginnings = [last_words(text) if served else "" for text in beginnings]
-    pieces = model.answer(prompts, 0.0, beginnings, max_tokens)
-    for row, beginning, piece in zip(rows, beginnings, pieces, strict=True):
+    pieces = model.answer(prompts, 0.0, [row.text for row in rows], max_tokens)
+    for row, piece in zip(rows, pieces, strict=True):
         row.text += piece.text
-        row.turns.append(beginning + piece.text if order == "interleaved" else piece.text)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from flashmoa.moa.chunks import CHARACTERS_PER_TOKEN
 from flashmoa.moa.prompts import (
     AggregationPrompt,
     Layout,
-    Order,
     conversation,
     staircase_messages,
 )
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Order
 
 _INSTRUCTION = "Combine the answers. Some are wrong."
 
@@ -26,7 +25,7 @@ AGGREGATION: dict[Layout, AggregationPrompt] = {
     for layout in ("answers-first", "question-first")
 }
 
-ORDERS: tuple[Order, ...] = ("contiguous", "rounds", "interleaved")
+ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
 MOST_ANSWERS = 9
 # The words of every prompt, which the tokenizer makes one token each.
 WORDS = (
@@ -47,17 +46,15 @@ def staircase_prompt(
     question: str,
     answers: Sequence[str],
     sizes: Sequence[int],
-    replies: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Build the prompt of a ``Staircase``'s aggregator in one round, like ``staircase_messages``.
 
     Args:
         answers: whole answers, which are cut into chunks here.
         sizes: sizes of the chunks of all rounds so far, in tokens of ``CHARACTERS_PER_TOKEN``.
-        replies: the aggregator's replies in the rounds before.
     """
     ends = list(accumulate((size * CHARACTERS_PER_TOKEN for size in sizes), initial=0))
     rounds = [[text[begin:end] for text in answers] for begin, end in pairwise(ends)]
     if order != "contiguous":
         rounds = [add_titles(prompt, chunks) for chunks in rounds]
-    return staircase_messages(order, prompt, conversation(question), rounds, replies)
+    return staircase_messages(order, prompt, conversation(question), rounds)

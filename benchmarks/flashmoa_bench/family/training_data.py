@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from flashmoa.moa.chunks import Schedule
 from flashmoa.moa.prompts import Layout, conversation
+from flashmoa.moa.settings import Schedule
 from flashmoa_bench.family.prompts import (
     AGGREGATION,
     MOST_ANSWERS,
@@ -118,11 +118,9 @@ def _make_staircase_example(
     layout = dice.choice(_LAYOUTS) if order == "contiguous" else "question-first"
     schedule = Schedule(dice.choice((2, 4, 8, 8)), dice.choice((1.0, 2.0, 2.0)))
     sizes = list(islice(schedule, dice.randint(1, 3)))
-    replies = _cut_chunks(question.solution, sizes[:-1])
-    messages = staircase_prompt(order, AGGREGATION[layout], question.text, answers, sizes, replies)
-    written = "".join(replies)
-    rest = question.solution[len(written) :]
-    return Example(messages, rest, "" if order == "interleaved" else written)
+    written = _beginning(question.solution, sum(sizes[:-1]))
+    messages = staircase_prompt(order, AGGREGATION[layout], question.text, answers, sizes)
+    return Example(messages, question.solution[len(written) :], written)
 
 
 def _make_proposals(question: Question, dice: random.Random, count: int) -> list[str]:
@@ -165,7 +163,6 @@ def _damage(answer: str, dice: random.Random) -> str:
     return answer[: dice.randrange(len(answer))] if dice.random() < 0.7 else ""
 
 
-def _cut_chunks(text: str, sizes: Sequence[int]) -> list[str]:
-    """Return the beginning of a text, in chunks of the given numbers of tokens."""
-    pieces = iter(re.findall(PIECES, text))
-    return ["".join(islice(pieces, size)) for size in sizes]
+def _beginning(text: str, count: int) -> str:
+    """Return the first ``count`` tokens of a text."""
+    return "".join(islice(iter(re.findall(PIECES, text)), count))

@@ -145,6 +145,12 @@ class Report:
             all the same, and has the counts of the forwards that were too late.
         """
         self.write(results)
+        for name, device in self._devices.items():
+            starved = device["starved_seconds"] / max(device["device_seconds"], 1e-9)
+            self.console.print(
+                f"{name}: the GPU computed for {device['device_seconds']:.1f} s, and waited "
+                f"another {starved:.1%} of that for this machine's scheduler."
+            )
         if self._arguments.json is not None:
             self.console.print(f"The same as JSON: {self._arguments.json}")
         check_keeps_up(self._devices, SLOWDOWN_OPTION)

@@ -23,7 +23,8 @@ from flashmoa.moa import (
     Schedule,
     Staircase,
 )
-from flashmoa.moa.prompts import Layout, Order
+from flashmoa.moa.prompts import Layout
+from flashmoa.moa.settings import Order
 from flashmoa.observe import Event, FirstToken, both
 from flashmoa.workflow import Workflow
 from flashmoa_bench.family import AGGREGATOR, SIZES
@@ -43,7 +44,6 @@ MixtureWay = Literal[
     "one layer",
     "staircase",
     "appended",
-    "interleaved",
 ]
 WAYS: dict[MixtureWay, str] = {
     "small": "that model alone, on stock SGLang; medium and large likewise",
@@ -58,7 +58,6 @@ WAYS: dict[MixtureWay, str] = {
     "one layer": "three proposers and an aggregator on stock SGLang, to compare staircases with",
     "staircase": "its aggregator writes along; each proposer's text in one piece (contiguous)",
     "appended": "chunks after each other, round by round (rounds): less is prefilled again",
-    "interleaved": "chunks and what was written from them in turns: hardly any is prefilled again",
 }
 # The paper's latency over that of all-to-all. Faster-MoA (arXiv 2512.18126) §5.3 reports reductions
 # of at most some 62, 76 and 90 %, on six H200; "fully integrated" has Algorithm 1's early exit.
@@ -79,7 +78,6 @@ _SHAPES: dict[MixtureWay, str] = {
 _ORDERS: dict[MixtureWay, Order] = {
     "staircase": "contiguous",
     "appended": "rounds",
-    "interleaved": "interleaved",
 }
 _STOCK: frozenset[MixtureWay] = frozenset(
     ("small", "medium", "large", "all-to-all", "tree", "one layer")

@@ -22,6 +22,8 @@ class Clock:
         free_at: when the GPU has computed all that was launched.
         forwards, overruns: numbers of forwards.
         device_seconds, overrun_seconds: time of all forwards, and of those that overran.
+        starved_seconds: time in which the GPU had nothing to compute because the scheduler was
+            still preparing the next batch.
     """
 
     now: Callable[[], float] = time.perf_counter
@@ -31,14 +33,20 @@ class Clock:
     overruns: int = 0
     device_seconds: float = 0.0
     overrun_seconds: float = 0.0
+    starved_seconds: float = 0.0
 
-    def launch(self, seconds: float, launched: float, computed: float) -> float:
+    def launch(
+        self, seconds: float, launched: float, computed: float, *, follows: bool = False
+    ) -> float:
         """Add a forward of ``seconds``; return when its result is there.
 
         Args:
             launched, computed: when its real computation began and had ended.
+            follows: whether the scheduler went on from the forward before without becoming idle.
         """
         begins = max(self.free_at, launched)
+        if follows:
+            self.starved_seconds += begins - self.free_at
         self.free_at = begins + seconds
         self.forwards += 1
         self.device_seconds += seconds

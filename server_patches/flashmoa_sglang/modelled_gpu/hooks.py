@@ -68,12 +68,12 @@ class TimedForwards:
         def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             clock = self._clock
             self._noticed.clear()
-            launched = clock.now()
+            launched, follows = clock.now(), scheduler.last_batch is not None
             result = original(scheduler, batch, *args, **kwargs)
             if not self._noticed:
                 return result
             seconds = sum(map(self._modelled.seconds, self._noticed))
-            ends = clock.launch(seconds, launched, clock.now())
+            ends = clock.launch(seconds, launched, clock.now(), follows=follows)
             if scheduler.enable_overlap:
                 result.copy_done = ResultEvent(clock, ends)
             else:
@@ -96,6 +96,7 @@ class TimedForwards:
                 "overruns": clock.overruns,
                 "device_seconds": clock.device_seconds,
                 "overrun_seconds": clock.overrun_seconds,
+                "starved_seconds": clock.starved_seconds,
             }
             return result
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 # and small enough to be as good as empty if it costs at most this factor of one with one token.
 _TOLERANCE = 1.1
 _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
+# Where much waits, a forward is up to this many times as large: what little each doubling saves
+# adds up. Of Qwen3-32B on an A100, 16,000 tokens take 6.3 s in forwards of 256 tokens, 5.6 s in
+# these, and 5.5 s in as few as possible.
+_LARGER = 8
 # The sizes that are considered for what rides along with a step, in tokens.
 _RIDES = tuple(sorted({base << shift for base in (32, 48) for shift in range(6)}))
 # The bounds of how few tokens of all streams together are worth a forward.
@@ -98,12 +102,14 @@ def fewest_tokens(streams: int, least: int) -> int:
 def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
     """Return the most tokens in a forward for streams alone, while nothing else runs.
 
-    A larger forward would hardly be more efficient, and a request that comes waits for its end. It
-    is larger if the rest of the ``waiting`` tokens would not be worth another forward.
+    A request that comes waits for the end of this forward. So it has half of the ``waiting``
+    tokens, but at least as many as make it efficient, and at most :data:`_LARGER` times as many.
+    It is larger if the rest would not be worth another forward.
     """
     size = _LEAST_CHUNK
     while size < _LARGEST_CHUNK and 2 * costs.prefill(size) > _TOLERANCE * costs.prefill(2 * size):
         size *= 2
+    size = max(size, min(waiting // 2, _LARGER * size, _LARGEST_CHUNK))
     if size < waiting < size + least_tokens(costs, page):
         size = waiting
     return max(page, size - size % page)

@@ -83,24 +83,25 @@ async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI) -> None:
     assert json.loads(whole.choices[0].message.content or "") == {"a": "b"}
 
 
-async def test_an_answer_ends_before_the_stop_text(openai_client: AsyncOpenAI) -> None:
-    whole = await openai_client.chat.completions.create(model="three", messages=QUESTION)
+@pytest.mark.parametrize("system", ["three", "stairs"])
+async def test_an_answer_ends_before_the_stop_text(openai_client: AsyncOpenAI, system: str) -> None:
+    whole = await openai_client.chat.completions.create(model=system, messages=QUESTION)
     text = whole.choices[0].message.content or ""
     stopped = await openai_client.chat.completions.create(
-        model="three", messages=QUESTION, stop=text[3]
+        model=system, messages=QUESTION, stop=text[3]
     )
     assert stopped.choices[0].message.content == text[: text.index(text[3])]
     assert stopped.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("name", ["stop", "response_format"])
+@pytest.mark.parametrize("name", ["stop_regex", "response_format"])
 async def test_a_staircase_refuses_what_concerns_the_whole_answer(
     openai_client: AsyncOpenAI, name: str
 ) -> None:
-    values: dict[str, Any] = {"stop": "x", "response_format": {"type": "json_object"}}
+    values: dict[str, Any] = {"stop_regex": "x", "response_format": {"type": "json_object"}}
     with pytest.raises(APIStatusError, match=f"{name} is not possible here") as refused:
         await openai_client.chat.completions.create(
-            model="stairs", messages=QUESTION, **{name: values[name]}
+            model="stairs", messages=QUESTION, extra_body={name: values[name]}
         )
     assert (refused.value.status_code, refused.value.param) == (400, name)
 

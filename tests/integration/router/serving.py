@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 
 import anyio
 import uvicorn
@@ -14,17 +14,27 @@ from starlette.applications import Starlette
 @asynccontextmanager
 async def serve(app: Starlette) -> AsyncGenerator[str]:
     """Serve an application; yield its URL."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
+    async with serve_at(app, [0]) as [url]:
+        yield url
+
+
+@asynccontextmanager
+async def serve_at(app: Starlette, ports: Sequence[int]) -> AsyncGenerator[list[str]]:
+    """Serve an application at several ports; yield their URLs. For port 0, one is chosen."""
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for port in ports:
+            sockets.append(stack.enter_context(socket.socket()))
+            sockets[-1].bind(("127.0.0.1", port))
+            sockets[-1].listen()
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, ws="none")
         server = uvicorn.Server(config)
         async with anyio.create_task_group() as group:
-            group.start_soon(server.serve, [listening])
+            group.start_soon(server.serve, sockets)
             try:
                 with anyio.fail_after(30):
                     while not server.started:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
-                yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+                yield [f"http://127.0.0.1:{each.getsockname()[1]}" for each in sockets]
             finally:
                 server.should_exit = True

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import AsyncGenerator, Callable
 from ctypes.util import find_library
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,42 +14,18 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient, PluginMissing
-from flashmoa.engine.local import LocalEngine, LocalEngines, free_port
-from flashmoa.router.shell.application import ShellOptions
-from tests.integration.router.conftest import serve_router
+from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.http_calls import (
     generation,
-    metric,
     post_json,
     request_reading,
     request_with_answer,
 )
-from tests.integration.router.stock_router import start_stock_router
-from tests.integration.support import (
-    LAG,
-    STRICT,
-    fetch_kv_state,
-    wait_for_streams,
-    wait_until_idle,
-    wait_until_measured,
-)
+from tests.integration.router.pairs import Pair, running_pairs
+from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
-TCP = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
-
-
-@dataclass
-class Pair:
-    prefill: LocalEngine
-    decode: LocalEngine
-    model: Path
-    shell: httpx.AsyncClient
-    prefill_metrics: httpx.AsyncClient
-
-    async def transferred(self) -> float:
-        """Return the MB of KV that were sent to the decode engine so far."""
-        return await metric(self.prefill_metrics, "sglang:kv_transfer_total_mb_sum")
 
 
 def _missing(transport: str) -> str | None:
@@ -68,44 +42,8 @@ async def pair(
 ) -> AsyncGenerator[Pair]:
     if reason := _missing(request.param):
         pytest.skip(reason)
-    bootstrap = str(free_port())
-    common = [
-        "--disaggregation-transfer-backend", request.param, "--max-total-tokens", "12000",
-        "--enable-metrics", "--enable-cache-report",
-    ]  # fmt: skip
-    prefill = await engines.start(
-        model,
-        core=0,
-        arguments=[
-            *common, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port",
-            bootstrap,
-        ],
-        environment={**TCP, **STRICT},
-    )  # fmt: skip
-    decode = await engines.start(
-        model,
-        core=1,
-        # The default backup needs a GPU.
-        arguments=[
-            *common, "--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup",
-            "cpu_tensor",
-        ],
-        environment={**TCP, **STRICT},
-    )  # fmt: skip
-    try:
-        await wait_until_measured(prefill)
-        pd = ["--pd-disaggregation", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
-        async with (
-            start_stock_router(*pd) as router,
-            serve_router(ShellOptions(prefill.url, str(router.base_url))) as shell,
-            httpx.AsyncClient(base_url=prefill.url) as metrics,
-        ):
-            yield Pair(prefill, decode, model, shell, metrics)
-        for engine in (prefill, decode):
-            assert engine.is_running() and "leak" not in engine.log.read_text()
-    finally:
-        await prefill.stop()
-        await decode.stop()
+    async with running_pairs(engines, {"pair": model}, request.param) as pairs:
+        yield pairs["pair"]
 
 
 @pytest.mark.parametrize(("form", "seed"), [("text", 2100), ("tokens", 2110), ("chat", 2120)])
@@ -124,14 +62,14 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
     async def ask(name: str, path: str, body: dict[str, Any]) -> None:
         answers[name] = await post_json(pair.shell, path, body | {"workflow": form})
 
-    before = await pair.transferred()
+    before = await pair.transferred_bytes()
     async with anyio.create_task_group() as group:
         path, body = await request_reading(client, form, rest, "planner")
         group.start_soon(ask, "reader", path, body)
         async with EngineClient(pair.prefill.url) as prefill:
             await wait_for_streams(prefill)
         group.start_soon(ask, "planner", "/generate", plan | {"agent": "planner"})
-    transferred = await pair.transferred() - before
+    transferred = await pair.transferred_bytes() - before
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
         alone = await post_json(direct, "/generate", plan)
         assert answers["planner"]["output_ids"] == alone["output_ids"]
@@ -148,17 +86,11 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
     length = usage["prompt_tokens"]
     assert usage["cached_tokens"] >= length - LAG
     # The KV of the two requests' prompts was transferred, each once.
-    assert transferred * (1 << 20) == pytest.approx((own + length) * bytes_per_token(pair.model))
-
-
-def bytes_per_token(model: Path) -> int:
-    config = json.loads((model / "config.json").read_text())
-    heads, width = config["num_key_value_heads"], config["head_dim"]
-    return 2 * 4 * config["num_hidden_layers"] * heads * width
+    assert transferred == pytest.approx((own + length) * pair.bytes_per_token)
 
 
 async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: Words) -> None:
-    before = await pair.transferred()
+    before = await pair.transferred_bytes()
     async with EngineClient(pair.prefill.url) as prefill, EngineClient(pair.decode.url) as decode:
         free = (await fetch_kv_state(decode)).free
         stream = await prefill.open_stream(text=words(300, 2150))
@@ -174,4 +106,4 @@ async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: 
         with pytest.raises(PluginMissing, match="decodes"):
             await decode.open_stream(text="hi")
         assert (await decode.info()).capabilities == ["render"]
-    assert await pair.transferred() == before
+    assert await pair.transferred_bytes() == before

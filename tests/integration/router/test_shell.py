@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine
-from flashmoa.router.shell.application import ShellOptions
+from flashmoa.engine.local import LocalEngine, free_port
+from flashmoa.router.shell.application import ShellOptions, shells_application
 from tests.integration.router.broken_connection import broken_connection
 from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
@@ -25,6 +26,7 @@ from tests.integration.router.http_calls import (
     request_with_answer,
     streamed_text,
 )
+from tests.integration.router.serving import serve_at
 from tests.integration.support import GREEDY, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +84,61 @@ async def wait_for_prefill(client: EngineClient) -> None:
     with anyio.fail_after(30):
         while (await client.info()).kv[0].protected < 140:  # noqa: ASYNC110
             await anyio.sleep(0.01)
+
+
+async def test_answer_written_at_one_pair_is_read_at_another(
+    engine: LocalEngine,
+    downstream: LocalEngine,
+    client: EngineClient,
+    downstream_client: EngineClient,
+    words: Words,
+) -> None:
+    before, after = words(150, 2031), words(20, 2032)
+    read = {"prompt": [{"text": before}, {"agent": "a"}, {"text": after}], "workflow": "w"}
+    read["sampling_params"] = {**GREEDY, "max_new_tokens": 8}
+    responses: list[httpx.Response] = []
+
+    async with two_shells(engine, downstream) as (first, second):
+
+        async def ask() -> None:
+            responses.append(await second.post("/generate", json=read))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await wait_for_prefill(downstream_client)
+            body = generation(words(200, 2030), tokens=120, agent="a", workflow="w")
+            written = await post_json(first, "/generate", body)
+        async with httpx.AsyncClient(base_url=downstream.url, timeout=60) as direct:
+            body = generation(before + written["text"] + after, tokens=8)
+            expected = await post_json(direct, "/generate", body)
+        assert responses[0].json()["output_ids"] == expected["output_ids"]
+        assert await metric(second, AHEAD) >= 140 and not await metric(first, AHEAD)
+        # The writer's client disconnects in the middle of its next answer.
+        async with anyio.create_task_group() as group:
+            body = generation(words(20, 2033), tokens=4000, agent="a", workflow="w", stream=True)
+            async with first.stream("POST", "/generate", json=body) as writing:
+                group.start_soon(ask)
+                await wait_for_streams(downstream_client)
+                async for _ in writing.aiter_lines():
+                    break
+        assert responses[1].status_code == 424 and "was left" in responses[1].text
+    await wait_until_idle(client)
+    await wait_until_idle(downstream_client)
+
+
+@asynccontextmanager
+async def two_shells(
+    *engines: LocalEngine,
+) -> AsyncGenerator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    """Serve a shell for each engine, which stands for a pair."""
+    port = free_port(2)
+    app = shells_application([ShellOptions(engine.url, engine.url) for engine in engines], port)
+    async with (
+        serve_at(app, [port, port + 1]) as urls,
+        httpx.AsyncClient(base_url=urls[0], timeout=60) as first,
+        httpx.AsyncClient(base_url=urls[1], timeout=60) as second,
+    ):
+        yield first, second
 
 
 async def test_agent_reads_several_answers_and_streams_its_own(

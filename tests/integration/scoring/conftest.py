@@ -14,6 +14,12 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.scoring import Scorer
 
 Logprobs = Callable[[Sequence[int], Sequence[Sequence[int]]], list[float]]
+# The largest difference of two log-probabilities that counts as none.
+EXACT = 1e-4
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "You judge trips."},
+    {"role": "user", "content": "Is Pokhara worth a visit?"},
+]
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,11 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.scoring.conftest import Logprobs
+from tests.integration.scoring.conftest import EXACT, Logprobs
 from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
-EXACT = 1e-4
 DOCUMENTS = ["Pokhara lies at a lake.", "Tea is grown in Ilam.", "Lukla has an airport."]
 
 

@@ -101,6 +101,7 @@ def device(overrun: float) -> dict[str, Any]:
         "overruns": 9,
         "device_seconds": 10.0,
         "overrun_seconds": overrun,
+        "starved_seconds": overrun / 2,
     }
 
 

@@ -18,7 +18,7 @@ from flashmoa_bench.family.questions import (
 )
 from flashmoa_bench.family.training_data import examples
 
-from flashmoa.moa.prompts import Order
+from flashmoa.moa.settings import Order
 
 QUESTION = Question(47, (ProgramLine("+", 85), ProgramLine("*", 7), ProgramLine("-", 30)))
 
@@ -82,14 +82,13 @@ def test_an_aggregators_prompt_has_the_answers_before_or_after_the_question() ->
     [
         ("contiguous", ["Q\n1. abcdefghijkl\n2. ABCD"]),
         ("rounds", ["Q\n1. abcd\n2. ABCD\n1. efghijkl"]),
-        ("interleaved", ["Q\n1. abcd\n2. ABCD", "so", "\n1. efghijkl"]),
     ],
 )
 def test_a_staircase_prompt_has_its_chunks_in_the_given_order(
     order: Order, asked: list[str]
 ) -> None:
     prompt = AGGREGATION["question-first"]
-    messages = staircase_prompt(order, prompt, "Q", ["abcdefghijklm", "ABCD"], [1, 2], ["so"])
+    messages = staircase_prompt(order, prompt, "Q", ["abcdefghijklm", "ABCD"], [1, 2])
     assert [message["content"] for message in messages[1:]] == asked
 
 
@@ -133,12 +132,7 @@ def test_line_errors_are_differences_from_what_follows_from_the_line_before() ->
     assert errors == [("+", 90), ("*", 0), ("-", 0)]
 
 
-@pytest.mark.parametrize(
-    ("served", "beginnings", "turn"), [(False, ["", ""], "x2"), (True, ["", "x1"], "x1x2")]
-)
-def test_served_interleaved_turns_begin_with_the_last_words(
-    served: bool, beginnings: list[str], turn: str
-) -> None:
+def test_a_staircases_reply_is_continued_in_each_round() -> None:
     from flashmoa_bench.family.inference import Reply, staircase_answers
 
     class FakeModel:
@@ -146,19 +140,15 @@ def test_served_interleaved_turns_begin_with_the_last_words(
 
         def __init__(self) -> None:
             self.beginnings: list[str] = []
-            self.prompts: list[list[str]] = []
 
         def answer(
             self, prompts: list[list[dict[str, str]]], _t: float, beginnings: list[str], _n: int
         ) -> list[Reply]:
-            if prompts:
-                self.beginnings += beginnings
-                self.prompts.append([message["content"] for message in prompts[0]])
+            self.beginnings += beginnings
             return [Reply(f"x{len(self.beginnings)}", 1.0)] * len(prompts)
 
     model = FakeModel()
     # Three rounds, of 4, 8 and 16 characters.
-    replies = staircase_answers(model, [QUESTION], [("a" * 20,)], "interleaved", 1, served=served)  # type: ignore[arg-type]
+    replies = staircase_answers(model, [QUESTION], [("a" * 20,)], "rounds", 1)  # type: ignore[arg-type]
     assert replies == ["x1x2x3"]
-    assert model.beginnings[:2] == beginnings
-    assert model.prompts[2][2:5:2] == ["x1", turn]
+    assert model.beginnings == ["", "x1", "x1x2"]

@@ -84,7 +84,7 @@ def test_each_model_has_a_pair_or_as_many_engines(serving: str, names: list[str]
 
 def test_what_gpus_did_is_without_the_slowdown_and_the_worst_overrun_counts() -> None:
     def reading(seconds: float, overrun: float) -> dict[str, float]:
-        counts = {"forwards": 0, "overruns": 0, "overrun_seconds": overrun}
+        counts = {"forwards": 0, "overruns": 0, "overrun_seconds": overrun, "starved_seconds": 0}
         return {"slowdown": 2.0, "device_seconds": seconds, **counts}
 
     before = {"one": reading(1.0, 0.5), "two": reading(0.0, 0.0)}

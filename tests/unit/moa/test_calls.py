@@ -21,6 +21,7 @@ from flashmoa.moa import (
     Price,
     Staircase,
     Thinking,
+    agents,
 )
 from flashmoa.moa.embedding import Embedding
 from tests.unit.moa.scripted_engine import Script, scripted_engine
@@ -240,3 +241,41 @@ async def test_without_a_substitute_the_last_aggregators_error_is_raised() -> No
         strict = MixtureOfAgents(layers, prompt=PROMPT, fallback=Fallback(best_answer=False))
         with pytest.raises(Exception, match="the last aggregator failed"):
             await strict.answer("?")
+
+
+async def test_engine_that_did_not_answer_is_asked_last_for_a_while() -> None:
+    scripts: dict[str, Script] = {"plain": [("end", "hang")]}
+    async with scripted_engine(scripts) as (first, client), scripted_engine(SCRIPTS) as (_, other):
+        limits = Limits(first_token_seconds=0.3)
+        model = Model(client, "plain", backups=[other], limits=limits)
+        mixture = MixtureOfAgents([[model, model], [model]], prompt=PROMPT)
+
+        async def ask() -> list[str]:
+            """Return the engines that wrote the answers."""
+            result = await mixture.answer("?")
+            assert result.text == "It is 18."
+            return [record.engine for record in result.agents]
+
+        agents.note_silence(client)
+        assert await ask() == [other.url] * 3 and not first.bodies
+        # Once that time is over, one of two agents tries it again, and no later one.
+        agents.SILENT_UNTIL[client] = 0.0
+        assert await ask() == [other.url] * 3 and len(first.bodies) == 1
+        assert await ask() == [other.url] * 3 and len(first.bodies) == 1
+        scripts["plain"] = SCRIPTS["plain"]
+        agents.SILENT_UNTIL[client] = 0.0
+        assert client.url in await ask()
+        assert await ask() == [client.url] * 3
+
+
+async def test_hanging_engine_costs_its_timeout_once() -> None:
+    scripts: dict[str, Script] = {"plain": [("end", "hang")]}
+    async with scripted_engine(scripts) as (first, client), scripted_engine(SCRIPTS) as (_, other):
+        limits = Limits(first_token_seconds=0.3)
+        model = Model(client, "plain", backups=[other], limits=limits)
+        staircase = Staircase([model], model, prompt=PROMPT)
+        retries = [
+            [len(record.retries) for record in (await staircase.answer("?")).agents]
+            for _ in range(2)
+        ]
+    assert retries == [[1, 0], [0, 0]] and len(first.bodies) == 1

@@ -41,8 +41,9 @@ USED = {
     internals.KV_OFF: "layer_num k_buffer tp_worker RadixAttention",
     internals.PD: "FAKE_BOOTSTRAP_HOST bootstrap_room",
     internals.CPU: """
-        disaggregation_transfer_backend get_dispatch_key_name PlatformEnum merge_and_sort_free alloc_extend
-        set_kv_buffer is_decode_or_idle tp_q_head_num sleep_on_idle register_attention_backend
+        disaggregation_transfer_backend get_dispatch_key_name PlatformEnum alloc_extend
+        merge_and_sort_free set_kv_buffer is_decode_or_idle tp_q_head_num sleep_on_idle
+        register_attention_backend
     """,
 }
 

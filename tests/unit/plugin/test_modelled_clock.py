@@ -19,14 +19,17 @@ from hypothesis import strategies as st
 @given(st.lists(st.tuples(*[st.integers(0, 1000).map(lambda n: n / 64)] * 3), min_size=1))
 def test_forwards_run_one_after_the_other(steps: list[tuple[float, float, float]]) -> None:
     """Each begins when it is launched and the one before has ended."""
-    clock, now, free, overruns = Clock(), 0.0, 0.0, 0
-    for idle, seconds, computing in steps:
+    clock, now, free, overruns, starved = Clock(), 0.0, 0.0, 0, 0.0
+    for number, (idle, seconds, computing) in enumerate(steps):
         now += idle
+        follows = number % 2 == 1
+        starved += max(0.0, now - free) if follows else 0.0
         free = max(free, now) + seconds
         launched, now = now, now + computing
-        assert clock.launch(seconds, launched, now) == free
+        assert clock.launch(seconds, launched, now, follows=follows) == free
         overruns += now > free
     assert (clock.forwards, clock.overruns) == (len(steps), overruns)
+    assert clock.starved_seconds == starved
     assert clock.device_seconds == pytest.approx(sum(seconds for _, seconds, _ in steps))
 
 
@@ -81,8 +84,10 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
         return SimpleNamespace(copy_done=None)
 
     run_batch = forwards.delay(run)
-    scheduler = SimpleNamespace(enable_overlap=overlap)
-    first, second = run_batch(scheduler, decoding()), run_batch(scheduler, decoding())
+    scheduler = SimpleNamespace(enable_overlap=overlap, last_batch=None)
+    first = run_batch(scheduler, decoding())
+    scheduler.last_batch = "the first"
+    second = run_batch(scheduler, decoding())
     if overlap:
         # Both were launched at once, and the GPU computes them one after the other.
         assert machine.time == 0.5 and not first.copy_done.query()
@@ -94,6 +99,11 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
     told = forwards.report(lambda _scheduler, _request: state)(scheduler, None)
     assert told.internal_state["modelled_gpu"]["forwards"] == 2
     assert told.internal_state["modelled_gpu"]["overruns"] == 0
+    assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0
+    machine.time += 0.5
+    run_batch(scheduler, decoding())
+    forwards.report(lambda _scheduler, _request: state)(scheduler, None)
+    assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0.5
 
 
 def test_kv_arrives_when_the_link_has_sent_it() -> None:

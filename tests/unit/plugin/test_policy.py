@@ -122,23 +122,26 @@ def test_the_end_of_a_stream_is_computed_however_short_it_is() -> None:
 
 
 @given(costs=any_costs(), pages=st.integers(0, 10_000), page=PAGES)
-def test_a_forward_for_streams_is_as_large_as_makes_it_efficient(
+def test_a_forward_for_streams_has_half_of_what_waits_and_is_efficient(
     costs: Costs, pages: int, page: int
 ) -> None:
-    size = next(
+    efficient = next(
         size
         for size in (128, 256, 512, 1024, 2048, 4096, 8192)
         if size == 8192 or 2 * costs.prefill(size) <= 1.1 * costs.prefill(2 * size)
     )
     waiting = pages * page
+    size = sorted((efficient, waiting // 2, min(8 * efficient, 8192)))[1]
     # What would not be worth another forward joins this one.
     joins = 0 < waiting - size < least_tokens(costs, page)
+    size -= 0 if joins else size % page
     assert stream_chunk(costs, waiting, page) == (waiting if joins else size)
 
 
 def test_a_forward_for_streams_is_at_least_a_page() -> None:
     assert stream_chunk(Costs(((1, 0.1), (1000, 10.0)), 0.1), 5000, 1024) == 1024
-    assert stream_chunk(COSTS, 5000, 96) == 480
+    assert stream_chunk(COSTS, 1000, 96) == 480
+    assert stream_chunk(COSTS, 5000, 96) == 2496
 
 
 def test_a_forward_for_streams_leaves_no_short_rest() -> None:

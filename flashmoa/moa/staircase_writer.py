@@ -1,27 +1,30 @@
-"""Write an answer part by part while its sources are still written (``IncrementalWriter``)."""
+"""Write an answer part by part while its sources are still written (``StaircaseWriter``)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from flashmoa import Text, UpstreamCancelled
+from flashmoa import UpstreamCancelled
 from flashmoa.engine import PromptUsage, kv_namespace
 from flashmoa.moa.agents import Model
-from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.chunks import GrowingPrompt
+from flashmoa.moa.answer_filters import RepeatFilter, StopFilter
+from flashmoa.moa.calls import AgentCall, continue_answer
 from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.prompts import Messages, add_role, last_words
-from flashmoa.moa.repeat_filter import RepeatFilter
+from flashmoa.moa.prompts import Messages, add_role
 from flashmoa.moa.results import AgentAnswer, StaircaseRound
 from flashmoa.workflow import Pending
 
+if TYPE_CHECKING:
+    from flashmoa.moa.staircase_layers import GrowingPrompt
 
-class IncrementalWriter:
+
+class StaircaseWriter:
     """Writes the answer of an agent on a staircase, one part in each round.
 
     Each round has a separate request, whose prompt has one chunk more of every source. The prompt
@@ -46,14 +49,16 @@ class IncrementalWriter:
         self.problem = ""
         self.rounds: list[StaircaseRound] = []
         self._name = name
-        self._model = model
+        # The answer may end at a stop text of which each request writes a part.
+        sampling = {**model.sampling}
+        stops: str | list[str] = sampling.pop("stop", None) or []
+        self._stops = StopFilter([stops] if isinstance(stops, str) else stops)
+        self._model = replace(model, sampling=sampling)
         self._prompt = prompt
         self._inquiry = inquiry
         self._is_last = is_last
         self._calls: list[AgentCall] = []
-        # The parts of the answer, for the prompts of later rounds.
-        self._chunks: list[Text] = []
-        self._filter = RepeatFilter("")
+        self._repeats = RepeatFilter("")
         self._scope = anyio.CancelScope()
         self._context: int | None = None
 
@@ -120,11 +125,12 @@ class IncrementalWriter:
             request, messages = await self._await_chunks(request, number)
             is_last = self.rounds[-1].out_of_room or self._prompt.is_last_round(number)
             request = await self._write_chunk(request, messages, number, None if is_last else size)
+        self._write(self._stops.end())
 
     async def _expect(self, number: int) -> Pending:
         """Announce the request of a round, from 0, so that its prompt is prefilled as it grows."""
-        model = self._model
-        messages = add_role(self._prompt.messages(number, self._chunks[:number]), model.role)
+        self._model = model = self._model.with_silent_engines_last()
+        messages = add_role(self._prompt.messages(number), model.role)
         return await self._inquiry.flow.expect(
             messages,
             engine=model.engine,
@@ -159,29 +165,30 @@ class IncrementalWriter:
 
         Returns: the next round's request, ``None`` after the last round.
         """
-        chunk = self._inquiry.flow.text(f"{self._name}.{number + 1}")
-        self._chunks.append(chunk)
-        messages, continuation = self._continue_answer(messages, chunk)
+        messages, continuation = self._continue_answer(messages)
         next_request: Pending | None = None
         round_ = self.rounds[-1]
 
         async def write(piece: str, first_token: float | None) -> None:
             nonlocal next_request
-            chunk.write(piece)
             # The next prompt is prefilled from the first token on. If it began earlier, it would
             # delay the prefill of this round.
             if size is not None and next_request is None:
                 next_request = await self._expect(number + 1)
             round_.first_token = first_token
-            self._add_to_answer(self._filter.add(piece))
+            self._add_to_answer(self._repeats.add(piece))
 
         call = await self._write_part(request, messages, continuation, size, write)
-        chunk.close()
         round_.finished, round_.finish_reason = call.finished, call.finish_reason
         round_.asked, round_.usage = call.started or round_.asked, call.usage
         is_cut = round_.finish_reason == "length" and not self._is_out_of_tokens
         if size is None or not is_cut:
-            self._add_to_answer(self._filter.end())
+            self._add_to_answer(self._repeats.end())
+        if self._stops.found:
+            round_.finished, round_.finish_reason = round_.finished or time.time(), "stop"
+            if next_request is not None:
+                await next_request.release()
+            return None
         if size is not None and next_request is None:
             next_request = await self._expect(number + 1)
         return next_request
@@ -216,7 +223,7 @@ class IncrementalWriter:
         write: Callable[[str, float | None], Awaitable[None]],
     ) -> AgentCall:
         call = AgentCall(
-            self._chunks[-1].name,
+            f"{self._name}.{len(self.rounds)}",
             self._model,
             self._inquiry,
             is_last=self._is_last,
@@ -231,26 +238,18 @@ class IncrementalWriter:
         try:
             async for piece in call:
                 await write(piece, call.first_token)
+                if self._stops.found:
+                    break
         finally:
             call.cancel()  # This has no effect on a call that is complete.
         return call
 
-    def _continue_answer(self, messages: Messages, chunk: Text) -> tuple[Messages, dict[str, Any]]:
-        """Return the messages with the answer so far at their end, and parameters to continue it.
-
-        If earlier turns of the conversation have the answer (``interleaved``), only its last words
-        are repeated at the end. Without them the model would begin a new answer.
-        """
-        written = self.answer.written + self._filter.held
-        if not self._filter.held:
-            self._filter = RepeatFilter(written if self._prompt.steps.drop_repeats else "")
-        if self._prompt.steps.order == "interleaved":
-            written = last_words(written)
-            chunk.write(written)
-        if not written:
-            return messages, {}
-        answer = {"role": "assistant", "content": written}
-        return [*messages, answer], {"continue_final_message": True, "add_generation_prompt": False}
+    def _continue_answer(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
+        """Return the messages, ending with the answer so far, and parameters to continue it."""
+        written = self.answer.written + self._stops.held + self._repeats.held
+        if not self._repeats.held:
+            self._repeats = RepeatFilter(written if self._prompt.steps.drop_repeats else "")
+        return continue_answer(messages, written) if written else (messages, {})
 
     def _token_limit(self, size: int | None) -> dict[str, int]:
         """Return the request's limit of tokens for a part of that size; nothing for no limit."""
@@ -263,8 +262,11 @@ class IncrementalWriter:
         return {name: max(1, min(limits))} if limits else {}
 
     def _add_to_answer(self, piece: str) -> None:
-        round_ = self.rounds[-1]
-        round_.text += piece
-        round_.dropped = self._filter.dropped
+        """Write text, as far as the answer does not end before it."""
+        self.rounds[-1].dropped = self._repeats.dropped
+        self._write(self._stops.add(piece))
+
+    def _write(self, piece: str) -> None:
         if piece:
+            self.rounds[-1].text += piece
             self.answer.write(piece)

@@ -8,8 +8,7 @@ import pytest
 
 from flashmoa.engine import EngineClient, EngineTimeout
 from flashmoa.moa import Schedule
-from flashmoa.moa.chunks import ChunkedText
-from flashmoa.moa.prompts import last_words
+from flashmoa.moa.staircase_layers import ChunkedText
 from flashmoa.workflow import Answer, Workflow
 
 pytestmark = pytest.mark.anyio
@@ -63,13 +62,6 @@ async def test_answer_without_text_has_failed_with_a_reason(error: ValueError | 
         await proposal.cut()
         assert proposal.failed and proposal.ends_before(0) and await proposal.chunk(0) == ""
         assert proposal.problem == ("it answered nothing" if error is None else "no such model")
-
-
-@pytest.mark.parametrize("text", ["", "one", "one two ", " one two three four", "a\nb c  d"])
-def test_last_words_are_the_end_of_the_text(text: str) -> None:
-    end = last_words(text, 3)
-    assert text.endswith(end) and end.split() == text.split()[-3:]
-    assert last_words(text + "x" * 40, 3) == "x" * 30
 
 
 async def test_prompt_refuses_two_versions_of_one_answer() -> None:

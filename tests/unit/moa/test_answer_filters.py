@@ -1,4 +1,4 @@
-"""``RepeatFilter`` drops what a search in the whole text finds."""
+"""Filters of an answer find in its pieces what a search in the whole text finds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.repeat_filter import RepeatFilter
+from flashmoa.moa.answer_filters import RepeatFilter, StopFilter
 
 # Few words, some with the same beginning.
 WORDS = st.lists(st.sampled_from(["a", "ab", "b", "c", "cab", "d."]), max_size=9)
@@ -80,3 +80,29 @@ def test_only_text_that_may_be_a_repetition_is_held_back() -> None:
     assert repeats.add("ough") == "through"
     assert repeats.add(" three days in Kathmandu") == " three days in Kathmandu"
     assert RepeatFilter("two words").add("two") == "two"
+
+
+@given(
+    st.text("ab.", max_size=20),
+    st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_stop_text_that_is_complete_first(text: str, stops: list[str]) -> None:
+    ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+    expected = text
+    if ends:
+        complete = text[: ends[0]]
+        expected = complete[: min(complete.index(stop) for stop in stops if stop in complete)]
+    stopping = StopFilter(stops)
+    kept = ""
+    for letter in text:
+        kept += stopping.add(letter)
+        assert text.startswith(kept)
+    assert kept + stopping.end() == expected and stopping.found == bool(ends)
+
+
+def test_only_text_that_may_be_a_stop_text_is_held_back() -> None:
+    stopping = StopFilter(["END", ""])
+    assert stopping.add("the E") == "the " and stopping.held == "E"
+    assert stopping.add("N") == "" and stopping.add("d") == "ENd"
+    assert stopping.add(" END of") == " " and stopping.found
+    assert stopping.add("it") == stopping.end() == ""

@@ -139,6 +139,6 @@ def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:
         equal=arguments.equal,
         prompt=tuple(arguments.question_tokens) if arguments.question_tokens else None,
         last=arguments.last_tokens,
-        confidence=getattr(arguments, "confidence", ScriptOptions.confidence),
+        confidence=getattr(arguments, "confidence", ScriptOptions().confidence),
         seed=arguments.seed,
     )

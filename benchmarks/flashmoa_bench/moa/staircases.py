@@ -33,7 +33,7 @@ from flashmoa_bench.recorded import load_recorded, spread
 # Options that may differ between a run and the one that it resumes.
 _FREE_OPTIONS = ("json", "resume", "questions", "proposers", "first", "orders", "kinds")
 _WARM_UP = ScriptOptions(equal=12, prompt=(8, 8))
-_ORDERS: tuple[Order, ...] = ("contiguous", "rounds", "interleaved")
+_ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
 _KINDS = ("mixture", "debate")
 
 

@@ -63,6 +63,13 @@ BENCHMARKS = {
         "moa.benchmark",
         "Mixture-of-Agents: accuracy and latency of its parts, and staircases (Faster-MoA §5)",
     ),
+    "moa_latency": Benchmark(
+        "moa.latency",
+        "Mixture-of-Agents of three models on GPUs: topologies, overlap, early exit, PD pairs",
+    ),
+    "staircases": Benchmark(
+        "moa.staircases", "staircases and debates on GPUs: first token and tokens per second"
+    ),
     "router": Benchmark(
         "routing.benchmark",
         "routing policies on simulated engines, and routers on real ones (MoE-Prefill Table 2)",

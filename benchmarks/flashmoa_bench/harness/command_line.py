@@ -11,13 +11,16 @@ from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import add_device_options
 
 
-def make_parser(name: str, doc: str | None, roles: Sequence[Role] = ()) -> argparse.ArgumentParser:
+def make_parser(
+    name: str, doc: str | None, roles: Sequence[Role] = (), *, repeats: bool = True
+) -> argparse.ArgumentParser:
     """Make a parser for ``flashmoa bench NAME`` with the common options.
 
     Args:
         doc: description of the benchmark, for ``--help``.
         roles: engines that it compares, each with an option for its URL. Without roles, the
             parser gets no options for rounds and engines.
+        repeats: whether there are rounds, so that their number is an option.
     """
     parser = argparse.ArgumentParser(
         prog=f"flashmoa bench {name}",
@@ -28,13 +31,14 @@ def make_parser(name: str, doc: str | None, roles: Sequence[Role] = ()) -> argpa
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random token ids")
-    if roles:
+    if roles and repeats:
         parser.add_argument(
             "--repeats",
             type=positive,
             default=5,
             help="rounds per measurement; figures are medians over them",
         )
+    if roles:
         _add_engine_options(parser, roles)
     return parser
 

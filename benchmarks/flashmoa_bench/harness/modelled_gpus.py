@@ -25,7 +25,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         default=["Qwen/Qwen3-32B"],
         metavar="NAME",
         help="model whose times are taken (default: Qwen/Qwen3-32B); with several models, "
-        "ENGINE=NAME for each, and the stock engine of this name has the same one",
+        "ENGINE=NAME for each; all engines of this name have the same one, stock or not",
     )
     group.add_argument(
         "--device-tp", type=int, default=1, metavar="N", help="GPUs that one engine runs on"
@@ -70,7 +70,7 @@ def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, 
     """
     if not getattr(arguments, "device", None):
         return {}
-    model = _model_of(engine.removeprefix("stock_"), arguments.device_model)
+    model = model_of(engine, arguments.device_model)
     return environment_of(
         arguments.device,
         model,
@@ -80,7 +80,14 @@ def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, 
     )
 
 
-def _model_of(engine: str, names: Sequence[str]) -> str:
+def model_of(engine: str, names: Sequence[str]) -> str:
+    """Return the model whose times an engine takes, by ``--device-model``.
+
+    ``stock_NAME`` has that of ``NAME``, as has ``NAME_2``, a second engine for data parallelism.
+
+    Raises: EngineError if there is none.
+    """
+    engine = engine.removeprefix("stock_").removesuffix("_2")
     for_all = [name for name in names if "=" not in name]
     own = [name.partition("=")[2] for name in names if name.startswith(f"{engine}=")]
     if chosen := own or for_all:

@@ -1,19 +1,15 @@
-"""Play a grid of workloads in several ways, and keep the cells that are measured already."""
+"""Play a grid of workloads in several ways."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineError
 from flashmoa.engine.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines
@@ -28,8 +24,6 @@ _LEAST_REPEATS, _AGREE = 3, 0.005
 # Ways that are played side by side begin this many seconds after each other, so that the moments
 # that matter do not coincide.
 _APART_SECONDS = 0.3
-# Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = {"json", "resume", "repeats", "picture", "tps", "prefix", "upstream", "concurrency"}
 
 
 async def play_grid(
@@ -110,25 +104,3 @@ async def play_cell(
 def _agree(rounds: Sequence[PipelineRound]) -> bool:
     seconds = [each.seconds for each in rounds]
     return max(seconds) - min(seconds) <= _AGREE * median(seconds)
-
-
-def measured_cells(file: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the cells in the JSON file of an earlier run; none if there is no file.
-
-    Args:
-        settings: this run's options, as the file has them.
-
-    Raises: EngineError if the file is of a run with other options, or none of this benchmark.
-    """
-    if not file.exists():
-        return []
-    document = json.loads(file.read_text())
-    try:
-        earlier, cells = document["settings"], document["results"]["cells"]
-    except (KeyError, TypeError) as error:
-        raise EngineError(f"--resume: {file} holds no cells of this benchmark") from error
-    names = (earlier.keys() | settings.keys()) - _FREE_OPTIONS
-    if other := sorted(name for name in names if earlier.get(name) != settings.get(name)):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in other)
-        raise EngineError(f"--resume: {file} is of a run with other {options}: give another --json")
-    return cells

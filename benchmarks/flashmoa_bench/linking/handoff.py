@@ -27,8 +27,9 @@ from flashmoa.engine.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.resuming import measured_cells
 from flashmoa_bench.linking import decoding_upstream, heatmap
-from flashmoa_bench.linking.grid import Ways, measured_cells, play_grid
+from flashmoa_bench.linking.grid import Ways, play_grid
 from flashmoa_bench.linking.overlap import (
     LINKED,
     GridSummary,
@@ -52,6 +53,8 @@ _WAYS: Ways = {
 _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
 _CONCURRENCY = [1, 2, 4, 8]
+# Options that may differ between a run and the one that it resumes.
+_FREE_OPTIONS = ("json", "resume", "repeats", "picture", "tps", "prefix", "upstream", "concurrency")
 _FULL: _Grid = ([25.0, 50.0, 100.0], [1000, 4000, 8000, 16_000], [32, 64, 128, 256, 400])
 
 
@@ -151,7 +154,7 @@ def _read_cells(arguments: argparse.Namespace, report: Report) -> dict[Workload,
     """Return the cells that are measured already; one that overran is measured again."""
     if not arguments.resume:
         return {}
-    rows = measured_cells(arguments.json, report.settings)
+    rows = measured_cells(arguments.json, report.settings, _FREE_OPTIONS)
     cells: dict[Workload, HandoffCell] = {}
     for row in rows:
         fields: dict[str, Any] = {**row, "workload": Workload(**row["workload"])}

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import anyio
 from rich.console import Console
@@ -27,17 +26,18 @@ from flashmoa.moa import (
     Schedule,
 )
 from flashmoa_bench.datasets import NAMES, Item, load
-from flashmoa_bench.family import SHIPPED, SIZES
+from flashmoa_bench.family import AGGREGATOR, SHIPPED, SIZES
 from flashmoa_bench.family.prompts import AGGREGATION
 from flashmoa_bench.family.questions import family_items
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, progress_bar
 from flashmoa_bench.harness.rounds import alternate, run_concurrently
 from flashmoa_bench.moa.embedding import make_embedder
-from flashmoa_bench.moa.scores import ScoredAnswer, summarise
-from flashmoa_bench.moa.tables import show
-from flashmoa_bench.moa.ways import WAYS, MixtureOutcome, MixtureSetup, MixtureWay
+from flashmoa_bench.moa.options import FAMILY, add_agents, add_questions, engine_urls
+from flashmoa_bench.moa.scores import ScoredAnswer, gains, summarise
+from flashmoa_bench.moa.tables import show, show_gains
+from flashmoa_bench.moa.ways import MixtureOutcome, MixtureSetup, MixtureWay
 
 # Without it, SGLang does not report how many prompt tokens were cached.
 _CACHE_REPORT = ("--enable-cache-report",)
@@ -53,93 +53,37 @@ ROLES = (
         for role in _WITH_PLUGIN
     ),
 )
-_FAMILY = "family"
 # Tokens of KV, enough for all agents of several questions at once.
 _POOL = 60_000
 # The ways that latencies and times to the first token are compared with.
 _BASE: MixtureWay = "all-to-all"
 _BASE_FIRST: MixtureWay = "one layer"
 
+Answers = dict[MixtureWay, list[ScoredAnswer]]
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench moa`` and return the exit status."""
     parser = make_parser("moa", __doc__, ROLES)
-    _add_questions(parser)
-    _add_agents(parser)
+    add_questions(parser)
+    add_agents(parser)
     chosen = parser.parse_args(arguments)
-    if (chosen.dataset == _FAMILY) == (chosen.file is not None):
-        parser.error(f"--dataset {' or '.join(NAMES)} needs its --file; {_FAMILY} has none")
+    chosen.dataset = chosen.accuracy or chosen.dataset
+    if (chosen.dataset == FAMILY) == (chosen.file is not None):
+        parser.error(f"--dataset {' or '.join(NAMES)} needs its --file; {FAMILY} has none")
+    if chosen.engines:
+        try:
+            urls = engine_urls(chosen.engines)
+        except ValueError as error:
+            parser.error(str(error))
+        for size, url in urls.items():
+            setattr(chosen, f"{size}_url", url)
+    if chosen.accuracy and (chosen.shapes or not (chosen.large_url or chosen.models != SHIPPED)):
+        parser.error("--accuracy needs real models: give --engines, or --models FOLDER")
+    if chosen.tokens is None:
+        chosen.tokens = 96 if chosen.dataset == FAMILY else 1024
     anyio.run(_main, chosen)
     return 0
-
-
-def _add_questions(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("questions")
-    group.add_argument("--dataset", choices=(_FAMILY, *NAMES), default=_FAMILY)
-    group.add_argument("--file", type=Path, help="the dataset, JSONL or Parquet as published")
-    group.add_argument(
-        "--questions",
-        type=positive,
-        default=100,
-        metavar="N",
-        help="questions of each group, for accuracy",
-    )
-    group.add_argument(
-        "--timed",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="questions of each group, timed one by one",
-    )
-    group.add_argument(
-        "--concurrency",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="questions at once, for accuracy",
-    )
-
-
-def _add_agents(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("agents")
-    ways = tuple(WAYS)
-    group.add_argument("--ways", nargs="+", choices=ways, default=list(ways), metavar="WAY")
-    models = group.add_mutually_exclusive_group()
-    models.add_argument(
-        "--models", type=Path, default=SHIPPED, help="a folder with small, medium and large"
-    )
-    models.add_argument(
-        "--shapes",
-        nargs=3,
-        metavar="SHAPE",
-        help="tiny models with random weights instead, for latency alone; all answers then have "
-        "--tokens tokens",
-    )
-    for size in SIZES:
-        group.add_argument(
-            f"--{size}-model", default="default", metavar="NAME", help="name at its engines"
-        )
-    group.add_argument("--tokens", type=positive, default=96, help="most that an agent writes")
-    group.add_argument(
-        "--temperature", type=float, default=0.8, help="for all agents but the last (0)"
-    )
-    group.add_argument("--layout", choices=("question-first", "answers-first"))
-    group.add_argument(
-        "--first-chunk",
-        type=positive,
-        metavar="TOKENS",
-        help=f"first chunk of staircases, 4 characters each (8; short answers of the {_FAMILY}: 2)",
-    )
-    group.add_argument("--embedding-url", metavar="URL", help="an engine for early exit")
-    group.add_argument("--tau", type=float, default=0.7, help="early exit: wanted similarity")
-    group.add_argument(
-        "--min-answers", type=positive, default=2, help="early exit: answers before it may leave"
-    )
-    group.add_argument(
-        "--threshold",
-        type=float,
-        help="early exit: leave if Q is at least this, and not by chance; 0 always leaves",
-    )
 
 
 def _make_roles(arguments: argparse.Namespace) -> list[Role]:
@@ -165,14 +109,24 @@ async def _main(arguments: argparse.Namespace) -> None:
         setup = _make_setup(engines, arguments, embedder, reporting)
         ways: list[MixtureWay] = [way for way in setup.ways if way in arguments.ways]
         items = _load_items(arguments)
-        timed = await _time(setup, ways, list(_take(items, arguments.timed)), report.console)
+        timed: Answers = {way: [] for way in ways}
+        if not arguments.accuracy:
+            timed = await _time(setup, ways, list(_take(items, arguments.timed)), report.console)
         # The answers of models with random weights are not scored.
-        scored = None
+        scored: Answers | None = None
         if not arguments.shapes:
             scored = await _score(setup, ways, items, arguments.concurrency, report.console)
     rows = summarise(timed, scored, _BASE, _BASE_FIRST)
     show(rows, report.console)
-    report.save({"questions": len(items), "rows": [asdict(row) for row in rows]})
+    over = gains(scored or {}, AGGREGATOR)
+    show_gains(over, AGGREGATOR, report.console)
+    report.save(
+        {
+            "questions": len(items),
+            "rows": [asdict(row) for row in rows],
+            f"over_{AGGREGATOR}": [asdict(gain) for gain in over],
+        }
+    )
 
 
 def _make_setup(
@@ -180,13 +134,17 @@ def _make_setup(
 ) -> MixtureSetup:
     stock = {size: f"stock_{size}" for size in SIZES}
     has_stock = all(name in engines for name in stock.values())
+    stock_engines = {size: engines[name] for size, name in stock.items()} if has_stock else {}
+    if arguments.accuracy and not has_stock:
+        # Texts do not depend on the plugin.
+        stock_engines = {size: engines[size] for size in SIZES}
     sampling = {"max_tokens": arguments.tokens}
     if arguments.shapes:
         sampling["ignore_eos"] = True
-    is_family = arguments.dataset == _FAMILY and not arguments.shapes
+    is_family = arguments.dataset == FAMILY and not arguments.shapes
     return MixtureSetup(
         engines={size: engines[size] for size in SIZES},
-        stock={size: engines[name] for size, name in stock.items()} if has_stock else {},
+        stock=stock_engines,
         models={size: getattr(arguments, f"{size}_model") for size in SIZES},
         reporting=reporting,
         prompts=AGGREGATION.__getitem__ if is_family else AggregationPrompt,
@@ -209,7 +167,7 @@ def _make_early_exit(embedder: Embedder, arguments: argparse.Namespace) -> Early
 
 def _load_items(arguments: argparse.Namespace) -> list[Item]:
     """Return at most ``--questions`` questions of each group, drawn by the seed."""
-    if arguments.dataset == _FAMILY:
+    if arguments.dataset == FAMILY:
         return family_items(arguments.questions, arguments.seed)
     items = load(arguments.dataset, arguments.file)
     random.Random(arguments.seed).shuffle(items)
@@ -227,9 +185,9 @@ def _take(items: Iterable[Item], count: int) -> Iterable[Item]:
 
 async def _time(
     setup: MixtureSetup, ways: Sequence[MixtureWay], items: Sequence[Item], console: Console
-) -> dict[MixtureWay, list[ScoredAnswer]]:
+) -> Answers:
     """Ask one question at a time, on empty caches, in every way before the next one."""
-    answers: dict[MixtureWay, list[ScoredAnswer]] = {way: [] for way in ways}
+    answers: Answers = {way: [] for way in ways}
     for way in ways:  # This round is not counted.
         await _answer(setup, way, items[0])
     with progress_bar(console) as bars:
@@ -248,9 +206,9 @@ async def _score(
     items: Sequence[Item],
     concurrency: int,
     console: Console,
-) -> dict[MixtureWay, list[ScoredAnswer]]:
+) -> Answers:
     """Ask several questions at once, for their scores; their times do not count."""
-    answers: dict[MixtureWay, list[ScoredAnswer]] = {}
+    answers: Answers = {}
     with progress_bar(console) as bars:
         bar = bars.add_task("many at once", total=len(items) * len(ways))
 

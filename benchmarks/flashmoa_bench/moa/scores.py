@@ -172,6 +172,39 @@ def verdict(rows: Sequence[WayFigures]) -> str | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How much better a way is than a model alone, on the same questions.
+
+    Attributes:
+        difference: mean of the differences of the scores, question by question.
+        error: standard error of that mean.
+    """
+
+    way: MixtureWay
+    difference: float
+    error: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Return whether the way is better by more than two standard errors."""
+        return self.difference > 2 * self.error
+
+
+def gains(scored: Mapping[MixtureWay, Sequence[ScoredAnswer]], alone: MixtureWay) -> list[Gain]:
+    """Return the gain of each way that asks several models over the model ``alone``.
+
+    Empty unless that model was asked, too.
+    """
+    base = {answer.id: answer.score for answer in scored.get(alone, ())}
+    found: list[Gain] = []
+    for way, answers in scored.items():
+        differences = [answer.score - base[answer.id] for answer in answers if answer.id in base]
+        if way not in SIZES and differences:
+            found.append(Gain(way, fmean(differences), _standard_error(differences)))
+    return found
+
+
 def _ratios(
     way: Sequence[ScoredAnswer],
     base: Sequence[ScoredAnswer],

@@ -11,7 +11,7 @@ from rich.table import Table
 from flashmoa_bench.family import SIZES
 from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.moa.prompt_tokens import PromptTokens, group_by_layer
-from flashmoa_bench.moa.scores import ALL, WayFigures, verdict
+from flashmoa_bench.moa.scores import ALL, Gain, WayFigures, verdict
 from flashmoa_bench.moa.ways import PAPER, PAPER_FIRST, WAYS
 
 
@@ -48,6 +48,17 @@ def show(rows: Sequence[WayFigures], console: Console) -> None:
     for row in rows:
         if row.failed:
             console.print(f"{row.way}: {row.failed} questions without an answer")
+
+
+def show_gains(gains: Sequence[Gain], alone: str, console: Console) -> None:
+    """Say how much better each way is than a model alone, question by question."""
+    for gain in gains:
+        certainty = "more than" if gain.is_certain else "not more than"
+        console.print(
+            f"{gain.way}: {100 * gain.difference:+.1f} points over {alone} alone, standard error "
+            f"{100 * gain.error:.1f}: {certainty} two standard errors",
+            highlight=False,
+        )
 
 
 def _groups(rows: Sequence[WayFigures]) -> list[str]:

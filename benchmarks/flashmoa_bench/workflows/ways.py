@@ -18,9 +18,9 @@ from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import CallFinished, Event, Listener
-from flashmoa.observe.calls import Call, calls
-from flashmoa.plan.bound import critical_path
+from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
+from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.workflows import agents
 
@@ -227,22 +227,3 @@ def _summarise_run(
         clock.seconds_of(decoding_seconds(calls(events), started)),
         texts,
     )
-
-
-def decoding_seconds(made: Sequence[Call], started: float) -> float:
-    """Return the seconds in which a workflow's agents on the critical path decode.
-
-    No linking can make a workflow faster than this, if its agents do not decode faster. It includes
-    the time to the first token of the path's first agent, which waits for no other.
-
-    Args:
-        made: the workflow's calls.
-        started: time when the workflow began.
-    """
-    # An answer that came in one piece has no first token.
-    path = [
-        (call.first_token or call.finished.at, call.finished.at)
-        for call in critical_path(made)
-        if call.finished is not None
-    ]
-    return path[0][0] - started + sum(last - first for first, last in path)

@@ -106,7 +106,10 @@ class Model:
                 f"No config.json of the model {name!r}: give a folder that has one, or the name of "
                 "a model that aiconfigurator-core knows, as Qwen/Qwen3-32B."
             )
-        model = cls(name, config := _read_json(file), weights)
+        config = _read_json(file)
+        # A model that also sees has the sizes of its decoder here.
+        config = config.get("text_config", config)
+        model = cls(name, config, weights)
         if missing := _SIZES - config.keys():
             names = ", ".join(sorted(missing))
             raise ValueError(f"{file} has no {names}, so the model's size is unknown.")

@@ -30,9 +30,13 @@ class Bench:
         self._urls["stock-mixed"] = stock
         self._json = folder / "results.json"
 
-    async def run(self, name: str, roles: list[str], *arguments: str) -> dict[str, Any]:
+    async def run(
+        self, name: str, roles: list[str], *arguments: str, rounds: bool = True
+    ) -> dict[str, Any]:
+        """Run a benchmark, once if it has rounds, and return its results."""
         urls = [part for role in roles for part in (f"--{role}-url", self._urls[role])]
-        command = [name, "--repeats", "1", "--json", str(self._json), *urls, *arguments]
+        repeats = ["--repeats", "1"] if rounds else []
+        command = [name, *repeats, "--json", str(self._json), *urls, *arguments]
         assert await anyio.to_thread.run_sync(bench.main, command) == 0
         document = json.loads(self._json.read_text())
         assert document["bench"] == name.replace("-", "_")
@@ -239,6 +243,53 @@ async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) ->
     }
     assert computed["appended"] < computed["staircase"]
     assert not any(row["failed"] for row in rows.values())
+
+
+async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) -> None:
+    sizes = ["small", "medium", "large"]
+    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
+    few = ["--scale", "0.1", "--longest", "60", "--threshold", "0", "--widths", "2"]
+    found = await benches.run("moa-latency", engines, *few, "--questions", "1", rounds=False)
+    cells = {cell["way"]: cell for cell in found["cells"]}
+    assert len(cells) == 7
+    for cell in cells.values():
+        assert 0 < cell["least"] < cell["seconds"] and cell["first_token"] < cell["seconds"]
+        assert cell["layers"] == sorted(cell["layers"])
+    tree, overlap, full = (cells[way] for way in ("tree", "tree + overlap", "full"))
+    # Both have the lengths of the same recorded answers.
+    assert tree["written"] == overlap["written"] < cells["all-to-all"]["written"]
+    assert tree["prompts"]["2"]["streamed"] == 0 < overlap["prompts"]["2"]["streamed"]
+    # Every cluster of three is left at its second answer, or its third if both end in one step.
+    assert full["left"] and full["deciding"] > 0 and tree["deciding"] is None
+    assert all(complete >= 2 and left for complete, _, left, _ in full["decisions"])
+    # Confidences are those that were drawn, not those of a tiny model's tokens, which are small.
+    assert all(quality > 0.5 for _, quality, _, _ in full["decisions"])
+    undecided = cells["undecided"]
+    assert not undecided["left"] and undecided["decisions"]
+
+    more = await benches.run(
+        "moa-latency", engines, *few, "--questions", "2", "--ways", "tree", "--resume", rounds=False
+    )
+    assert more["cells"][: len(cells)] == found["cells"]
+    assert [cell["way"] for cell in more["cells"][len(cells) :]] == ["tree"] * (
+        len(more["cells"]) - len(cells)
+    )
+
+
+async def test_staircases_measures_mixtures_and_debates(benches: Bench) -> None:
+    sizes = ["small", "medium", "large"]
+    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
+    few = ["--equal", "40", "--questions", "1", "--proposers", "2", "--first", "2", "8"]
+    found = await benches.run("staircases", engines, *few, rounds=False)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert len(rows) == 10
+    for kind in ("mixture", "debate"):
+        whole = rows[f"{kind} of 2: whole answers"]
+        assert whole["relative_first"] == whole["relative_rate"] == 1 and whole["rounds"] == 1
+        early = rows[f"{kind} of 2: rounds, 2"]
+        assert early["rounds"] > rows[f"{kind} of 2: rounds, 8"]["rounds"] > 1
+        assert early["first_token"] < whole["first_token"]
+    assert all(cell["tokens"] == 40 for cell in found["cells"])
 
 
 async def test_score_lists_compares_stock_and_ours(benches: Bench) -> None:

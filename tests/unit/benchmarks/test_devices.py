@@ -61,6 +61,8 @@ def test_every_engine_can_have_a_model_of_its_own() -> None:
     }
     assert set(models.values()) == {"Qwen/Qwen3-8B", "big"}
     assert models["stock_small"] == models["small"] and models["stock_large"] == "big"
+    second = device_environment(two, "stock_small_2")["FLASHMOA_DEVICE_MODEL"]
+    assert second == models["small"]
     with pytest.raises(EngineError, match="no model for the engine medium: add medium=NAME"):
         device_environment(two, "medium")
     other = parse("--device", "h200_sxm", "--device-model", "small=Qwen/Qwen3-8B", "big")

@@ -12,13 +12,14 @@ import anyio
 import pytest
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.resuming import measured_cells
 from flashmoa_bench.linking import handoff, profile
-from flashmoa_bench.linking.grid import measured_cells, play_cell
+from flashmoa_bench.linking.grid import play_cell
 from flashmoa_bench.linking.pipelines import PipelineRound
 from flashmoa_bench.linking.schedule import KINDS, scale_kinds
 from flashmoa_bench.moa.embedding import StretchedEmbedder
-from flashmoa_bench.workflows.ways import decoding_seconds
 
 from flashmoa.engine import EngineError
 from flashmoa.observe import CallFinished, CallStarted
@@ -57,16 +58,16 @@ async def test_ways_side_by_side_play_as_many_rounds() -> None:
 
 
 def test_a_run_resumes_only_one_with_the_same_options(tmp_path: Path) -> None:
-    file = tmp_path / "cells.json"
-    assert measured_cells(file, {}) == []
+    file, free = tmp_path / "cells.json", {"repeats"}
+    assert measured_cells(file, {}, free) == []
     settings = {"device": "h200_sxm", "repeats": 3}
     file.write_text(json.dumps({"settings": settings, "results": {"cells": [{"late": 1}]}}))
-    assert measured_cells(file, {**settings, "repeats": 5}) == [{"late": 1}]
+    assert measured_cells(file, {**settings, "repeats": 5}, free) == [{"late": 1}]
     with pytest.raises(EngineError, match="run with other --device: give another --json"):
-        measured_cells(file, {**settings, "device": "a100_sxm"})
+        measured_cells(file, {**settings, "device": "a100_sxm"}, free)
     file.write_text(json.dumps({"settings": settings, "results": {"rows": []}}))
     with pytest.raises(EngineError, match="holds no cells"):
-        measured_cells(file, settings)
+        measured_cells(file, settings, free)
 
 
 def test_handoff_resumes_from_a_file_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 from flashmoa_bench.moa.prompt_tokens import PromptTokens
-from flashmoa_bench.moa.scores import ScoredAnswer, summarise, verdict
-from flashmoa_bench.moa.tables import show
+from flashmoa_bench.moa.scores import ScoredAnswer, gains, summarise, verdict
+from flashmoa_bench.moa.tables import show, show_gains
 from flashmoa_bench.moa.ways import MixtureOutcome, MixtureWay
 from rich.console import Console
 
@@ -93,3 +93,20 @@ def test_verdict_compares_mixtures_with_the_best_model_alone(mixed: float, told:
 def test_used_shares_are_those_of_timed_questions_if_none_are_scored() -> None:
     full = summarise(TIMED, None, "all-to-all", "one layer")[1]
     assert not full.accuracy and full.used == summarise(TIMED, TIMED, "full", "full")[1].used
+
+
+def test_gains_are_compared_question_by_question_with_their_own_error() -> None:
+    scored: dict[MixtureWay, list[ScoredAnswer]] = {
+        "large": [make_answer(n, "easy", 0.5, 1.0) for n in range(4)],
+        "tree": [make_answer(n, "easy", 0.75, 1.0) for n in range(4)],
+        "full": [make_answer(n, "easy", n % 2, 1.0) for n in range(4)],
+    }
+    tree, full = gains(scored, "large")
+    assert (tree.difference, tree.error, tree.is_certain) == (0.25, 0, True)
+    assert full.difference == 0 and full.error == pytest.approx((1 / 3) ** 0.5 / 2)
+    assert not full.is_certain
+    assert gains({"tree": scored["tree"]}, "large") == []
+    printed = StringIO()
+    show_gains([tree, full], "large", Console(width=140, file=printed))
+    assert "tree: +25.0 points over large alone, standard error 0.0: more" in printed.getvalue()
+    assert "full: +0.0 points over large alone, standard error 28.9: not" in printed.getvalue()

@@ -111,6 +111,12 @@ def test_a_step_of_a_model_with_experts_reads_those_that_its_tokens_need() -> No
     assert model.weight_bytes == pytest.approx(61e9, rel=0.02)
 
 
+def test_a_model_that_sees_has_the_sizes_of_its_decoder() -> None:
+    seeing, plain = Model.load("Qwen/Qwen3-VL-32B-Instruct"), Model.load(QWEN)
+    assert (seeing.layers, seeing.weight_bytes) == (plain.layers, plain.weight_bytes)
+    assert seeing.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
 def test_the_kv_pool_is_what_the_weights_leave() -> None:
     gpu, model = Gpu.load("a100_sxm"), Model.load(QWEN)
     assert model.weight_bytes == pytest.approx(65.5e9, rel=0.01)

@@ -1,0 +1,129 @@
+"""Read how long recorded answers of real models are, and how much they agree.
+
+``answers.json`` has statistics of published answers and none of their text; ``derive.py`` made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+FILE = Path(__file__).parent / "answers.json"
+# In the file similarities are whole numbers.
+SIMILARITY_SCALE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedQuestion:
+    """One question, and the answers to it of models of several sizes.
+
+    Attributes:
+        number: place of the question in its published set, from 0.
+        prompt: number of the question's tokens.
+        lengths: numbers of the answers' tokens, by size.
+        similarities: similarity of two answers, in [0, 1], by their places among all of them, in
+            the order of ``lengths``; the smaller place comes first.
+    """
+
+    number: int
+    prompt: int
+    lengths: Mapping[str, Sequence[int]]
+    similarities: Mapping[tuple[int, int], float]
+
+    def length(self, size: str, draw: int) -> int:
+        """Return the tokens of an answer of a size; draws beyond the recorded ones begin anew."""
+        lengths = self.lengths[size]
+        return lengths[draw % len(lengths)]
+
+    def similarity(self, one: tuple[str, int], other: tuple[str, int]) -> float:
+        """Return how similar two answers are, each given by its size and its draw.
+
+        Of an answer and itself, it is the mean of all, as if the model had been asked twice.
+        """
+        first, last = sorted((self._place(*one), self._place(*other)))
+        if first == last:
+            return fmean(self.similarities.values())
+        return self.similarities[first, last]
+
+    def _place(self, size: str, draw: int) -> int:
+        sizes = list(self.lengths)
+        before = sum(len(self.lengths[each]) for each in sizes[: sizes.index(size)])
+        return before + draw % len(self.lengths[size])
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSet:
+    """A published set of answers.
+
+    Attributes:
+        source: who published it, and where.
+        models: whose answers they are, by size.
+    """
+
+    source: str
+    models: Mapping[str, Sequence[str]]
+    questions: Sequence[RecordedQuestion]
+
+
+def pack(question: RecordedQuestion) -> list[Any]:
+    """Return a question in the form of the file: its number, prompt, lengths and similarities."""
+    lengths = [length for lengths in question.lengths.values() for length in lengths]
+    pairs = sorted(question.similarities)
+    similarities = [round(question.similarities[pair] * SIMILARITY_SCALE) for pair in pairs]
+    return [question.number, question.prompt, lengths, similarities]
+
+
+def unpack(row: Sequence[Any], models: Mapping[str, Sequence[str]]) -> RecordedQuestion:
+    """Return the question that :func:`pack` has packed."""
+    number, prompt, lengths, similarities = row
+    remaining = iter(lengths)
+    by_size = {size: [next(remaining) for _ in names] for size, names in models.items()}
+    places = range(len(lengths))
+    pairs = [(first, last) for first in places for last in places if first < last]
+    scaled = (similarity / SIMILARITY_SCALE for similarity in similarities)
+    return RecordedQuestion(number, prompt, by_size, dict(zip(pairs, scaled, strict=True)))
+
+
+@cache
+def load_recorded() -> Mapping[str, RecordedSet]:
+    """Return the sets of recorded answers, by name."""
+    document = json.loads(FILE.read_text())
+    return {
+        name: RecordedSet(
+            one["source"],
+            one["models"],
+            [unpack(row, one["models"]) for row in one["questions"]],
+        )
+        for name, one in document["sets"].items()
+    }
+
+
+def spread(questions: Sequence[RecordedQuestion], count: int) -> list[RecordedQuestion]:
+    """Return ``count`` questions whose longest answers are spread evenly, from short to long.
+
+    A few questions chosen so stand for all of them better than a few that are drawn. Questions come
+    in an order in which the first ones are spread, too.
+    """
+    ordered = sorted(
+        questions, key=lambda each: (max(map(max, each.lengths.values())), each.number)
+    )
+    count = min(count, len(ordered))
+    middles = [(2 * place + 1) * len(ordered) // (2 * count) for place in range(count)]
+    return [ordered[middles[place]] for place in _from_the_middle(count)]
+
+
+def _from_the_middle(count: int) -> list[int]:
+    """Return the numbers below ``count``, the middle first, then the middles of the halves."""
+    order: list[int] = []
+    spans = [(0, count)]
+    for begin, end in spans:  # Grows while it is read.
+        if begin < end:
+            middle = (begin + end) // 2
+            order.append(middle)
+            spans += [(begin, middle), (middle + 1, end)]
+    return order

@@ -1,0 +1,142 @@
+"""Test the ways of ``flashmoa bench moa-latency``, and the figures that it makes of answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from typing import cast
+
+import pytest
+from flashmoa_bench.moa.computed import compute, plan, show_computed
+from flashmoa_bench.moa.latency_figures import show, summarise
+from flashmoa_bench.moa.latency_ways import LatencyAnswer, make_ways
+from flashmoa_bench.moa.rig import GpuUse, compare_devices, make_roles
+from flashmoa_bench.moa.script import ScriptOptions, write_script
+from flashmoa_bench.recorded import RecordedQuestion
+from rich.console import Console
+
+from flashmoa.moa import EarlyExit, Embedder
+
+WAYS = {way.name: way for way in make_ways("mixed", "large", [0.6], [0.5], [4])}
+QUESTION = RecordedQuestion(7, 30, {"small": [10], "medium": [20], "large": [40]}, {(0, 1): 1.0})
+ANSWER = LatencyAnswer(
+    "all-to-all",
+    question=7,
+    seconds=10.0,
+    first_token=8.0,
+    least=9.0,
+    layers=[3.0, 7.0, 10.0],
+    second=4.0,
+    written=400,
+    prompts={"1": {"prompt": 90, "streamed": 0, "cached": 60, "late": 30}},
+    asked={"1 small": 3, "1 large": 3},
+    left={},
+    decisions=[],
+    deciding=None,
+    gpus=GpuUse(20.0, 0.0),
+)
+
+
+class Steps:
+    """A second for each new token, and for each step."""
+
+    def prefill(self, prompts: tuple[tuple[int, int], ...]) -> float:
+        return float(sum(new for _, new in prompts))
+
+    def decode(self, requests: int, context: int) -> float:
+        return 1.0
+
+
+def test_every_cluster_of_a_tree_has_every_size() -> None:
+    tree = WAYS["tree"]
+    assert [len(layer) for layer in tree.sizes] == [9, 3, 1]
+    first = tree.sizes[0]
+    assert [first[3 * n : 3 * n + 3] for n in range(3)] == [["small", "medium", "large"]] * 3
+    assert tree.sizes[1] == ["small", "medium", "large"] and tree.sizes[2] == ["large"]
+    assert tree.clusters[0] == ["1.1", "1.2", "1.3"] and tree.clusters[-1] == ["2.1", "2.2", "2.3"]
+    assert WAYS["width 4"].sizes == (["small"] * 4, ["small"])
+    large = {way.name: way for way in make_ways("large", "small")}["all-to-all"]
+    assert large.sizes[1] == ["large"] * 9 and large.sizes[2] == ["small"]
+
+
+def test_ways_have_the_early_exit_that_they_are_named_after() -> None:
+    policy = EarlyExit(cast("Embedder", None), tau=0.9, seed=3)
+    assert WAYS["tree + overlap"].policy(policy) is None
+    assert WAYS["full"].policy(policy) == policy
+    assert WAYS["tau 0.5"].policy(policy) == replace(policy, tau=0.5)
+    swept = WAYS["threshold 0.6"].policy(policy)
+    assert swept == replace(policy, rule="threshold", threshold=0.6)
+    undecided, published = (WAYS[name].policy(policy) for name in ("undecided", "as published"))
+    assert undecided is not None and undecided.threshold == 1.0
+    assert published is not None and published.diagonal and published.tau == 0.7
+
+
+@pytest.mark.parametrize(
+    ("serving", "names"),
+    [("pd", ["small", "medium", "large"]), ("dp", ["small", "small_2", "medium", "medium_2"])],
+)
+def test_each_model_has_a_pair_or_as_many_engines(serving: str, names: list[str]) -> None:
+    roles = make_roles(serving, plugin=True, stock=True)  # pyright: ignore[reportArgumentType]
+    assert [role.name for role in roles][: len(names)] == names
+    assert all(role.is_pd_pair == (serving == "pd") for role in roles)
+    assert {role.plugin for role in roles if role.name.startswith("stock_")} == {False}
+
+
+def test_what_gpus_did_is_without_the_slowdown_and_the_worst_overrun_counts() -> None:
+    def reading(seconds: float, overrun: float) -> dict[str, float]:
+        counts = {"forwards": 0, "overruns": 0, "overrun_seconds": overrun, "starved_seconds": 0}
+        return {"slowdown": 2.0, "device_seconds": seconds, **counts}
+
+    before = {"one": reading(1.0, 0.5), "two": reading(0.0, 0.0)}
+    after = {"one": reading(5.0, 0.5), "two": reading(10.0, 1.0)}
+    assert compare_devices(before, after) == GpuUse(7.0, 0.1)
+    assert compare_devices({}, {}) == GpuUse()
+
+
+def test_figures_are_compared_question_by_question_with_all_to_all() -> None:
+    quick = replace(
+        ANSWER,
+        way="full",
+        seconds=5.0,
+        second=1.0,
+        left={"1 large": 2},
+        decisions=[(2, 0.8, True, 0.02)],
+        deciding=0.1,
+        gpus=GpuUse(9.0, 0.2),
+    )
+    answers = [ANSWER, quick, replace(quick, question=8, seconds=7.0)]
+    computed = {("all-to-all", 7): 8.0}
+    base, full = summarise(list(WAYS.values()), answers, computed)
+    assert (base.relative, base.of_least, base.of_computed) == (1.0, 0.9, 0.8)
+    assert base.computed == 430 and base.deciding is None and base.overran == 0
+    assert (full.questions, full.seconds, full.relative) == (2, 6.0, 0.5)
+    assert full.relative_second == 0.25 and full.left == {"1 large": pytest.approx(2 / 3)}
+    assert full.deciding == pytest.approx((0.1 / 5 + 0.1 / 7) / 2) and full.overran == 2
+    printed = StringIO()
+    show([base, full], Console(width=160, file=printed))
+    shown = printed.getvalue()
+    assert "6.00 (-50%)" in shown and "full: 2 answers in which a GPU was too late" in shown
+    assert "67%" in shown and "20 ms" in shown
+
+
+def test_a_count_that_an_engine_does_not_report_stays_unknown() -> None:
+    unknown = {"1": {"prompt": 90.0, "streamed": 0.0, "cached": None, "late": None}}
+    [row] = summarise([WAYS["all-to-all"]], [replace(ANSWER, prompts=unknown)], {})
+    assert row.computed is None and row.prompts["1"]["late"] is None
+
+
+def test_cost_tables_leave_out_whom_early_exit_leaves_behind() -> None:
+    script = write_script(QUESTION, WAYS["tree"].sizes, ScriptOptions())
+    agents = {agent.name: agent for agent in plan(WAYS["tree"], script, "dp")}
+    assert agents["1.4"].engine == "small_2" and agents["1.7"].engine == "small"
+    assert agents["2.2"].reads == ("1.4", "1.5", "1.6") and agents["2.2"].needs is None
+    assert plan(WAYS["full"], script, "single")[-1].needs == 2
+    names = ("all-to-all", "tree", "tree + overlap", "full")
+    ways = [WAYS[name] for name in names]
+    scripts = {way.name: [write_script(QUESTION, way.sizes, ScriptOptions())] for way in ways}
+    rows = compute(ways, scripts, dict.fromkeys(("small", "medium", "large"), Steps()), "pd")
+    dense, tree, overlap, full = (row.seconds for row in rows)
+    assert dense > tree > overlap > full
+    printed = StringIO()
+    show_computed(rows, Console(width=140, file=printed))
+    assert "full, always leaving" in printed.getvalue()

@@ -1,0 +1,112 @@
+"""Test recorded answers, and the scripts of questions that are made from them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from statistics import fmean
+
+import anyio
+import pytest
+from flashmoa_bench.family import SIZES
+from flashmoa_bench.moa.replay import ReplayedEmbedder, make_rows
+from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
+from flashmoa_bench.recorded import FILE, RecordedQuestion, load_recorded, pack, spread, unpack
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.moa.early_exit import frobenius_cosine, to_features
+from flashmoa.observe import CallFinished
+
+MODELS = {"small": ("a", "b"), "medium": ("c",), "large": ("d",)}
+QUESTION = RecordedQuestion(
+    7,
+    30,
+    {"small": [10, 20], "medium": [100], "large": [300]},
+    {(0, 1): 0.5, (0, 2): 0.6, (0, 3): 0.7, (1, 2): 0.8, (1, 3): 0.9, (2, 3): 1.0},
+)
+TREE = (["small", "medium", "large"] * 2, ["small", "large"], ["large"])
+
+
+def test_a_question_is_read_as_it_was_written() -> None:
+    assert unpack(pack(QUESTION), MODELS) == QUESTION
+
+
+def test_answers_are_found_by_size_and_draw_which_begin_anew() -> None:
+    assert [QUESTION.length("small", draw) for draw in range(3)] == [10, 20, 10]
+    assert QUESTION.similarity(("large", 0), ("small", 1)) == 0.9
+    assert QUESTION.similarity(("small", 3), ("medium", 5)) == 0.8
+    assert QUESTION.similarity(("large", 0), ("large", 1)) == fmean(QUESTION.similarities.values())
+
+
+def test_the_recorded_sets_are_whole() -> None:
+    assert FILE.stat().st_size < 200_000
+    for recorded in load_recorded().values():
+        assert tuple(recorded.models) == SIZES
+        assert len(recorded.questions) >= 100
+        for question in recorded.questions:
+            assert min(map(min, question.lengths.values())) > 0
+            assert all(0 < value <= 1 for value in question.similarities.values())
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40), st.integers(1, 40))
+def test_a_few_questions_are_spread_from_short_to_long(lengths: list[int], count: int) -> None:
+    questions = [
+        RecordedQuestion(number, 1, {"small": [length]}, {})
+        for number, length in enumerate(lengths)
+    ]
+    chosen = spread(questions, count)
+    assert len(chosen) == min(count, len(lengths)) == len({each.number for each in chosen})
+    # The first one is the median of those that are chosen.
+    ranks = sorted(each.lengths["small"][0] for each in chosen)
+    assert chosen[0].lengths["small"][0] == ranks[len(ranks) // 2]
+
+
+def test_agents_have_the_lengths_of_their_sizes_answers() -> None:
+    script = write_script(QUESTION, TREE, ScriptOptions(scale=0.5, longest=100))
+    tokens = {name: agent.tokens for name, agent in script.agents.items()}
+    first = {"1.1": 5, "1.2": 50, "1.3": 100, "1.4": 10, "1.5": 50, "1.6": 100}
+    assert tokens == first | {"2.1": 10, "2.2": 100, "3.1": 100}
+    assert script.prompt == 15
+    equal = write_script(QUESTION, TREE, ScriptOptions(equal=64, last=1, prompt=(5, 5)))
+    assert [agent.tokens for agent in equal.agents.values()] == [64] * 8 + [1]
+    assert equal.prompt == 5
+
+
+def test_confidences_are_drawn_anew_for_each_question_and_agent_by_the_seed() -> None:
+    options = ScriptOptions(confidence=0.8, seed=3)
+    drawn = [each.confidence for each in write_script(QUESTION, TREE, options).agents.values()]
+    again = [each.confidence for each in write_script(QUESTION, TREE, options).agents.values()]
+    assert drawn == again and len(set(drawn)) == len(drawn)
+    assert fmean(drawn) == pytest.approx(0.8, abs=0.1) and all(0 < value < 1 for value in drawn)
+    other = write_script(QUESTION, TREE, ScriptOptions(confidence=0.8, seed=4)).agents
+    assert other["1.1"].confidence != drawn[0]
+
+
+@given(st.lists(st.floats(0.3, 0.98), min_size=3, max_size=3))
+def test_rows_have_the_wanted_similarities(wanted: list[float]) -> None:
+    # Three cosines near one another always belong to three vectors.
+    one, two, three = (0.6 + value / 3 for value in wanted)
+    rows = [
+        to_features(row) for row in make_rows([[1, one, two], [one, 1, three], [two, three, 1]])
+    ]
+    found = [frobenius_cosine(first, other) for first, other in combinations(rows, 2)]
+    assert found == pytest.approx([one, two, three], abs=1e-3)
+
+
+async def _compare(script: QuestionScript, seconds: list[int]) -> float:
+    def take(tokens: int) -> float:
+        seconds.append(tokens)
+        return 0.0
+
+    embedder = ReplayedEmbedder(script, [["1.1", "1.2", "1.3"]], take)
+    for agent in ("1.2", "1.3"):
+        embedder(CallFinished(agent=agent, engine="", call_id=agent, text=f"text of {agent}"))
+    first, last = [await embedder.embed(f"text of {agent}") for agent in ("1.2", "1.3")]
+    return frobenius_cosine(to_features(first), to_features(last))
+
+
+def test_answers_are_as_similar_as_the_recorded_ones_of_their_agents() -> None:
+    embedded: list[int] = []
+    script = write_script(QUESTION, TREE, ScriptOptions())
+    assert anyio.run(_compare, script, embedded) == pytest.approx(1.0, abs=0.02)
+    assert embedded == [100, 300]

@@ -90,9 +90,15 @@ def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
 def test_a_forward_for_streams_is_of_bounded_size() -> None:
     idle = scheduler()
     idle.open_stream("a", 5000)
-    assert step(idle).increments() == [256]
+    assert step(idle).increments() == [2048]
     idle.chunked_prefill_size = 100
     assert step(idle).increments() == [100]
+
+
+def test_a_forward_for_streams_has_half_of_what_waits() -> None:
+    idle = scheduler()
+    idle.open_stream("a", 1500)
+    assert step(idle).increments() == [750]
 
 
 def test_increments_of_the_smallest_jobs_go_first_if_jobs_are_ordered() -> None:

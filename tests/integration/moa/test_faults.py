@@ -169,11 +169,16 @@ async def test_request_is_repeated_on_another_engine(
 ) -> None:
     small, large = pair
     proxy.fault = fault
-    twice = replace(faulty(proxied, fault, max_tokens=24), backups=[large])
-    mixture = MixtureOfAgents([[agent(small, 1), twice], [twice]], prompt=PROMPT)
-    async with mixture.answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
+    # The second of these clients does not know that the engine did not answer the first.
+    async with EngineClient(proxy.url) as unaware:
+        first, last = (
+            replace(faulty(client, fault, max_tokens=24), backups=[large])
+            for client in (proxied, unaware)
+        )
+        mixture = MixtureOfAgents([[agent(small, 1), first], [last]], prompt=PROMPT)
+        async with mixture.answering(QUESTION) as run:
+            pieces = [piece async for piece in run]
+            result = await run.result()
     assert "".join(pieces) == result.text and result.substitution is None
     for record in (result.layers[0][1], result.final):
         assert record.status == "used" and record.engine == large.url

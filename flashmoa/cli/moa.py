@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             if options.dry_run:
                 return _print_estimates(configs, options)
             return _serve(configs, options)
-        except (OSError, FlashMoAError) as error:
+        except (OSError, ValueError, FlashMoAError) as error:
             print(f"flashmoa moa: {error}", file=sys.stderr)
             return 1
     except ModuleNotFoundError as error:

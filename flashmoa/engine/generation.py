@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from pydantic import BaseModel
@@ -54,11 +54,16 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
                     "of an SGLang engine?"
                 ) from error
             if "error" in event:
-                fields = event["error"]
-                raise errors.RequestRefused(
-                    str(fields.get("message", fields)), int(fields.get("code") or 400), "generation"
-                )
+                raise _make_event_error(event["error"])
             yield event
+
+
+def _make_event_error(error: Any) -> errors.RequestRefused:
+    """Return the error of an event. Engines differ: it may be a text, and its code a word."""
+    fields = cast("dict[str, Any]", error if isinstance(error, dict) else {"message": error})
+    code = str(fields.get("code"))
+    status = int(code) if code.isascii() and code.isdigit() else 400
+    return errors.RequestRefused(str(fields.get("message", fields)), status, "generation")
 
 
 async def read_generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:

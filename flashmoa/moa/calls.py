@@ -19,6 +19,7 @@ from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import Message, Messages
 from flashmoa.moa.reading import CallReader
 from flashmoa.moa.results import AgentAnswer
+from flashmoa.moa.sampling import has_grammar
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
 from flashmoa.moa.thinking import ThoughtSplitter
 from flashmoa.observe.calls import CallReporter
@@ -195,17 +196,19 @@ class AgentCall(Answer):
                     await pending.release()
                     pending = None
                 is_last = attempt + 1 == attempts
-                if is_last or not self._can_repeat(error):
+                if is_last or not self._can_repeat(error, parameters):
                     raise
                 self.retries.append(f"{self.engine.url}: {error}")
 
-    def _can_repeat(self, error: BaseException) -> bool:
+    def _can_repeat(self, error: BaseException, parameters: Mapping[str, Any]) -> bool:
         """Return whether another request may succeed, and go on with what is written.
 
-        An engine that separates thought would take a continued answer for thought.
+        An engine that separates thought would take a continued answer for thought, and one with a
+        grammar begins it anew.
         """
         is_refused = isinstance(error, RequestRefused) and error.status in (400, 422)
-        can_continue = not self.written or not self._engine_splits
+        begins_anew = self._engine_splits or has_grammar(parameters)
+        can_continue = not self.written or not begins_anew
         return isinstance(error, Exception) and not is_refused and can_continue
 
     async def _send(

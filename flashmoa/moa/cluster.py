@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
 
-from flashmoa import Answer, Text, UpstreamCancelled
+from flashmoa import Text, UpstreamCancelled
+from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.early_exit import ScoredAnswers
+from flashmoa.moa.prompts import fair_shares
 from flashmoa.moa.results import AgentAnswer, Decision, MixtureFailed
 from flashmoa.moa.settings import Quorum
 from flashmoa.moa.waiting import wait_for_several
@@ -47,7 +50,7 @@ class Member:
         used: whether its readers get its answer; ``None`` until that is decided.
     """
 
-    answer: Answer
+    answer: AgentCall
     record: AgentAnswer
     slots: Sequence[AnswerSlot]
     asked: anyio.Event = field(default_factory=anyio.Event)
@@ -55,9 +58,16 @@ class Member:
 
     @property
     def tokens(self) -> int:
-        """Return the answer's length in tokens, or in characters if its engine did not count."""
-        usage = self.answer.usage
-        return usage.completion_tokens if usage is not None else len(self.answer.written)
+        """Return the answer's length in tokens, or in characters if its engine did not count.
+
+        An engine counts what was thought, too, which nobody reads. It is left out by its share of
+        the characters.
+        """
+        usage, written = self.answer.usage, len(self.answer.written)
+        if usage is None:
+            return written
+        everything = written + len(self.answer.thought)
+        return math.ceil(usage.completion_tokens * written / everything) if everything else 0
 
     def write(self, piece: str, *, first: bool) -> None:
         """Append a piece of the answer to the slots; the first one after the title."""
@@ -279,17 +289,3 @@ def _cut_to_fit(used: Sequence[Member], room: int) -> None:
             member.record.cut_tokens = member.tokens - share
             text = text[: len(text) * share // member.tokens]
         member.finish(text)
-
-
-def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return to which lengths answers must be cut so that all fit into ``room``.
-
-    Short answers stay whole. The room that they do not need goes to the longer ones, which are cut
-    to one length (max-min fairness). All numbers have the same unit, tokens or characters.
-    """
-    shares = [0] * len(lengths)
-    left = max(0, room)
-    for done, place in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
-        shares[place] = min(lengths[place], left // (len(lengths) - done))
-        left -= shares[place]
-    return shares

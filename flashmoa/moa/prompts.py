@@ -196,3 +196,17 @@ def staircase_messages(
         slots = [f"{prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
         return prompt.messages(question, slots)
     return prompt.messages(question, [chunk for chunks in rounds for chunk in chunks])
+
+
+def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
+    """Return to which lengths answers must be cut so that all fit into ``room``.
+
+    Short answers stay whole. The room that they do not need goes to the longer ones, which are cut
+    to one length (max-min fairness). All numbers have the same unit, tokens or characters.
+    """
+    shares = [0] * len(lengths)
+    left = max(0, room)
+    for done, place in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
+        shares[place] = min(lengths[place], left // (len(lengths) - done))
+        left -= shares[place]
+    return shares

@@ -10,7 +10,7 @@ import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.wire import Delta
-from flashmoa.errors import BadAnswer, EngineTimeout
+from flashmoa.errors import BadAnswer, EngineError, EngineTimeout
 from flashmoa.moa.prompts import Message
 from flashmoa.moa.settings import Limits
 from flashmoa.moa.thinking import ThoughtSplitter
@@ -69,27 +69,39 @@ class CallReader:
     ) -> None:
         """Send a chat request, and call ``write`` with each piece of its answer.
 
+        An answer that has a finish reason is complete, even if its usage does not arrive.
+
         Raises:
             EngineTimeout: if the answer does not begin in time, or stalls.
-            BadAnswer: if its connection ends before the answer does.
+            BadAnswer: if its connection ends before the answer does, or the engine aborts it.
             EngineError: if the request fails otherwise.
         """
         limits, now = self._limits, anyio.current_time()
         whole = anyio.CancelScope(deadline=_later(now, limits.answer_seconds))
         with anyio.CancelScope(deadline=_later(now, limits.first_token_seconds)) as patience, whole:
-            async with engine.chat(messages, **body) as deltas:
-                async for delta in deltas:
-                    if piece := self._take(delta):
-                        write(piece)
-                    if self.pieces:
-                        now = anyio.current_time()
-                        patience.deadline = _later(now, limits.stall_seconds)
-                    if self._is_long_enough():
-                        break
+            try:
+                async with engine.chat(messages, **body) as deltas:
+                    async for delta in deltas:
+                        if piece := self._take(delta):
+                            write(piece)
+                        if self.pieces:
+                            now = anyio.current_time()
+                            patience.deadline = _later(now, limits.stall_seconds)
+                        if self._is_long_enough():
+                            break
+            except EngineError:
+                if self.finish_reason is None:
+                    raise
         if patience.cancelled_caught and self.finish_reason is None:
             raise self._timeout()
-        if whole.cancelled_caught:
+        if whole.cancelled_caught and self.finish_reason is None:
+            if not self.pieces:
+                raise EngineTimeout(
+                    f"it did not begin: no token came within {limits.answer_seconds:g} s"
+                )
             self.finish_reason = "length"
+        if self.finish_reason == "abort":
+            raise BadAnswer(f"{engine.url} aborted its answer")
         if self.finish_reason is None:
             raise BadAnswer(
                 f"{engine.url} ended its answer without a finish reason; the answer was cut off"

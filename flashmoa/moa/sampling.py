@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -69,3 +69,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}"
+
+
+def has_grammar(parameters: Mapping[str, Any]) -> bool:
+    """Return whether a request's answer must match a grammar, as that of JSON."""
+    form: dict[str, Any] = parameters.get("response_format") or {}
+    names = ("regex", "ebnf", "json_schema")
+    return form.get("type", "text") != "text" or any(parameters.get(name) for name in names)

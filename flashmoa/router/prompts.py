@@ -136,7 +136,8 @@ def _scoring_list(body: Mapping[str, Any]) -> object:
     if "input" in body:
         labels = body.get("labels")
         return body["input"] if labels is None else [*_as_list(labels), *_as_list(body["input"])]
-    return [body.get("query"), *_as_list(body.get("items", body.get("documents")))]
+    items = body.get("items", body.get("documents"))
+    return [body.get("query"), *(_as_list(items) if items is not None else [])]
 
 
 def _as_list(value: object) -> list[Any]:

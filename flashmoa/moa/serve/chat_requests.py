@@ -146,8 +146,9 @@ def _shown(value: object) -> str:
 def _parse_object(content: bytes) -> dict[str, Any]:
     try:
         body: object = json.loads(content, parse_constant=_refuse_constant)
-        # Half of a surrogate pair, which JSON can contain and an engine's request cannot.
-        json.dumps(body, ensure_ascii=False).encode()
+        # Half of a surrogate pair, or a number that is too large for a float: JSON can contain
+        # them, and an engine's request cannot.
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     else:

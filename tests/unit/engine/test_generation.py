@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from flashmoa import EngineClient
+from flashmoa.engine.generation import read_events
+from flashmoa.errors import RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
 pytestmark = pytest.mark.anyio
@@ -23,3 +26,20 @@ async def test_only_line_feeds_end_the_lines_of_events() -> None:
         client.chat([{"role": "user", "content": "Go."}]) as deltas,
     ):
         assert "".join([delta.text async for delta in deltas]) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("event", "status", "text"),
+    [
+        ('{"error": {"message": "too long", "code": "context_length_exceeded"}}', 400, "too long"),
+        ('{"error": {"message": "busy", "code": 503}}', 503, "busy"),
+        ('{"error": "out of memory"}', 400, "out of memory"),
+    ],
+)
+async def test_an_error_in_a_stream_is_told_in_every_form(
+    event: str, status: int, text: str
+) -> None:
+    response = httpx.Response(200, text=f"data: {event}\n\n")
+    with pytest.raises(RequestRefused, match=text) as refused:
+        [found async for found in read_events(response)]
+    assert refused.value.status == status

@@ -21,7 +21,8 @@ from tests.unit.engine.faulty_engine import (
 )
 
 # What a model writes: pieces of text, ("thought", text) for what a parser on the engine has
-# separated, and in the end, if it is not whole, "cut" or "hang".
+# separated, and ("end", how) if it does not end as it should: "cut" or "hang", "abort", or "no
+# usage" after its finish reason.
 Script = Sequence[str | tuple[str, str]]
 
 
@@ -58,6 +59,9 @@ class ScriptedEngine:
             if piece == ("end", "hang"):
                 await anyio.sleep_forever()
             if piece == ("end", "cut"):
+                return
+            if piece in (("end", "abort"), ("end", "no usage")):
+                await send_event(client, chunk({}, "abort" if piece[1] == "abort" else "stop"))
                 return
             name = "reasoning_content" if isinstance(piece, tuple) else "content"
             text = piece[1] if isinstance(piece, tuple) else piece

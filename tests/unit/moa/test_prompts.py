@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.cluster import fair_shares
-from flashmoa.moa.prompts import AggregationPrompt
+from flashmoa.moa.prompts import AggregationPrompt, fair_shares
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -17,6 +17,7 @@ from flashmoa_sglang.http.scoring.questions import (  # noqa: E402
     document_texts,
     rerank_question,
     score_question,
+    sees,
 )
 
 RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
@@ -96,3 +97,33 @@ def test_candidates_that_are_the_same_tokens_are_refused() -> None:
     refuse_duplicates(["a", "b"], [[1], [2]])
     with pytest.raises(CandidateRefused, match=r"among \['a', \[1\]\]"):
         refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])
+
+
+def test_a_document_without_any_of_the_rank_fields_is_refused() -> None:
+    documents: list[Any] = [{"title": "one"}, {"titel": "two"}]
+    body = RerankBody(query="q", documents=documents, rank_fields=["title", "text"])
+    with pytest.raises(MalformedRequest, match=r"documents\[1\] has none of the rank_fields"):
+        document_texts(body)
+
+
+def test_templates_of_rerankers_that_see_are_told_apart() -> None:
+    assert not sees(RERANKER) and not sees("<|vision_start|> {{ messages }}")
+    assert sees(RERANKER + "<|vision_start|>{{ query }}") and sees("<|image_pad|>" + RERANKER)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"temperature": 1.0, "return_token_logprobs": False}, False),
+        ({"temperature": 0.5}, True),
+        ({"return_token_logprobs": True}, True),
+        ({"score_extraction_token": 7}, True),
+        ({"label_token_ids": [[1], [2]]}, True),
+    ],
+)
+def test_fields_of_newer_releases_are_left_to_sglang(
+    fields: dict[str, Any], expected: bool
+) -> None:
+    body = ScoreBody(**{"query": "q", "items": ["a", "b"], "label_token_ids": [1, 2], **fields})
+    assert body.needs_sglang is expected

@@ -69,5 +69,7 @@ async def test_prompt_of_scores_begins_with_the_query() -> None:
         assert one == text_blocks(query + "b")
         tokens = {"query": [1] * 16, "items": [[1] * 8, [1] * 8]}
         assert await prompts.blocks(tokens, "", {}) == PROMPT
-        for odd in ({"query": query}, {"items": ["b"]}, {"query": [[1]], "items": [["b"]]}):
+        assert await prompts.blocks({"query": query}, "", {}) == text_blocks(query)
+        assert await prompts.blocks({"query": [1] * 32}, "", {}) == PROMPT
+        for odd in ({"items": ["b"]}, {"query": [[1]], "items": [["b"]]}):
             assert await prompts.blocks(odd, "", {}) == Blocks((), 0)

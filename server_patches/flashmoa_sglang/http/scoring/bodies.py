@@ -35,7 +35,7 @@ class ScoreBody(ListBody):
     query: StrictStr | Tokens | None = None
     messages: list[dict[str, Any]] | None = None
     items: StrictStr | list[StrictStr] | list[Tokens] | None = None
-    label_token_ids: Tokens | None = None
+    label_token_ids: Tokens | list[Tokens] | None = None
     candidates: list[StrictStr | Tokens] | None = None
     apply_softmax: bool = False
     item_first: bool = False
@@ -43,6 +43,9 @@ class ScoreBody(ListBody):
     query_embed_overrides: Any = None
     item_embed_overrides: Any = None
     return_pooled_hidden_states: Any = None
+    temperature: Any = None
+    return_token_logprobs: Any = None
+    score_extraction_token: Any = None
 
     @property
     def is_sglangs(self) -> bool:
@@ -51,9 +54,19 @@ class ScoreBody(ListBody):
 
     @property
     def needs_sglang(self) -> bool:
-        """Whether it has a field that only SGLang's own route handles."""
-        overrides = (self.query_embed_overrides, self.item_embed_overrides)
-        return bool(self.return_pooled_hidden_states) or any(one is not None for one in overrides)
+        """Whether it has a field that only SGLang's own route handles, in some releases."""
+        given = (self.query_embed_overrides, self.item_embed_overrides, self.score_extraction_token)
+        return (
+            any(one is not None for one in given)
+            or bool(self.return_pooled_hidden_states or self.return_token_logprobs)
+            or self.temperature not in (None, 1)
+            or self.labels != (self.label_token_ids or [])
+        )
+
+    @property
+    def labels(self) -> Tokens:
+        """The labels that all items have; empty if there are none, or each item has its own."""
+        return [label for label in self.label_token_ids or () if isinstance(label, int)]
 
     def check(self) -> None:
         """Raise MalformedRequest for fields that do not go together."""

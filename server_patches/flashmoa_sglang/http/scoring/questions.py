@@ -22,6 +22,8 @@ LABEL_QUESTION = "Answer with the letter of one label."
 _LETTERS = string.ascii_uppercase
 # By these words SGLang, too, recognises templates of rerankers such as Qwen3-Reranker.
 _RERANKER = ("answer can only be", '"yes"', '"no"')
+# And by these, templates of rerankers that see, which read no messages.
+_SEES = ("<|vision_start|>", "<|image_pad|>")
 # A model that thinks first would not answer with its next token.
 _NO_THOUGHTS = {"enable_thinking": False}
 
@@ -45,7 +47,7 @@ def score_question(body: ScoreBody) -> Question:
     """Return the prompts of a /v1/score request: each item with what all of them share."""
     items = [body.items] if isinstance(body.items, str) else body.items
     candidates: list[str | list[int]] = list(body.candidates or ())
-    candidates += [[token] for token in body.label_token_ids or ()]
+    candidates += [[token] for token in body.labels]
     prompts = [_score_prompt(body, item) for item in _or_none(items)]
     return Question("items", prompts, candidates, may_repeat=body.candidates is None)
 
@@ -108,10 +110,18 @@ def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
     if isinstance(entry, str):
         return entry
     if fields:
+        if not any(field in entry for field in fields):
+            raise MalformedRequest(f"{name} has none of the rank_fields {', '.join(fields)}.")
         return "\n".join(f"{field}: {entry[field]}" for field in fields if field in entry)
     if not isinstance(text := entry.get("text"), str):
         raise MalformedRequest(f'{name} has no text; give a text, or an object with a "text".')
     return text
+
+
+def sees(template: str) -> bool:
+    """Return whether a template is that of a reranker that sees, such as Qwen3-VL-Reranker."""
+    is_reranker = all(words in template.lower() for words in _RERANKER)
+    return is_reranker and any(word in template for word in _SEES)
 
 
 def rerank_question(body: RerankBody, documents: Sequence[str], template: str) -> Question:

@@ -81,7 +81,7 @@ class ScoringApi:
         if body.needs_sglang or (body.is_sglangs and self._engine.packs_items):
             return await self._pass_on(request)
         body.check()
-        self._reader.check_ids(body.label_token_ids or [], "label_token_ids")
+        self._reader.check_ids(body.labels, "label_token_ids")
         with_tokens = body.candidates is not None
         form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
         return await self._answer(request, body, form, questions.score_question(body))
@@ -90,7 +90,7 @@ class ScoringApi:
         """Answer how relevant documents are to a query."""
         self._require_prefills()
         body = await plugin_bodies.parse(request, bodies.RerankBody)
-        if body.has_pictures:
+        if body.has_pictures or questions.sees(self._renderer.template):
             return await self._pass_on(request)
         if not body.documents or not str(body.query).strip():
             raise MalformedRequest("Give a query that is not empty, and at least one document.")

@@ -116,6 +116,12 @@ def test_no_unknown_field_is_ignored(name: str) -> None:
     assert error.param == name
 
 
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    body = json.dumps({"messages": QUESTION, "logit_bias": {"7": 1}}).replace("1}", "1e999}")
+    with pytest.raises(ChatRequestRefused, match="the body is not"):
+        ChatQuestion.parse(body.encode())
+
+
 @given(content=st.binary(max_size=40))
 def test_any_bytes_are_refused_in_the_same_way(content: bytes) -> None:
     with pytest.raises(ChatRequestRefused, match=r"^(the body is not|messages is missing)"):

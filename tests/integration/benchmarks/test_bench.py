@@ -258,7 +258,10 @@ async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) ->
     tree, overlap, full = (cells[way] for way in ("tree", "tree + overlap", "full"))
     # Both have the lengths of the same recorded answers.
     assert tree["written"] == overlap["written"] < cells["all-to-all"]["written"]
-    assert tree["prompts"]["2"]["streamed"] == 0 < overlap["prompts"]["2"]["streamed"]
+    assert all(layer["streamed"] == 0 for layer in tree["prompts"].values())
+    # Short prompts of one way may all be cached by others, or come too late to be streamed.
+    linked = (overlap, cells["undecided"], full, cells["as published"])
+    assert any(layer["streamed"] for way in linked for layer in way["prompts"].values())
     # Clusters are left at their second answer, whatever that is, and not at their first. Empty
     # answers, which tiny models give, do not count.
     assert full["left"] and full["deciding"] > 0 and tree["deciding"] is None

@@ -273,10 +273,18 @@ async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) ->
     assert not undecided["left"] and undecided["decisions"]
 
     more = await benches.run(
-        "moa-latency", engines, *few, "--questions", "2", "--ways", "tree", "--resume", rounds=False
+        "moa-latency",
+        engines,
+        *few,
+        "--questions",
+        "2",
+        "--ways",
+        "tree + overlap",
+        "--resume",
+        rounds=False,
     )
     assert more["cells"][: len(cells)] == found["cells"]
-    assert [cell["way"] for cell in more["cells"][len(cells) :]] == ["tree"] * (
+    assert [cell["way"] for cell in more["cells"][len(cells) :]] == ["tree + overlap"] * (
         len(more["cells"]) - len(cells)
     )
 

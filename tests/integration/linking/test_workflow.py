@@ -83,12 +83,19 @@ async def test_linked_answers_equal_unlinked_ones(
 async def test_two_calls_of_an_openai_client_can_be_linked(
     engine: LocalEngine, reader: EngineClient, guide: str
 ) -> None:
-    writing = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none")
-    reading = AsyncOpenAI(base_url=f"{reader.url}/v1", api_key="none")
     settings: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 16}
-    async with Workflow(reader) as flow:
+    opened = anyio.Event()
+    async with (
+        AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none") as writing,
+        AsyncOpenAI(base_url=f"{reader.url}/v1", api_key="none") as reading,
+        Workflow(
+            reader, listener=lambda event: opened.set() if isinstance(event, LinkOpened) else None
+        ) as flow,
+    ):
         draft = flow.text("draft")
         review = await flow.expect(asks(f"{guide[:1500]}\nReview this: {draft}"))
+        # On a busy machine, 16 tokens may be written before the engine has opened the stream.
+        await opened.wait()
         stream = await writing.chat.completions.create(
             messages=asks("Write."),  # type: ignore[arg-type]
             stream=True,
@@ -107,8 +114,6 @@ async def test_two_calls_of_an_openai_client_can_be_linked(
     assert await draft in sent[1]["content"]
     assert answer.usage is not None
     assert status(PromptUsage.from_openai(answer.usage.model_dump())) == "hit"
-    await writing.close()
-    await reading.close()
 
 
 async def test_an_error_is_raised_where_the_answer_is_awaited(

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.command == "serve" and (problem := port_problem(options.port)):
         parser.error(problem)
+    if options.command == "serve" and options.api_key is not None:
+        options.api_key = options.api_key.strip()
+        if not options.api_key:
+            parser.error("--api-key is empty; give the key that clients must send, or leave it out")
     try:
         from flashmoa.errors import FlashMoAError
         from flashmoa.moa.serve.config_file import read_file
@@ -139,6 +144,8 @@ def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int
 
     from flashmoa.moa.serve.application import ServeOptions, application
 
+    # A mistake that only shows when the models are built is told before anything is served.
+    anyio.run(_build, configs)
     app = application(
         configs,
         ServeOptions(
@@ -151,3 +158,10 @@ def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int
     print(f"flashmoa: {names} on http://{options.host}:{options.port}/v1", flush=True)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0
+
+
+async def _build(configs: Sequence[MixtureConfig]) -> None:
+    """Build all models once. Raises: FlashMoAError if one cannot be built."""
+    async with AsyncExitStack() as stack:
+        for config in configs:
+            await config.build(stack)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from flashmoa import EngineClient, UpstreamCancelled
-from flashmoa.engine import EngineError
+from flashmoa.engine import EngineError, RequestRefused
 from flashmoa.moa.results import MixtureFailed
 from flashmoa.moa.settings import Limits, Price, Thinking
 
@@ -175,3 +175,10 @@ def raise_as_mixture_failed(agent: str) -> Generator[None]:
         raise
     except Exception as error:
         raise MixtureFailed(f"{agent} failed: {error}") from error
+
+
+def common_refusal(errors: Sequence[Exception], agents: int) -> RequestRefused | None:
+    """Return why all of some agents' requests were refused; ``None`` if that is not so."""
+    causes = [error.__cause__ if isinstance(error, MixtureFailed) else error for error in errors]
+    refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
+    return refusals[-1] if len(refusals) == agents else None

@@ -187,7 +187,7 @@ class AgentCall(Answer):
             self.engine = engines[attempt % len(engines)]
             note_attempt(self.engine)
             try:
-                await self._send(messages, pending, continues + self.written, parameters)
+                await self._send(messages, pending, continues, parameters)
                 return
             except BaseException as error:
                 if isinstance(error, EngineTimeout | EngineUnreachable):
@@ -215,14 +215,14 @@ class AgentCall(Answer):
         self,
         messages: Messages,
         pending: Pending | None,
-        written: str,
+        continues: str,
         parameters: Mapping[str, Any],
     ) -> None:
         """Send one request and write its answer, after what is written already."""
         body = {**parameters}
-        if written:
+        if written := continues + self.written:
             messages, continuation = continue_answer(messages, written)
-            body |= continuation | self._left_tokens(body)
+            body |= continuation | self._left_tokens(body, continues)
         claim = pending.claim() if pending is not None else {}
         stream_id = claim.get("prompt_stream_id") or (pending.used_id if pending else None)
         report = CallReporter(
@@ -272,10 +272,11 @@ class AgentCall(Answer):
         self._requests.append(_CountedRequest(length // CHARACTERS_PER_TOKEN, reader))
         return reader
 
-    def _left_tokens(self, body: Mapping[str, Any]) -> dict[str, int]:
+    def _left_tokens(self, body: Mapping[str, Any], continues: str) -> dict[str, int]:
         """Return the limit of tokens for the rest of an answer, if it has one."""
         name, limit = _token_limit(body)
         written = sum(request.reader.pieces for request in self._requests)
+        written += len(continues) // CHARACTERS_PER_TOKEN
         return {} if limit is None else {name: max(1, limit - written)}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,10 @@ from dataclasses import dataclass, field
 import anyio
 
 from flashmoa import Text, UpstreamCancelled
+from flashmoa.moa.agents import common_refusal
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.early_exit import ScoredAnswers
-from flashmoa.moa.prompts import fair_shares
+from flashmoa.moa.prompts import count_visible, cut_answer, fair_shares
 from flashmoa.moa.results import AgentAnswer, Decision, MixtureFailed
 from flashmoa.moa.settings import Quorum
 from flashmoa.moa.waiting import wait_for_several
@@ -58,16 +58,9 @@ class Member:
 
     @property
     def tokens(self) -> int:
-        """Return the answer's length in tokens, or in characters if its engine did not count.
-
-        An engine counts what was thought, too, which nobody reads. It is left out by its share of
-        the characters.
-        """
-        usage, written = self.answer.usage, len(self.answer.written)
-        if usage is None:
-            return written
-        everything = written + len(self.answer.thought)
-        return math.ceil(usage.completion_tokens * written / everything) if everything else 0
+        """Return the answer's length in tokens, as :func:`count_visible`."""
+        answer = self.answer
+        return count_visible(answer.usage, answer.written, answer.thought)
 
     def write(self, piece: str, *, first: bool) -> None:
         """Append a piece of the answer to the slots; the first one after the title."""
@@ -118,6 +111,7 @@ class Cluster:
         leave: Callable[[Member], None],
     ) -> None:
         self.decisions: list[Decision] = []
+        self._errors: list[Exception] = []
         self.deciding = 0.0
         self.last = members[-1]
         self._last_arrival = 0.0
@@ -235,6 +229,7 @@ class Cluster:
         except UpstreamCancelled:
             return ""
         except Exception as error:
+            self._errors.append(error)
             return str(error) or type(error).__name__
         if member.answer.written.strip():
             return None
@@ -252,7 +247,9 @@ class Cluster:
         if any(other.used is not False for other in self._members):
             member.leave_out()
         else:
-            member.fail(MixtureFailed(f"no agent answered; {member.answer.name}: {problem}"))
+            failure = MixtureFailed(f"no agent answered; {member.answer.name}: {problem}")
+            failure.__cause__ = common_refusal(self._errors, len(self._members))
+            member.fail(failure)
 
     async def _exit_early_with(self, member: Member, run: anyio.CancelScope) -> None:
         """Score an answer. End the cluster's run if the complete ones suffice."""
@@ -284,8 +281,5 @@ def _cut_to_fit(used: Sequence[Member], room: int) -> None:
     """Complete the slots of answers, each cut to its fair share of the room."""
     shares = fair_shares([member.tokens for member in used], room)
     for member, share in zip(used, shares, strict=True):
-        text = member.answer.written
-        if share < member.tokens:
-            member.record.cut_tokens = member.tokens - share
-            text = text[: len(text) * share // member.tokens]
-        member.finish(text)
+        member.record.cut_tokens = member.tokens - share
+        member.finish(cut_answer(member.answer.written, member.tokens, share))

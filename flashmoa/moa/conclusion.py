@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import anyio
 
 from flashmoa import Text, UpstreamCancelled
-from flashmoa.errors import BadAnswer
+from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.moa.agents import Model
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution
+from flashmoa.moa.sampling import can_be_refused, ends_at_text, has_grammar
 from flashmoa.moa.settings import Fallback
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ _BREAK = "\n\n"
 class Ask(Protocol):
     """Asks another aggregator to answer from given answers, after what is written already."""
 
-    def __call__(self, model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall: ...
+    async def __call__(
+        self, model: Model, answers: Sequence[AgentAnswer], written: str
+    ) -> AgentCall: ...
 
 
 class Conclusion:
@@ -36,6 +39,7 @@ class Conclusion:
         answers: waits for the agents before the last aggregator, and returns their records by
             layer.
         ask: asks another aggregator.
+        sampling: the client's parameters, which every aggregator gets in place of its own.
 
     Attributes:
         text: what readers of the run get. It fails with the aggregator's error if there is no
@@ -52,6 +56,7 @@ class Conclusion:
         last: Model,
         answers: Callable[[], Awaitable[Sequence[Sequence[AgentAnswer]]]],
         ask: Ask,
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.text = Text("answer")
         self.result = ""
@@ -63,6 +68,7 @@ class Conclusion:
         self._last = last
         self._answers = answers
         self._ask = ask
+        self._sampling = sampling or {}
         self._scope = anyio.CancelScope()
 
     async def run(self, last: Text, finish_reason: Callable[[], str | None]) -> None:
@@ -96,11 +102,19 @@ class Conclusion:
         async for piece in answer:
             self._write(piece)
         self.finish_reason = finish_reason()
-        if not answer.written.strip() and self.finish_reason != "tool_calls":
+        # An answer may begin with the text at which the client wants it to end.
+        is_ended = self.finish_reason == "stop" and ends_at_text(self._sampling)
+        is_call = self.finish_reason == "tool_calls"
+        if not (answer.written.strip() or is_ended or is_call):
             raise BadAnswer("it answered nothing")
 
     async def _substitute(self, error: Exception) -> None:
-        """Let another aggregator answer, or take the best answer. Raises ``error`` without any."""
+        """Let another aggregator answer, or take the best answer. Raises ``error`` without any.
+
+        An engine that refuses the client's own parameters is right, and the client can mend them.
+        """
+        if isinstance(error, RequestRefused) and can_be_refused(self._sampling):
+            raise error
         problem = str(error) or type(error).__name__
         answers = best_layer(await self._answers())
         if not answers:
@@ -109,7 +123,9 @@ class Conclusion:
         # layer.
         models = [self._last] if isinstance(error, MixtureFailed) else []
         for model in (*models, *self._fallback.models):
-            call = self._ask(model, answers, self.text.written)
+            if self.text.written and has_grammar({**model.sampling, **self._sampling}):
+                continue  # Its grammar would begin the answer anew.
+            call = await self._ask(model, answers, self.text.written)
             logger.warning("The last aggregator failed; %s takes its place: %s", call.name, problem)
             try:
                 await self._copy(call, lambda call=call: call.finish_reason)
@@ -120,7 +136,8 @@ class Conclusion:
                 continue
             self.substitution = Substitution("aggregator", call.name, problem)
             return
-        if not self._fallback.best_answer:
+        # The answer of an agent before the last has not the form that the client asked for.
+        if not self._fallback.best_answer or has_grammar(self._sampling):
             raise error
         best = best_answer(answers)
         logger.warning("The last aggregator failed; %s's answer is the result", best.name)

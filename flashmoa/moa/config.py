@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack
 from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
@@ -175,6 +175,15 @@ class DebateConfig(_Table):
     memory: Memory = "all"
     ballot: str | None = None
 
+    @field_validator("ballot")
+    @classmethod
+    def _compiles(cls, ballot: str | None) -> str | None:
+        try:
+            re.compile(ballot or "")
+        except re.error as error:
+            raise ValueError(f"{ballot!r} is not a regular expression: {error}") from error
+        return ballot
+
     def extract(self, answer: str) -> str | None:
         """Return the ballot in an answer."""
         matches = list(re.finditer(self.ballot or "", answer))
@@ -218,5 +227,5 @@ class MixtureConfig(PromptConfig):
         """
         try:
             return await build_system(self, stack)
-        except (ValueError, re.error) as error:
-            raise ConfigError(str(error)) from error
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: {error}") from error

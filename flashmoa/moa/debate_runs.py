@@ -14,7 +14,7 @@ from flashmoa.moa.agents import Model, raise_as_mixture_failed, room_for_answers
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.conclusion import Ask, Conclusion
 from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.layers import AgentLayers
+from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AnswerForms, Messages, add_role
 from flashmoa.moa.results import AgentAnswer, DebateResult, MixtureFailed, Substitution, Vote
 from flashmoa.moa.settings import Steps
@@ -39,7 +39,7 @@ class DebateRun(ABC):
         self, debate: Debate, inquiry: Inquiry, question: Messages, sampling: Sampling
     ) -> None:
         self._debate = debate
-        self._inquiry = inquiry
+        self.inquiry = inquiry
         self._question = question
         self._sampling = sampling
         # Writes the answer if an aggregator concludes.
@@ -68,7 +68,7 @@ class DebateRun(ABC):
             rounds,
             aggregate=aggregate,
             more_aggregates=more,
-            spending=self._inquiry.spending(),
+            spending=self.inquiry.spending(),
             substitution=self._conclusion.substitution,
         )
 
@@ -89,20 +89,18 @@ class DebateRun(ABC):
             winner.finish_reason,
             rounds,
             vote=outcome,
-            spending=self._inquiry.spending(),
+            spending=self.inquiry.spending(),
             substitution=substitution,
         )
 
     def _conclude_with(
-        self,
-        model: Model,
-        last: Text,
-        finish_reason: Callable[[], str | None],
-        ask: Ask,
+        self, model: Model, last: Text, finish_reason: Callable[[], str | None], ask: Ask
     ) -> None:
         """Let an aggregator's answer be that of the debate."""
-        self._conclusion = Conclusion(self._debate.fallback, model, self._answers, ask)
-        self._inquiry.flow.start_soon(partial(self._conclusion.run, last, finish_reason))
+        self._conclusion = Conclusion(
+            self._debate.fallback, model, self._answers, ask, self._sampling
+        )
+        self.inquiry.flow.start_soon(partial(self._conclusion.run, last, finish_reason))
 
     def cancel(self) -> None:
         """Stop every agent that has not finished."""
@@ -194,11 +192,12 @@ class WholeAnswerRun(DebateRun):
             empty_prompt = add_role(prompt.messages(self._question, titles), model.role)
             return await room_for_answers([model], empty_prompt, limits)
 
-        def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
-            slots = [prompt.title(number) + one.text for number, one in enumerate(answers, 1)]
+        async def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
+            model = model.with_sampling(self._sampling)
+            slots = await fill_slots(model, prompt, self._question, answers)
             return self._agents.ask(
                 debate.rounds,
-                model.with_sampling(self._sampling),
+                model,
                 prompt.messages(self._question, slots),
                 is_last=True,
                 continues=written,
@@ -250,9 +249,9 @@ class StaircaseDebateRun(DebateRun):
         prompt = self._debate.prompt.aggregation
         [writer] = self._layers.add([prompt], [aggregator], is_last=True)
 
-        def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
+        async def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
             model = model.with_sampling(self._sampling)
-            return self._layers.ask_another(prompt, model, answers, written)
+            return await self._layers.ask_another(prompt, model, answers, written)
 
         self._conclude_with(aggregator, writer.answer, writer.finish_reason, ask)
 

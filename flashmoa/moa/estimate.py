@@ -109,7 +109,9 @@ def estimate(
         for place, (model, read) in enumerate(zip(models, places, strict=True)):
             name = f"{number + 1}.{place + 1}"
             history = question_tokens
-            if config.kind == "debate" and config.debate.memory == "all":
+            # An aggregator, and everybody on a staircase, reads the round before only.
+            reads_all = config.debate.memory == "all" and not config.overlaps
+            if config.kind == "debate" and reads_all and number < config.debate.rounds:
                 history += max(0, number - 1) * sum(length for length, _ in before)
             prompt = history + _TEMPLATE_TOKENS + sum(before[one][0] for one in read)
             prompt += (_INSTRUCTION_TOKENS + _TITLE_TOKENS * len(read)) if read else 0

@@ -7,12 +7,19 @@ from functools import partial
 from typing import Any
 
 from flashmoa import Answer
-from flashmoa.moa.agents import Model
+from flashmoa.moa.agents import Model, room_for_answers
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, Room
 from flashmoa.moa.early_exit import ScoredAnswers
 from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.prompts import Message, add_role
+from flashmoa.moa.prompts import (
+    AggregationPrompt,
+    Message,
+    Messages,
+    add_role,
+    cut_answer,
+    fair_shares,
+)
 from flashmoa.moa.results import AgentAnswer
 from flashmoa.moa.settings import Quorum
 
@@ -110,3 +117,18 @@ class AgentLayers:
             for call, record in zip(calls, records, strict=True):
                 call.describe(record)
         return self._records
+
+
+async def fill_slots(
+    reader: Model, prompt: AggregationPrompt, question: Messages, answers: Sequence[AgentAnswer]
+) -> list[str]:
+    """Return the titled texts of complete answers, cut to fit into the prompt of a reader."""
+    titles = [prompt.title(number) for number in range(1, len(answers) + 1)]
+    lengths = [one.tokens for one in answers]
+    empty_prompt = add_role(prompt.messages(question, titles), reader.role)
+    room = await room_for_answers([reader], empty_prompt, lengths)
+    shares = lengths if room is None else fair_shares(lengths, room)
+    return [
+        title + cut_answer(one.text, length, share)
+        for title, one, length, share in zip(titles, answers, lengths, shares, strict=True)
+    ]

@@ -16,7 +16,7 @@ from flashmoa.moa.cluster import Cluster
 from flashmoa.moa.conclusion import Conclusion
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.layers import AgentLayers
+from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Question, add_role, conversation
 from flashmoa.moa.results import AgentAnswer, MixtureResult
 from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum
@@ -145,7 +145,7 @@ class MixtureRun:
         sampling: Mapping[str, Any] | None,
     ) -> None:
         self._mixture = mixture
-        self._inquiry = inquiry
+        self.inquiry = inquiry
         self._question = question
         self._sampling = sampling
         [last] = mixture.models[-1]
@@ -154,7 +154,7 @@ class MixtureRun:
         self._clusters: dict[ClusterKey, Cluster] = {}
         *_, final = [self._ask_layer(layer) for layer in range(len(self._models))]
         self._conclusion = Conclusion(
-            mixture.fallback, self._models[-1][0], self._answers, self._ask_another
+            mixture.fallback, self._models[-1][0], self._answers, self._ask_another, sampling
         )
         inquiry.flow.start_soon(partial(self._conclusion.run, final, lambda: final.finish_reason))
 
@@ -180,7 +180,7 @@ class MixtureRun:
             self._agents.records(),
             [decision for cluster in clusters.values() for decision in cluster.decisions],
             sum(clusters[key].deciding for key in path),
-            self._inquiry.spending(),
+            self.inquiry.spending(),
             self._conclusion.substitution,
         )
 
@@ -193,13 +193,16 @@ class MixtureRun:
         """Return the agents before the last aggregator, which has waited for them."""
         return self._agents.records()[:-1]
 
-    def _ask_another(self, model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
+    async def _ask_another(
+        self, model: Model, answers: Sequence[AgentAnswer], written: str
+    ) -> AgentCall:
         """Ask another last aggregator; see :class:`Conclusion`."""
         prompt = self._mixture.prompts[-1]
-        slots = [prompt.title(number) + one.text for number, one in enumerate(answers, 1)]
+        model = model.with_sampling(self._sampling)
+        slots = await fill_slots(model, prompt, self._question, answers)
         return self._agents.ask(
             len(self._models) - 1,
-            model.with_sampling(self._sampling),
+            model,
             prompt.messages(self._question, slots),
             is_last=True,
             continues=written,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from flashmoa.engine import PromptUsage
 from flashmoa.moa.settings import Order
 
 Message = Mapping[str, Any]
@@ -210,3 +212,20 @@ def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
         shares[place] = min(lengths[place], left // (len(lengths) - done))
         left -= shares[place]
     return shares
+
+
+def cut_answer(text: str, length: int, share: int) -> str:
+    """Return the beginning of an answer of ``length`` tokens that has ``share`` tokens."""
+    return text if share >= length else text[: len(text) * share // length]
+
+
+def count_visible(usage: PromptUsage | None, written: str, thought: str) -> int:
+    """Return an answer's length in tokens, or in characters if its engine did not count.
+
+    An engine counts what was thought, too, which nobody reads. It is left out by its share of the
+    characters.
+    """
+    if usage is None:
+        return len(written)
+    everything = len(written) + len(thought)
+    return math.ceil(usage.completion_tokens * len(written) / everything) if everything else 0

@@ -9,6 +9,7 @@ from typing import Literal
 from flashmoa import FlashMoAError
 from flashmoa.engine import PromptUsage
 from flashmoa.moa.early_exit import Quality
+from flashmoa.moa.prompts import count_visible
 
 Status = Literal["used", "left out", "failed"]
 
@@ -80,6 +81,11 @@ class AgentAnswer:
     def name(self) -> str:
         """Return its name in events: ``LAYER.PLACE``, from 1."""
         return f"{self.layer + 1}.{self.place + 1}"
+
+    @property
+    def tokens(self) -> int:
+        """Return the answer's length in tokens, as :func:`count_visible`."""
+        return count_visible(self.usage, self.text, self.thought)
 
     @property
     def is_complete(self) -> bool:

@@ -71,6 +71,23 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}"
 
 
+# Parameters for which an engine may refuse a request, though their types are right.
+_REFUSABLE = (
+    "max_tokens", "max_completion_tokens", "min_tokens", "logit_bias", "stop_regex", "regex",
+    "ebnf", "response_format", "chat_template_kwargs", "reasoning_effort", "tools", "tool_choice",
+)  # fmt: skip
+
+
+def can_be_refused(parameters: Mapping[str, Any]) -> bool:
+    """Return whether an engine may refuse a request because of these parameters."""
+    return any(parameters.get(name) is not None for name in _REFUSABLE)
+
+
+def ends_at_text(parameters: Mapping[str, Any]) -> bool:
+    """Return whether an answer ends at a given text or token."""
+    return any(parameters.get(name) for name in ("stop", "stop_regex", "stop_token_ids"))
+
+
 def has_grammar(parameters: Mapping[str, Any]) -> bool:
     """Return whether a request's answer must match a grammar, as that of JSON."""
     form: dict[str, Any] = parameters.get("response_format") or {}

@@ -89,10 +89,20 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a model answers one request alone, in tokens per second; for estimates."""
+    """How fast a model answers one request alone, in tokens per second; for estimates.
+
+    Raises: ValueError if a number is not positive.
+    """
 
     prefill: float
     decode: float
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; give tokens per second, above 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,18 +118,18 @@ class StaircaseRun:
         sampling: Mapping[str, Any] | None,
     ) -> None:
         self._started = time.time()
-        self._inquiry = inquiry
+        self.inquiry = inquiry
         self._layers = StaircaseLayers(
             inquiry, question, staircase.proposers, staircase.steps, quorum=staircase.quorum
         )
         aggregator = staircase.aggregator.with_sampling(sampling)
         [self._writer] = self._layers.add([staircase.prompt], [aggregator], is_last=True)
 
-        def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
+        async def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
             model = model.with_sampling(sampling)
-            return self._layers.ask_another(staircase.prompt, model, answers, written)
+            return await self._layers.ask_another(staircase.prompt, model, answers, written)
 
-        self._conclusion = Conclusion(staircase.fallback, aggregator, self._answers, ask)
+        self._conclusion = Conclusion(staircase.fallback, aggregator, self._answers, ask, sampling)
         run = partial(self._conclusion.run, self._writer.answer, self._writer.finish_reason)
         inquiry.flow.start_soon(run)
 
@@ -162,7 +162,7 @@ class StaircaseRun:
             writer.tokens,
             conclusion.finish_reason,
             [record for layer in records for record in layer],
-            self._inquiry.spending(),
+            self.inquiry.spending(),
             conclusion.substitution,
         )
 

@@ -14,10 +14,10 @@ from functools import partial
 import anyio
 
 from flashmoa import Text, UpstreamCancelled, Workflow
-from flashmoa.moa.agents import Model
+from flashmoa.moa.agents import Model, common_refusal
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.layers import AgentLayers
+from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AggregationPrompt, Messages, add_role, staircase_messages
 from flashmoa.moa.results import AgentAnswer, MixtureFailed
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Quorum, Schedule, Steps
@@ -40,6 +40,7 @@ class ChunkedText:
     def __init__(self, flow: Workflow, source: Text, title: str, schedule: Schedule) -> None:
         self.source = source
         self.problem = ""
+        self.error: Exception | None = None
         self._flow = flow
         self._title = title
         self._schedule = schedule
@@ -82,7 +83,7 @@ class ChunkedText:
         except UpstreamCancelled:
             pass  # Readers get the chunks that were written.
         except Exception as error:
-            self.problem = str(error) or type(error).__name__
+            self.error, self.problem = error, str(error) or type(error).__name__
             text = "%s ends early: %s. Its readers continue with what it has written."
             logger.warning(text, self.source.name, self.problem.removesuffix("."))
         self._count = number + 1
@@ -116,7 +117,9 @@ class GrowingPrompt:
         """Raise MixtureFailed if no source has written anything."""
         if all(chunked.failed for chunked in self.sources):
             problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
-            raise MixtureFailed(f"no agent answered; {'; '.join(problems)}")
+            failure = MixtureFailed(f"no agent answered; {'; '.join(problems)}")
+            errors = [chunked.error for chunked in self.sources if chunked.error is not None]
+            raise failure from common_refusal(errors, len(self.sources))
 
 
 class StaircaseLayers:
@@ -219,7 +222,7 @@ class StaircaseLayers:
                     self._left_out.add(text)
                     agent.cancel()
 
-    def ask_another(
+    async def ask_another(
         self, prompt: AggregationPrompt, model: Model, answers: Sequence[AgentAnswer], written: str
     ) -> AgentCall:
         """Ask another agent of the last layer, which reads whole answers.
@@ -227,7 +230,7 @@ class StaircaseLayers:
         Args:
             written: text of its answer that is written already.
         """
-        slots = [prompt.title(number) + one.text for number, one in enumerate(answers, 1)]
+        slots = await fill_slots(model, prompt, self._question, answers)
         number, place = len(self._writers) + 1, len(self._writers[-1]) + len(self._more) + 1
         call = AgentCall(f"{number}.{place}", model, self._inquiry, is_last=True)
         messages = add_role(prompt.messages(self._question, slots), model.role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -91,3 +92,11 @@ def test_modules_do_not_import_each_other_in_a_circle(sources: dict[Path, ast.Mo
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail("a circle of imports: " + " -> ".join(reversed(error.args[1])))
+
+
+def test_no_file_has_the_marks_of_an_unfinished_merge() -> None:
+    marks = ("<" * 7 + " ", ">" * 7 + " ")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    files = [ROOT / name.decode() for name in listed.stdout.split(b"\0") if name]
+    texts = {file: file.read_text(errors="replace") for file in files if file.is_file()}
+    assert not [file for file, text in texts.items() if any(f"\n{mark}" in text for mark in marks)]

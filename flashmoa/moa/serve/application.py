@@ -170,19 +170,20 @@ class _ChatCompletions:
         self._metrics = server.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request, name = Request(scope, receive), ""
         try:
             self._server.check_key(request)
             chat = ChatQuestion.parse(await self._read(request))
             system = self._server.find(chat.model)
+            name = system.name
             system.check(chat)
             with self._server.place(system.name):
                 await self._answer(request, send, chat, system)
         except ChatRequestRefused as error:
-            self._metrics.count_ending("", "refused")
+            self._metrics.count_ending(name, "refused")
             await _error_response(error)(scope, receive, send)
         except ClientDisconnect:
-            self._metrics.count_ending("", "left")
+            self._metrics.count_ending(name, "left")
 
     async def _read(self, request: Request) -> bytes:
         most, body = self._server.options.max_body_bytes, bytearray()
@@ -207,10 +208,19 @@ class _ChatCompletions:
         finally:
             self._metrics.count_ending(system.name, question.ending)
 
+    @asynccontextmanager
+    async def _answering(self, question: _Question) -> AsyncGenerator[Any]:
+        """Yield the run of a question, and count its tokens however it ends."""
+        async with question.system.answering(question.chat) as run:
+            try:
+                yield run
+            finally:
+                self._metrics.count_tokens(question.system.name, run.inquiry.calls)
+
     async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
         """Send the answer when it is complete."""
         try:
-            async with question.system.answering(question.chat) as run:
+            async with self._answering(question) as run:
                 result = await run.result()
         except Exception as error:
             question.fail(error)
@@ -226,7 +236,7 @@ class _ChatCompletions:
         completion, has_begun = Completion(name), False
         async with sending_events(send, self._server.options.heartbeat_seconds) as stream:
             try:
-                async with question.system.answering(chat) as run:
+                async with self._answering(question) as run:
                     await stream.event(completion.chunk({"role": "assistant", "content": ""}))
                     async for piece in run:
                         if not has_begun:

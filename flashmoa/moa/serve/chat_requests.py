@@ -37,6 +37,17 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "it is the old name of tool_choice; send tool_choice"),
 }
 
+# Values of parameters that ask for nothing, so that models which cannot follow them accept these.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "stop_token_ids": ([],),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "no_stop_trim": (False,),
+}
+
 
 class ChatRequestRefused(FlashMoAError):
     """Raised when a request is not answered; carries the fields of OpenAI's error object."""
@@ -99,7 +110,7 @@ class ChatQuestion:
         Raises: ChatRequestRefused
         """
         for name, reason in unsupported.items():
-            if name in self.parameters:
+            if name in self.parameters and self.parameters[name] not in _NEUTRAL.get(name, ()):
                 _refuse(f"{name} is not possible here: {reason}", name, "unsupported_parameter")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.serve.answers import SystemResult
 
 # In seconds. A question takes as long as several answers after each other.
@@ -67,7 +70,10 @@ class ServeMetrics:
             self._substitutions.labels(model, result.substitution.kind).inc()
         for agent in result.agents:
             self._agents.labels(model, agent.model, agent.status).inc()
-            if agent.usage is not None:
-                counts = agent.usage.prompt_tokens, agent.usage.completion_tokens
-                for kind, count in zip(("prompt", "completion"), counts, strict=True):
-                    self._tokens.labels(model, agent.model, kind).inc(count)
+
+    def count_tokens(self, model: str, calls: Sequence[AgentCall]) -> None:
+        """Count what the agents of a question have spent; estimated if an engine did not say."""
+        for call in calls:
+            spent, agent_model = call.spent(), call.model.model
+            self._tokens.labels(model, agent_model, "prompt").inc(spent.prompt_tokens)
+            self._tokens.labels(model, agent_model, "completion").inc(spent.completion_tokens)

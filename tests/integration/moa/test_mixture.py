@@ -17,6 +17,7 @@ from flashmoa.moa import (
     AggregationPrompt,
     EarlyExit,
     Fallback,
+    Limits,
     MixtureFailed,
     MixtureOfAgents,
     MixtureResult,
@@ -77,6 +78,24 @@ async def test_linked_mixture_equals_unlinked(
         cluster = linked.layers[0][2 * place : 2 * place + 2]
         assert reader.started is not None
         assert all(answer.finished and answer.finished <= reader.started for answer in cluster)
+
+
+async def test_a_fallbacks_prompt_is_cut_to_its_context(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    small, large = pair
+    proposers = [agent(small, seed, max_tokens=64) for seed in (1, 2)]
+    refused = agent(large, temperature=-1.0)
+    context = await refused.context_length()
+    assert context is not None
+    empty = PROMPT.messages([{"role": "user", "content": QUESTION}], [PROMPT.title(1)] * 2)
+    room = context - len(await large.tokenize_chat(empty))
+    # The prompt has room for the question and a quarter of the answers' 128 tokens.
+    last = replace(agent(large, 3, max_tokens=room - 32), limits=Limits(answer_seconds=1.0))
+    mixture = MixtureOfAgents([proposers, [refused]], prompt=PROMPT, fallback=Fallback([last]))
+    result = await mixture.answer(QUESTION)
+    assert result.substitution is not None and result.substitution.kind == "aggregator"
+    assert result.text == result.final.text != ""
 
 
 async def test_all_to_all_streams_the_last_answer(pair: tuple[EngineClient, EngineClient]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import anyio
@@ -105,6 +106,8 @@ async def test_metrics_count_questions_agents_and_tokens(
             await client.chat.completions.create(model=model, messages=QUESTION)
         with pytest.raises(APIStatusError):
             await client.chat.completions.create(model="three", messages=QUESTION, n=2)
+        with pytest.raises(APIStatusError):
+            await client.chat.completions.create(model="three", messages=QUESTION, max_tokens=10**9)
         async with httpx.AsyncClient(base_url=url) as http:
             page = (await http.get("/metrics")).text
     for line in (
@@ -114,10 +117,14 @@ async def test_metrics_count_questions_agents_and_tokens(
         'agents_total{agent_model="gone",model="failing",status="failed"} 1.0',
         'substitutions_total{kind="answer",model="failing"} 1.0',
         'running{model="three"} 0.0',
+        # The client got no answer, but the proposers had been asked.
+        'questions_total{ending="refused",model="three"} 1.0',
         'seconds_count{model="three"} 1.0',
     ):
         assert f"flashmoa_moa_{line}" in page, page
-    assert 'kind="completion",model="three"}' in page
+    [tokens] = re.findall(r'kind="completion",model="three"} ([0-9.]+)', page)
+    # Three agents of the first question, and at least one of the one that was refused.
+    assert float(tokens) > 3 * 8
 
 
 async def test_bodies_as_chat_programs_send_them_are_answered(moa_url: str) -> None:

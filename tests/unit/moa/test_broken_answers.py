@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 
-from flashmoa.engine import PromptUsage
-from flashmoa.moa import AggregationPrompt, Limits, MixtureOfAgents, MixtureResult, Model
+from flashmoa.engine import EngineClient, PromptUsage, RequestRefused
+from flashmoa.moa import (
+    AggregationPrompt,
+    Debate,
+    Fallback,
+    Limits,
+    MixtureFailed,
+    MixtureOfAgents,
+    MixtureResult,
+    Model,
+    Staircase,
+)
 from flashmoa.moa.cluster import Member
+from flashmoa.moa.serve.answers import error_body
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 pytestmark = pytest.mark.anyio
@@ -20,6 +31,9 @@ SCRIPTS: dict[str, Script] = {
     "hung": [("end", "hang")],
     "aborted": ["It ", ("end", "abort")],
     "cut": ["It ", ("end", "cut")],
+    "empty": [],
+    "begun": ["It is ", ("end", "cut")],
+    "long": ["18 ", "or ", "19."],
     "without usage": ["It is ", "18.", ("end", "no usage")],
 }
 
@@ -78,3 +92,94 @@ def test_an_answers_length_is_without_its_thought() -> None:
     assert Member(answer, record, []).tokens == 100
     answer.written = ""
     assert Member(answer, record, []).tokens == 0
+
+
+JSON = {"response_format": {"type": "json_object"}}
+REFUSED = {"temperature": -1}
+
+
+def system(kind: str, proposer: Model, last: Model, **more: Any) -> Any:
+    """Make a mixture, staircase or debate with an aggregator, whose other agents are alike."""
+    if kind == "staircase":
+        return Staircase([proposer], last, **more)
+    if kind == "debate":
+        return Debate([proposer] * 2, 2, last, **more)
+    return MixtureOfAgents([[proposer], [last]], prompt=PROMPT, **more)
+
+
+KINDS = pytest.mark.parametrize("kind", ["mixture", "staircase", "debate"])
+
+
+@KINDS
+async def test_a_refusal_of_the_clients_parameters_is_the_answer(kind: str) -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system(kind, Model(client, "whole"), Model(client, "rest"))
+        # The engine refuses such a temperature. A client can send only parameters of right types.
+        refused = {**REFUSED, "max_tokens": 4}
+        with pytest.raises(MixtureFailed, match="too cold") as failure:
+            await asked.answer("?", refused)
+        assert error_body(failure.value)[0] == 400
+        own = system(kind, Model(client, "whole"), Model(client, "rest", REFUSED))
+        assert (await own.answer("?")).substitution is not None
+
+
+async def test_an_answer_of_another_form_is_no_substitute() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        mixture = system("mixture", Model(client, "whole"), Model(client, "cut"))
+        with pytest.raises(MixtureFailed) as failure:
+            await mixture.answer("?", JSON)
+        assert error_body(failure.value)[0] == 502
+        assert (await mixture.answer("?")).substitution is not None
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_fallback_with_a_grammar_continues_nothing(own: bool) -> None:
+    async with scripted_engine(SCRIPTS) as (engine, client):
+        fallback = Fallback([Model(client, "rest", JSON if own else {})], best_answer=False)
+        mixture = system("mixture", Model(client, "whole"), Model(client, "cut"), fallback=fallback)
+        with pytest.raises(MixtureFailed):
+            await mixture.answer("?", None if own else JSON)
+        assert [body["model"] for body in engine.bodies] == ["whole", "cut"]
+
+
+@KINDS
+async def test_a_fallback_continues_within_max_tokens(kind: str) -> None:
+    async with scripted_engine(SCRIPTS) as (engine, client):
+        last = Model(client, "begun", {"max_tokens": 3})
+        fallback = Fallback([Model(client, "long", {"max_tokens": 3})])
+        asked = system(kind, Model(client, "whole"), last, fallback=fallback)
+        result = await asked.answer("?")
+        assert result.substitution.kind == "aggregator" and result.text == "It is 18 or "
+        body = engine.bodies[-1]
+        # Six characters are about one token.
+        assert (body["messages"][-1]["content"], body["max_tokens"]) == ("It is ", 2)
+
+
+async def test_an_answer_that_ends_at_the_clients_text_may_be_empty() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        mixture = system("mixture", Model(client, "whole"), Model(client, "empty"))
+        result = await mixture.answer("?", {"stop": ["It"]})
+        assert (result.text, result.substitution, result.finish_reason) == ("", None, "stop")
+        assert (await mixture.answer("?")).substitution is not None
+
+
+def _refused(client: EngineClient) -> Model:
+    return Model(client, "whole", REFUSED)
+
+
+@pytest.mark.parametrize("kind", ["mixture", "staircase"])
+async def test_a_question_that_all_engines_refuse_is_the_clients_mistake(kind: str) -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system(kind, _refused(client), Model(client, "rest"))
+        with pytest.raises(MixtureFailed) as failure:
+            await asked.answer("?")
+        assert isinstance(failure.value.__cause__, RequestRefused)
+        assert error_body(failure.value)[0] == 400
+
+
+async def test_a_question_that_only_some_engines_refuse_is_not() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        layers = [[_refused(client), Model(client, "empty")], [Model(client, "rest")]]
+        with pytest.raises(MixtureFailed) as failure:
+            await MixtureOfAgents(layers, prompt=PROMPT).answer("?")
+        assert error_body(failure.value)[0] == 502

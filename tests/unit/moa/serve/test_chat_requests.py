@@ -230,3 +230,13 @@ def test_a_parameter_that_a_model_cannot_follow_is_refused_with_its_reason() -> 
     chat.check_supported({"tools": "no tools"})
     with pytest.raises(ChatRequestRefused, match="stop is not possible here: it has rounds"):
         chat.check_supported({"stop": "it has rounds"})
+
+
+def test_values_that_ask_for_nothing_go_with_any_model() -> None:
+    neutral: dict[str, Any] = {
+        "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "min_tokens": 0
+    }  # fmt: skip
+    chat = parse(**neutral)
+    chat.check_supported(dict.fromkeys(neutral, "it has rounds"))
+    with pytest.raises(ChatRequestRefused, match="response_format is not possible here"):
+        parse(response_format={"type": "json_object"}).check_supported({"response_format": "no"})

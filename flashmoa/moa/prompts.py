@@ -215,8 +215,11 @@ def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def cut_answer(text: str, length: int, share: int) -> str:
-    """Return the beginning of an answer of ``length`` tokens that has ``share`` tokens."""
-    return text if share >= length else text[: len(text) * share // length]
+    """Return the beginning of an answer of ``length`` tokens that has at most ``share`` tokens."""
+    if share >= length:
+        return text
+    # The token at which a text is cut may become two.
+    return text[: len(text) * max(0, share - 1) // length]
 
 
 def count_visible(usage: PromptUsage | None, written: str, thought: str) -> int:

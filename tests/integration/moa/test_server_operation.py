@@ -122,7 +122,7 @@ async def test_metrics_count_questions_agents_and_tokens(
         'seconds_count{model="three"} 1.0',
     ):
         assert f"flashmoa_moa_{line}" in page, page
-    [tokens] = re.findall(r'kind="completion",model="three"} ([0-9.]+)', page)
+    [tokens] = re.findall(r'tokens_total{.*kind="completion",model="three"} ([0-9.]+)', page)
     # Three agents of the first question, and at least one of the one that was refused.
     assert float(tokens) > 3 * 8
 

@@ -45,6 +45,13 @@ def check_parts(config: MixtureConfig) -> None:
     if kind != "mixture" and count != (1 if votes else 2):
         wanted = "one layer, the debaters" if votes else "two layers, and one agent in the second"
         raise ValueError(f"there are {count} layers; this {kind} needs {wanted}")
+    for number, layer in enumerate(config.layers):
+        size = sum(model.repeat for model in layer.models)
+        if layer.quorum is not None and layer.quorum.answers > size:
+            raise ValueError(
+                f"the quorum of layer {number} (from 0) needs {layer.quorum.answers} answers, but "
+                f"there are {size} agents in it; give at most {size}"
+            )
     last = sum(model.repeat for model in config.layers[-1].models)
     if not votes and last != 1:
         raise ValueError(f"the last layer has {last} agents; it must have one, the aggregator")

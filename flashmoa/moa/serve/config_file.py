@@ -104,7 +104,11 @@ def _insert_models(value: Any, models: Mapping[str, _Table], place: tuple[str, .
         return items
     if isinstance(value, dict):
         table = cast("_Table", value)
-        return {key: _insert_models(table[key], models, (*place, key)) for key in table}
+        # What extra_body has is the engine's, whatever it is called.
+        return {
+            key: value if key == "extra_body" else _insert_models(value, models, (*place, key))
+            for key, value in table.items()
+        }
     return value
 
 
@@ -125,7 +129,8 @@ def _explain(problem: Any, place: tuple[str, ...]) -> str:
     """Return a problem as a sentence that names the key and its table."""
     *table, key = [str(part) for part in problem["loc"]] or [""]
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{'.'.join([*place, *table, key]) or 'the file'}: {problem['msg']}"
+        where = ".".join(part for part in (*place, *table, key) if part)
+        return f"{where or 'the file'}: {problem['msg']}"
     where = ".".join([*place, *table])
     known = _keys_at(MixtureConfig, table)
     return f"{where or 'the file'} has no key {key!r}: {suggest(key, known)}"

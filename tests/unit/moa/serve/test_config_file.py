@@ -67,6 +67,14 @@ def test_a_file_with_one_model_needs_no_table_for_it(tmp_path: Path) -> None:
 def test_parameters_that_are_not_known_have_a_table_of_their_own(tmp_path: Path) -> None:
     text = SEVERAL.replace("max_tokens = 7", 'max_tokens = 7\nextra_body = {lora_path = "x"}')
     assert read(tmp_path, text)[0].layers[0].models[0].sampling["lora_path"] == "x"
+    text = SEVERAL.replace("max_tokens = 7", 'max_tokens = 7\nextra_body = {models = ["x"]}')
+    assert read(tmp_path, text)[0].layers[0].models[0].sampling["models"] == ["x"]
+
+
+def test_a_quorum_has_no_more_answers_than_its_layer_has_agents(tmp_path: Path) -> None:
+    layers = "layers = [{models = ['small', 'small'], quorum = {answers = 3, seconds = 1}},"
+    with pytest.raises(ConfigError, match=r"quorum of layer 0 .* needs 3 answers, but there are 2"):
+        read(tmp_path, f"{layers} {{models = ['small']}}]\n{MODELS}")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +101,11 @@ def test_parameters_that_are_not_known_have_a_table_of_their_own(tmp_path: Path)
         ('kind = "staircase"', 'name = "x"', r"systems.quick.name: the table is called 'quick'"),
         ("[systems.quick]", "[system.quick]", r"system: a file with \[systems.NAME\] has no"),
         ("[models.small]", "[model.small]", r"model: a file with \[systems.NAME\] has no such key"),
+        ("repeat = 2", "models = []", r"layers.0.models.0 has no key 'models'"),
+        ('topology = "3x2x1"', 'topology = "3x2x1"\nbudget = {tokens = 0}',
+         r"systems.careful.budget: Value error"),
+        ('kind = "staircase"', 'kind = "mixture"\ndebate = {rounds = 3}',
+         r"systems.quick: Value error, debate is set, but a mixture has none"),
         ("repeat = 2", "speed = {prefill = 4000, decode = 0}",
          r"models.0.speed: Value error, decode is 0.0; give tokens per second, above 0"),
         ('kind = "staircase"', 'kind = "debate"\ndebate = {ballot = "("}',

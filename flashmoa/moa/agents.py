@@ -177,8 +177,12 @@ def raise_as_mixture_failed(agent: str) -> Generator[None]:
         raise MixtureFailed(f"{agent} failed: {error}") from error
 
 
-def common_refusal(errors: Sequence[Exception], agents: int) -> RequestRefused | None:
-    """Return why all of some agents' requests were refused; ``None`` if that is not so."""
+def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
+    """Return why all of some agents' requests were refused; ``None`` if not all of them were.
+
+    Args:
+        errors: the error of each agent; ``None`` if it has none.
+    """
     causes = [error.__cause__ if isinstance(error, MixtureFailed) else error for error in errors]
     refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
-    return refusals[-1] if len(refusals) == agents else None
+    return refusals[-1] if refusals and len(refusals) == len(errors) else None

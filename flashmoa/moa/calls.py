@@ -54,7 +54,7 @@ class AgentCall(Answer):
         engine: the engine of the last request.
         thought: what the model thought before it answered.
         retries: the problems of the requests that were repeated.
-        problem: why the answer failed; empty if it did not.
+        error: why the answer failed; ``None`` if it did not.
         started, first_token, finished: times in Unix seconds.
     """
 
@@ -73,7 +73,7 @@ class AgentCall(Answer):
         self.asked = anyio.Event()
         self.thought = ""
         self.retries: list[str] = []
-        self.problem = ""
+        self.error: Exception | None = None
         self.started: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
@@ -101,8 +101,9 @@ class AgentCall(Answer):
         record.started, record.first_token = self.started, self.first_token
         record.finished, record.retries, record.price = self.finished, self.retries, self.price()
         record.confidence = confidence(self.logprobs) if self.logprobs else None
-        if self.problem and record.status == "used":
-            record.status, record.problem = "failed", self.problem
+        if self.error is not None and record.status == "used":
+            record.status = "failed"
+            record.problem = str(self.error) or type(self.error).__name__
 
     async def run(
         self,
@@ -131,7 +132,7 @@ class AgentCall(Answer):
                 await self._try_engines(messages, pending, continues, parameters)
                 self.close()
             except Exception as error:
-                self.problem = str(error) or type(error).__name__
+                self.error = error
                 self.fail(error)
             finally:
                 self.asked.set()

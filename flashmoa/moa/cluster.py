@@ -111,7 +111,6 @@ class Cluster:
         leave: Callable[[Member], None],
     ) -> None:
         self.decisions: list[Decision] = []
-        self._errors: list[Exception] = []
         self.deciding = 0.0
         self.last = members[-1]
         self._last_arrival = 0.0
@@ -229,7 +228,6 @@ class Cluster:
         except UpstreamCancelled:
             return ""
         except Exception as error:
-            self._errors.append(error)
             return str(error) or type(error).__name__
         if member.answer.written.strip():
             return None
@@ -248,7 +246,7 @@ class Cluster:
             member.leave_out()
         else:
             failure = MixtureFailed(f"no agent answered; {member.answer.name}: {problem}")
-            failure.__cause__ = common_refusal(self._errors, len(self._members))
+            failure.__cause__ = common_refusal([one.answer.error for one in self._members])
             member.fail(failure)
 
     async def _exit_early_with(self, member: Member, run: anyio.CancelScope) -> None:

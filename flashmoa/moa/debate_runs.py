@@ -10,7 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa import Text, UpstreamCancelled
-from flashmoa.moa.agents import Model, raise_as_mixture_failed, room_for_answers
+from flashmoa.moa.agents import (
+    Model,
+    common_refusal,
+    raise_as_mixture_failed,
+    room_for_answers,
+)
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.conclusion import Ask, Conclusion
 from flashmoa.moa.inquiry import Inquiry
@@ -78,7 +83,8 @@ class DebateRun(ABC):
         answered = [any(answer.is_complete for answer in round_) for round_ in rounds]
         problem = "; ".join(answer.problem for answer in rounds[-1])
         if not any(answered) or not (answered[-1] or self._debate.fallback.best_answer):
-            raise MixtureFailed(f"no agent answered; {problem}")
+            errors = [call.error for call in self.inquiry.calls]
+            raise MixtureFailed(f"no agent answered; {problem}") from common_refusal(errors)
         last = max(number for number, is_answered in enumerate(answered) if is_answered)
         texts = [answer.text if answer.is_complete else "" for answer in rounds[last]]
         outcome = vote(texts, self._debate.conclusion)
@@ -226,12 +232,7 @@ class StaircaseDebateRun(DebateRun):
     """Runs a debate whose rounds overlap: debaters read chunks of answers (arXiv 2510.05059)."""
 
     def __init__(
-        self,
-        debate: Debate,
-        inquiry: Inquiry,
-        question: Messages,
-        sampling: Sampling,
-        steps: Steps,
+        self, debate: Debate, inquiry: Inquiry, question: Messages, sampling: Sampling, steps: Steps
     ) -> None:
         super().__init__(debate, inquiry, question, sampling)
         voters = [model.with_sampling(sampling) for model in debate.debaters]

@@ -118,8 +118,7 @@ class GrowingPrompt:
         if all(chunked.failed for chunked in self.sources):
             problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
             failure = MixtureFailed(f"no agent answered; {'; '.join(problems)}")
-            errors = [chunked.error for chunked in self.sources if chunked.error is not None]
-            raise failure from common_refusal(errors, len(self.sources))
+            raise failure from common_refusal([chunked.error for chunked in self.sources])
 
 
 class StaircaseLayers:

@@ -17,6 +17,7 @@ from flashmoa.moa import (
     MixtureResult,
     Model,
     Staircase,
+    Steps,
 )
 from flashmoa.moa.cluster import Member
 from flashmoa.moa.serve.answers import error_body
@@ -102,6 +103,9 @@ def system(kind: str, proposer: Model, last: Model, **more: Any) -> Any:
     """Make a mixture, staircase or debate with an aggregator, whose other agents are alike."""
     if kind == "staircase":
         return Staircase([proposer], last, **more)
+    if "vote" in kind:
+        steps = Steps() if kind == "staircase vote" else None
+        return Debate([proposer] * 2, 2, lambda answer: answer[:1], staircase=steps)
     if kind == "debate":
         return Debate([proposer] * 2, 2, last, **more)
     return MixtureOfAgents([[proposer], [last]], prompt=PROMPT, **more)
@@ -167,7 +171,7 @@ def _refused(client: EngineClient) -> Model:
     return Model(client, "whole", REFUSED)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "staircase"])
+@pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "vote", "staircase vote"])
 async def test_a_question_that_all_engines_refuse_is_the_clients_mistake(kind: str) -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
         asked = system(kind, _refused(client), Model(client, "rest"))

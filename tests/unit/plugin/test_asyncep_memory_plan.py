@@ -1,0 +1,159 @@
+"""How ``--flashmoa-asyncep h2d`` divides a GPU's memory, by arithmetic. No GPU has run it yet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flashmoa_sglang.asyncep.memory_plan import CONTEXT, Plan, Shape, make_plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parents[3]
+# MiB of memory that nvidia-smi shows.
+GPUS = {"H100": 81559, "H200": 143771}
+QWEN3_30B: dict[str, Any] = json.loads(
+    (ROOT / "examples/models/qwen3-30b-a3b/config.json").read_text()
+)
+QWEN3_235B = QWEN3_30B | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+MODELS = {
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-30B-A3B-FP8": QWEN3_30B | FP8,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "Qwen3-235B-A22B-FP8": QWEN3_235B | FP8,
+}
+
+
+def plan_for(gpu: str, model: str, **given: Any) -> Plan:
+    return make_plan(Shape.read(MODELS[model]), GPUS[gpu] << 20, **given)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "forward", "fraction"),
+    [
+        ("H100", "Qwen3-30B-A3B", 131_072, 0.77),
+        ("H100", "Qwen3-30B-A3B-FP8", 131_072, 0.75),
+        ("H100", "Qwen3-235B-A22B", 65_536, 0.77),
+        ("H100", "Qwen3-235B-A22B-FP8", 65_536, 0.75),
+        ("H200", "Qwen3-30B-A3B", 131_072, 0.87),
+        ("H200", "Qwen3-30B-A3B-FP8", 131_072, 0.86),
+        ("H200", "Qwen3-235B-A22B", 131_072, 0.75),
+        ("H200", "Qwen3-235B-A22B-FP8", 131_072, 0.73),
+    ],
+)
+def test_the_longest_forward_that_fits_is_chosen(
+    gpu: str, model: str, forward: int, fraction: float
+) -> None:
+    plan = plan_for(gpu, model)
+    assert (plan.slots, plan.forward, plan.fraction) == (2, forward, fraction)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "host"),
+    [
+        ("Qwen3-30B-A3B", 30.5e9, 57e9),
+        ("Qwen3-30B-A3B-FP8", 30.5e9, 28.4e9),
+        ("Qwen3-235B-A22B", 235.1e9, 449e9),
+        ("Qwen3-235B-A22B-FP8", 235.1e9, 225e9),
+    ],
+)
+def test_the_weights_are_those_of_the_model(model: str, parameters: float, host: float) -> None:
+    shape = Shape.read(MODELS[model])
+    embeddings = 2 * shape.vocabulary * shape.hidden
+    linear = shape.layers * shape.expert_bytes + shape.other_bytes - 2 * embeddings
+    counted = linear / (1 if shape.fp8 else 2) + embeddings
+    assert counted == pytest.approx(parameters, rel=0.005)
+    assert plan_for("H200", model).on_host == pytest.approx(host, rel=0.01)
+
+
+@given(free=st.integers(8 << 30, 300 << 30), model=st.sampled_from(list(MODELS)))
+def test_a_plan_fits_into_the_memory(free: int, model: str) -> None:
+    shape = Shape.read(MODELS[model])
+    try:
+        plan = make_plan(shape, free)
+    except ValueError as error:
+        assert "does not fit" in str(error)
+        return
+    kv = plan.pool * shape.kv_bytes_per_token
+    assert CONTEXT + plan.weights + kv + plan.left <= free
+    assert plan.left >= 1.5 * plan.peak
+    assert plan.pool >= 2 * plan.forward
+    assert 0 < plan.fraction < 1
+
+
+@given(free=st.integers(8 << 30, 300 << 30), more=st.integers(0, 100 << 30))
+def test_more_memory_never_shortens_forwards(free: int, more: int) -> None:
+    shape = Shape.read(QWEN3_235B)
+    try:
+        plan = make_plan(shape, free)
+    except ValueError:
+        return
+    larger = make_plan(shape, free + more)
+    assert (larger.slots, larger.forward) >= (plan.slots, plan.forward)
+
+
+def test_a_second_slot_is_given_up_where_two_do_not_fit() -> None:
+    shape = Shape.read(QWEN3_235B)
+    plan = make_plan(shape, 36 << 30)
+    assert (plan.slots, plan.forward) == (1, 8_192)
+
+
+def test_what_the_user_gives_is_kept() -> None:
+    plan = plan_for("H200", "Qwen3-30B-A3B", forward=100_000, fraction=0.6, slots=4)
+    assert (plan.forward, plan.fraction, plan.slots) == (100_000, 0.6, 4)
+    # With less for forwards than the longest one needs, a shorter one is chosen.
+    plan = plan_for("H100", "Qwen3-30B-A3B", fraction=0.85)
+    assert (plan.forward, plan.fraction) == (65_536, 0.85)
+    # A forward as long as the user wants need not leave room for a second one.
+    plan = plan_for("H100", "Qwen3-235B-A22B-FP8", forward=131_072)
+    assert 131_072 <= plan.pool < 2 * 131_072
+
+
+@pytest.mark.parametrize(
+    ("given_by_user", "problem"),
+    [
+        ({"forward": 1 << 20}, "a forward of 1048576 tokens needs"),
+        ({"slots": 40}, "does not fit into the 79.6 GiB that are free"),
+        ({"fraction": 0.99}, "that are free with --mem-fraction-static 0.99"),
+        ({"fraction": 0.1}, "that are free with --mem-fraction-static 0.1"),
+    ],
+)
+def test_what_does_not_fit_is_named(given_by_user: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem.replace(".", r"\.")):
+        plan_for("H100", "Qwen3-235B-A22B", **given_by_user)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' is not known (known: mixtral, "),
+        ({"mlp_only_layers": [0]}, "some layers have no experts"),
+        ({"decoder_sparse_step": 2}, "some layers have no experts"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq' is not known"),
+    ],
+)
+def test_models_whose_memory_is_not_known_are_refused(
+    changed: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        Shape.read(QWEN3_30B | changed)
+    assert problem in str(refused.value)
+
+
+def test_a_dense_model_has_no_plan() -> None:
+    dense = {key: value for key, value in QWEN3_30B.items() if "expert" not in key}
+    with pytest.raises(ValueError, match="the model has no experts"):
+        make_plan(Shape.read(dense | {"model_type": "qwen3"}), 80 << 30)
+
+
+def test_the_quantization_of_the_command_line_counts() -> None:
+    assert Shape.read(QWEN3_30B, "fp8") == Shape.read(QWEN3_30B | FP8)

@@ -39,7 +39,7 @@ _WEIGHTS_PER_SCALE_BYTE = 128 * 128 // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSizes:
     """The sizes of a model that decide how much memory it needs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Shape:
     fp8: bool
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], quantization: str | None = None) -> Shape:
+    def read(cls, config: Mapping[str, Any], quantization: str | None = None) -> ModelSizes:
         """Read a model's ``config.json``.
 
         Args:
@@ -74,6 +74,15 @@ class Shape:
         if kind not in _WIDTHS:
             known = ", ".join(sorted(_WIDTHS))
             raise ValueError(f"the memory of model_type {kind!r} is not known (known: {known})")
+        needed = {
+            "hidden_size",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "vocab_size",
+            _WIDTHS[kind],
+        }
+        if missing := ", ".join(sorted(needed - config.keys())):
+            raise ValueError(f"config.json has no {missing}")
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ValueError("some layers have no experts, and their memory is not known")
         stored = (config.get("quantization_config") or {}).get("quant_method")
@@ -159,7 +168,7 @@ class Plan:
 
 
 def make_plan(
-    shape: Shape,
+    sizes: ModelSizes,
     free: int,
     *,
     forward: int | None = None,
@@ -174,49 +183,54 @@ def make_plan(
 
     Raises: ValueError if nothing fits, or the model has no experts to copy.
     """
-    if shape.experts == 1:
+    if sizes.experts == 1:
         raise ValueError("the model has no experts")
-    plan = None
-    for count in [slots] if slots else _SLOTS:
-        for tokens in [forward] if forward else _FORWARDS:
-            plan = _divide(shape, free - CONTEXT, tokens, fraction, count)
-            # A forward that the user wants so long need not be followed by another at once.
-            if _fits(plan, 1 if forward else _FORWARDS_IN_POOL):
-                return plan
-    assert plan is not None
-    wanted = (1 if forward else _FORWARDS_IN_POOL) * plan.forward
-    needed = CONTEXT + plan.weights + _room(plan.peak) + wanted * shape.kv_bytes_per_token
-    share = "" if fraction is None else f" with --mem-fraction-static {fraction}"
+    usable = free - CONTEXT
+    # A forward that the user wants so long need not be followed by another at once.
+    forwards_in_pool = 1 if forward else _FORWARDS_IN_POOL
+    plans = [
+        _divide(sizes, usable, tokens, fraction, count)
+        for count in ([slots] if slots else _SLOTS)
+        for tokens in ([forward] if forward else _FORWARDS)
+    ]
+    for plan in plans:
+        if _room(plan.peak) <= plan.left and plan.pool >= forwards_in_pool * plan.forward:
+            return plan
+    least = plans[-1]
+    kv = forwards_in_pool * least.forward * sizes.kv_bytes_per_token
     raise ValueError(
-        f"a forward of {plan.forward} tokens needs {needed / _GIB:.1f} GiB of the device's memory, "
-        f"with {plan.weights / _GIB:.1f} GiB of weights and the KV of {wanted} tokens, and does "
-        f"not fit into the {free / _GIB:.1f} GiB that are free{share}"
+        f"forwards of {least.forward} tokens do not fit: by --mem-fraction-static "
+        f"{least.fraction}, {_gib(usable - least.left)} are for weights ({_gib(least.weights)}) "
+        f"and KV ({_gib(kv)} at least), and {_gib(least.left)} for the tensors of a forward "
+        f"({_gib(_room(least.peak))})"
     )
 
 
-def _divide(shape: Shape, usable: int, forward: int, fraction: float | None, slots: int) -> Plan:
-    peak = shape.peak_bytes(forward)
+def _divide(
+    sizes: ModelSizes, usable: int, forward: int, fraction: float | None, slots: int
+) -> Plan:
+    peak = sizes.peak_bytes(forward)
     if fraction is None:
         fraction = max(0.0, math.floor(100 * (1 - _room(peak) / usable)) / 100)
-    held = shape.expert_bytes * min(shape.layers, 1 + slots)
-    weights = shape.other_bytes + held
+    held = sizes.expert_bytes * min(sizes.layers, 1 + slots)
+    weights = sizes.other_bytes + held
     left = round(usable * (1 - fraction))
     return Plan(
         slots=slots,
         forward=forward,
         fraction=fraction,
         weights=weights,
-        on_host=shape.expert_bytes * (shape.layers - 1),
+        on_host=sizes.expert_bytes * (sizes.layers - 1),
         peak=peak,
         left=left,
-        pool=max(0, usable - left - weights) // shape.kv_bytes_per_token,
+        pool=max(0, usable - left - weights) // sizes.kv_bytes_per_token,
     )
-
-
-def _fits(plan: Plan, forwards_in_pool: int) -> bool:
-    return _room(plan.peak) <= plan.left and plan.pool >= forwards_in_pool * plan.forward
 
 
 def _room(peak: int) -> int:
     """Return the bytes to leave for forwards that need ``peak`` bytes by the tensors' sizes."""
     return round(_MARGIN * peak) + _LOGITS
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flashmoa_sglang.asyncep.memory_plan import ModelSizes, make_plan
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]
@@ -113,13 +114,16 @@ class GpuMemory:
             text=True,
         )
 
-    def budget(self, command: Command, gpu: str, taken: int = TAKEN) -> dict[str, Any]:
+    def budget(
+        self, command: Command, gpu: str, taken: int = TAKEN, sees: bool = True
+    ) -> dict[str, Any]:
         model = self._folder / command.model.replace("/", "-")
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(MODELS[command.model]))
         request = {"argv": command.arguments, "model": str(model), "total": GPUS[gpu]}
         assert self._process.stdin and self._process.stdout
-        print(json.dumps(request | {"taken": taken}), file=self._process.stdin, flush=True)
+        request |= {"taken": taken, "sees": sees}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
 
     def stop(self) -> None:
@@ -136,20 +140,8 @@ def gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterable[GpuMemory]:
 
 
 def activations(model: dict[str, Any], tokens: int) -> int:
-    """Return how many bytes a forward needs at its peak for the tensors that SGLang makes.
-
-    Assumes bfloat16, and Triton's kernels for experts, which have a row for each token and expert.
-    """
-    hidden, head = model["hidden_size"], model["head_dim"]
-    heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
-    rows = model.get("num_experts_per_tok", 1)
-    inner = model.get("moe_intermediate_size", model["intermediate_size"])
-    # Gate and up projections, their product, and the down projection.
-    feed_forward = rows * (2 * inner + inner + hidden)
-    # Queries, keys and values, together and split; the result.
-    attention = 2 * (heads + 2 * kv_heads) * head + heads * head
-    # The input, the output, the residual and its sum.
-    return 2 * tokens * (4 * hidden + max(feed_forward, attention))
+    """Return how many bytes a forward needs at its peak for the tensors that SGLang makes."""
+    return ModelSizes.read(model).peak_bytes(tokens)
 
 
 @pytest.mark.parametrize(("block", "gpu"), CASES)
@@ -188,9 +180,11 @@ def test_sglangs_own_choice_for_long_forwards_leaves_nothing(
     budget = gpu_memory.budget(resident, gpu)
     assert budget["fraction"] == fraction
     assert "no GPU memory for the KV cache" in budget["problem"]
-    # With h2d the plugin refuses this before the weights are loaded.
+    # With h2d the plugin refuses this before the weights are loaded, where it cannot choose.
     copied = replace(resident, arguments=(*resident.arguments, "--flashmoa-asyncep", "h2d"))
-    assert "give --mem-fraction-static" in gpu_memory.budget(copied, gpu)["problem"]
+    refused = gpu_memory.budget(copied, gpu, sees=False)
+    assert "give --mem-fraction-static" in refused["problem"]
+    assert gpu_memory.budget(copied, gpu)["problem"] is None
 
 
 def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) -> None:
@@ -205,3 +199,31 @@ def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) ->
     assert f"{h100['left'] >> 30} and {h200['left'] >> 30} GiB" in text
     assert h100["forward"] == 131072
     assert f"needs {activations(MODELS[h2d.model], 131072) / 2**30:.1f} GiB" in text
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_sglang_divides_the_memory_as_the_plugin_has_reckoned(
+    gpu_memory: GpuMemory, gpu: str
+) -> None:
+    command = Command("", "Qwen/Qwen3-30B-A3B", ("--flashmoa-asyncep", "h2d"))
+    plan = make_plan(ModelSizes.read(QWEN3_30B), GPUS[gpu] << 20)
+    budget = gpu_memory.budget(command, gpu)
+    assert budget["problem"] is None
+    assert (budget["fraction"], budget["forward"]) == (plan.fraction, plan.forward)
+    assert budget["weights"] == pytest.approx(plan.weights, rel=1e-4)
+    assert budget["tokens"] == pytest.approx(plan.pool, rel=1e-3)
+    assert budget["left"] == pytest.approx(plan.left, rel=1e-3)
+
+
+@pytest.mark.parametrize("graphs", ["--disable-cuda-graph", "--cuda-graph-backend-decode=disabled"])
+def test_graphs_are_off_whichever_way_the_user_says_it(gpu_memory: GpuMemory, graphs: str) -> None:
+    arguments = ("--flashmoa-asyncep", "h2d", graphs)
+    assert (
+        gpu_memory.budget(Command("", "Qwen/Qwen3-30B-A3B", arguments), "H100")["problem"] is None
+    )
+
+
+def test_graphs_that_the_user_wants_are_refused_and_not_turned_off(gpu_memory: GpuMemory) -> None:
+    arguments = ("--flashmoa-asyncep", "h2d", "--cuda-graph-backend-decode", "full")
+    budget = gpu_memory.budget(Command("", "Qwen/Qwen3-30B-A3B", arguments), "H100")
+    assert "a graph would look for experts" in budget["problem"]

@@ -3,7 +3,8 @@
 This is a separate program, because parsing SGLang's arguments leaves traces in its process. It
 reads requests as JSON, one per line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
 ``config.json``), ``total`` MiB of memory as nvidia-smi shows it, ``taken`` bytes that are in use
-when the server starts, and whether the plugin ``sees`` the memory. It answers each with a line: a ``Budget``, as JSON.
+when the server starts, and whether the plugin ``sees`` the memory. It answers each with a line: a
+``Budget``, as JSON.
 """
 
 from __future__ import annotations

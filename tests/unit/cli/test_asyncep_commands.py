@@ -40,9 +40,48 @@ QWEN3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 QWEN3_30B = json.loads((ROOT / "examples/models/qwen3-30b-a3b/config.json").read_text())
-MODELS = {
-    "Qwen/Qwen3-8B": QWEN3_8B,
+QWEN3_235B = QWEN3_30B | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+OLMOE: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+COPIED = {
     "Qwen/Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen/Qwen3-235B-A22B": QWEN3_235B,
+    "mistralai/Mixtral-8x7B-v0.1": MIXTRAL,
+    "allenai/OLMoE-1B-7B-0924": OLMOE,
+}
+MODELS = COPIED | {
+    "Qwen/Qwen3-8B": QWEN3_8B,
     "examples/models/qwen3-30b-a3b": QWEN3_30B,
 }
 # Placeholders for a model's name, and a model for CPUs.
@@ -188,7 +227,8 @@ def test_sglangs_own_choice_for_long_forwards_leaves_nothing(
 
 
 def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) -> None:
-    (h2d, *_) = [command for command in DOCUMENTED if "h2d" in command.arguments]
+    lower = ("--flashmoa-asyncep", "h2d", "--mem-fraction-static", "0.75")
+    h2d = Command("", "Qwen/Qwen3-30B-A3B", lower)
     resident = gpu_memory.budget(Command("", h2d.model, ()), "H200")
     h100, h200 = (gpu_memory.budget(h2d, gpu) for gpu in GPUS)
     text = " ".join((ROOT / "docs" / "asyncep.md").read_text().split())
@@ -202,12 +242,12 @@ def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) ->
 
 
 @pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", COPIED)
 def test_sglang_divides_the_memory_as_the_plugin_has_reckoned(
-    gpu_memory: GpuMemory, gpu: str
+    gpu_memory: GpuMemory, model: str, gpu: str
 ) -> None:
-    command = Command("", "Qwen/Qwen3-30B-A3B", ("--flashmoa-asyncep", "h2d"))
-    plan = make_plan(ModelSizes.read(QWEN3_30B), GPUS[gpu] << 20)
-    budget = gpu_memory.budget(command, gpu)
+    plan = make_plan(ModelSizes.read(COPIED[model]), GPUS[gpu] << 20)
+    budget = gpu_memory.budget(Command("", model, ("--flashmoa-asyncep", "h2d")), gpu)
     assert budget["problem"] is None
     assert (budget["fraction"], budget["forward"]) == (plan.fraction, plan.forward)
     assert budget["weights"] == pytest.approx(plan.weights, rel=1e-4)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_sglang import serve
 from flashmoa_sglang.asyncep import choices
 from flashmoa_sglang.releases import RELEASE
 
@@ -221,3 +224,22 @@ def test_a_gpu_whose_memory_is_not_known_is_left_to_the_user(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert choose("--base-gpu-id 1" if visible else "", free_memory=None) == []
     assert f"nothing is chosen, because {problem}" in capsys.readouterr().err
+
+
+def test_the_server_reads_what_is_chosen(
+    smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare_server_args(argv: list[str]) -> None:
+        raise SystemExit(" ".join(argv))
+
+    for name, attributes in {
+        "plugins": {"load_plugins": lambda: None},
+        "entrypoints.http_server": {"launch_server": None},
+        "server_args": {"prepare_server_args": prepare_server_args},
+    }.items():
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**attributes))
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    smi("echo 81559")
+    given = ["--model-path", MODEL, "--flashmoa-asyncep", "h2d"]
+    with pytest.raises(SystemExit, match=r"--mem-fraction-static 0\.77 .*--flashmoa-asyncep h2d"):
+        serve.serve(given)

@@ -166,3 +166,25 @@ def test_a_dense_model_has_no_plan() -> None:
 
 def test_the_quantization_of_the_command_line_counts() -> None:
     assert ModelSizes.read(QWEN3_30B, "fp8") == ModelSizes.read(QWEN3_30B | FP8)
+
+
+def test_the_table_of_the_documentation_is_computed() -> None:
+    documented = (ROOT / "docs" / "asyncep.md").read_text().splitlines()
+    rows = [row(gpu, model) for gpu in GPUS for model in MODELS]
+    assert [line for line in documented if line.startswith(("| H100", "| H200"))] == rows
+
+
+def row(gpu: str, model: str) -> str:
+    plan = plan_for(gpu, model)
+    cells = (
+        gpu,
+        model,
+        plan.slots,
+        f"{plan.weights / 1e9:.1f} GB",
+        f"{plan.on_host / 1e9:.0f} GB",
+        f"{plan.forward:,}",
+        f"{plan.peak / 2**30:.1f} GiB",
+        plan.fraction,
+        f"{plan.pool // 1000:,},000 tokens",
+    )
+    return f"| {' | '.join(map(str, cells))} |"

@@ -78,10 +78,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         ("--model-path", "--model"),
         ("--revision",),
         ("--quantization",),
+        ("--chunked-prefill-size",),
         ("--max-prefill-tokens",),
     ):
         parser.add_argument(*flags)
-    parser.add_argument("--chunked-prefill-size", type=int)
     parser.add_argument("--mem-fraction-static", type=float)
     parser.add_argument("--base-gpu-id", type=int, default=0)
     for name, short in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp")):
@@ -155,23 +155,28 @@ def _divide_memory(
     lengths = given.chunked_prefill_size, given.max_prefill_tokens
     if None not in (*lengths, given.mem_fraction_static):
         return []
-    if not str(given.max_prefill_tokens or 0).isdecimal():
-        raise ValueError(f"--max-prefill-tokens {given.max_prefill_tokens} is no plain number")
     if given.dtype in ("float", "float32"):
         raise ValueError(f"that is not reckoned for --dtype {given.dtype}")
     if max(given.tp, given.pp, given.dp) > 1:
         raise ValueError("that is reckoned for one GPU only")
     of_plugin = options.Options.from_environment()
-    if of_plugin.kv_cache == "off" or (given.chunked_prefill_size or 1) < 1:
+    if of_plugin.kv_cache == "off" or given.chunked_prefill_size in ("-1", "0"):
         raise ValueError("without chunks, a forward may be as long as the longest prompt")
     plan = make_plan(
         ModelSizes.read(read_config(given), given.quantization),
         free,
-        forward=min((int(length) for length in lengths if length is not None), default=None),
+        forward=min((_tokens(length) for length in lengths if length is not None), default=None),
         fraction=given.mem_fraction_static,
         slots=of_plugin.asyncep_slots if options.is_given("asyncep_slots") else None,
     )
     return list(_arguments(given, plan, free))
+
+
+def _tokens(length: str) -> int:
+    """Return the tokens of a forward that the user has given; ValueError if it is no number."""
+    if not length.isdecimal() or not int(length):
+        raise ValueError(f"{length} tokens is not a plain number above 0")
+    return int(length)
 
 
 def _arguments(given: argparse.Namespace, plan: Plan, free: int) -> Iterator[str]:

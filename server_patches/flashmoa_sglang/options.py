@@ -187,6 +187,11 @@ class Options:
         return cls(**values)
 
 
+def is_given(name: str) -> bool:
+    """Return whether the user has given an option, by its argument or in the environment."""
+    return _environment_variable(name) in os.environ
+
+
 def take_device_arguments(argv: list[str]) -> list[str]:
     """Put the arguments ``--flashmoa-device...`` into the environment; return the others."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)

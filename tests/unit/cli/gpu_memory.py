@@ -2,8 +2,9 @@
 
 This is a separate program, because parsing SGLang's arguments leaves traces in its process. It
 reads requests as JSON, one per line: ``argv`` of ``flashmoa serve``, ``model`` (a folder with a
-``config.json``), ``total`` MiB of memory as nvidia-smi shows it, and ``taken`` bytes that are in
-use when the server starts. It answers each with a line: a ``Budget``, as JSON.
+``config.json``), ``total`` MiB of memory as nvidia-smi shows it, ``taken`` bytes that are in use
+when the server starts, and whether the plugin ``sees`` the memory. It answers each with a line: a
+``Budget``, as JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ torchvision_ops.allow_mismatched_build()
 
 import torch  # noqa: E402
 from flashmoa_sglang import asyncep, kv_free  # noqa: E402
+from flashmoa_sglang.asyncep import choices, memory_plan  # noqa: E402
 from flashmoa_sglang.options import Options, add_arguments  # noqa: E402
 from sglang.srt import server_args as sglang_arguments  # noqa: E402
 from sglang.srt.mem_cache import kv_cache_configurator  # noqa: E402
@@ -66,9 +68,11 @@ def main() -> None:
         print(json.dumps(asdict(budget(**request))), flush=True)
 
 
-def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
-    with _options(argv) as (rest, options):
-        rest += ["--model-path", model, "--device", "cuda", "--skip-tokenizer-init"]
+def budget(argv: list[str], model: str, total: int, taken: int, sees: bool) -> Budget:
+    # nvidia-smi does not show what this server itself will take.
+    shown = (total << 20) - taken + memory_plan.CONTEXT if sees else None
+    with _options(["--model-path", model, *argv], shown) as (rest, options):
+        rest += ["--device", "cuda", "--skip-tokenizer-init"]
         with mock.patch.object(
             sglang_arguments, "get_device_memory_capacity", lambda _device: float(total)
         ):
@@ -98,13 +102,20 @@ def budget(argv: list[str], model: str, total: int, taken: int) -> Budget:
 
 
 @contextmanager
-def _options(argv: list[str]) -> Generator[tuple[list[str], Options]]:
-    """Split arguments into SGLang's and the plugin's options."""
+def _options(argv: list[str], free: int | None) -> Generator[tuple[list[str], Options]]:
+    """Add what the plugin chooses, and split arguments into SGLang's and the plugin's options."""
     with mock.patch.dict(os.environ):
+        argv = choices.add_choices(argv, lambda _: _known(free))
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(None, parser)
         _, rest = parser.parse_known_args(argv)
         yield rest, Options.from_environment()
+
+
+def _known(free: int | None) -> int:
+    if free is None:
+        raise ValueError("there is no nvidia-smi")
+    return free
 
 
 def _plugin_problem(arguments: Any, options: Options) -> str | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flashmoa_sglang.asyncep.memory_plan import ModelSizes, make_plan
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]
@@ -39,9 +40,48 @@ QWEN3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 QWEN3_30B = json.loads((ROOT / "examples/models/qwen3-30b-a3b/config.json").read_text())
-MODELS = {
-    "Qwen/Qwen3-8B": QWEN3_8B,
+QWEN3_235B = QWEN3_30B | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+OLMOE: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+COPIED = {
     "Qwen/Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen/Qwen3-235B-A22B": QWEN3_235B,
+    "mistralai/Mixtral-8x7B-v0.1": MIXTRAL,
+    "allenai/OLMoE-1B-7B-0924": OLMOE,
+}
+MODELS = COPIED | {
+    "Qwen/Qwen3-8B": QWEN3_8B,
     "examples/models/qwen3-30b-a3b": QWEN3_30B,
 }
 # Placeholders for a model's name, and a model for CPUs.
@@ -113,13 +153,16 @@ class GpuMemory:
             text=True,
         )
 
-    def budget(self, command: Command, gpu: str, taken: int = TAKEN) -> dict[str, Any]:
+    def budget(
+        self, command: Command, gpu: str, taken: int = TAKEN, sees: bool = True
+    ) -> dict[str, Any]:
         model = self._folder / command.model.replace("/", "-")
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(MODELS[command.model]))
         request = {"argv": command.arguments, "model": str(model), "total": GPUS[gpu]}
         assert self._process.stdin and self._process.stdout
-        print(json.dumps(request | {"taken": taken}), file=self._process.stdin, flush=True)
+        request |= {"taken": taken, "sees": sees}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
 
     def stop(self) -> None:
@@ -136,20 +179,8 @@ def gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterable[GpuMemory]:
 
 
 def activations(model: dict[str, Any], tokens: int) -> int:
-    """Return how many bytes a forward needs at its peak for the tensors that SGLang makes.
-
-    Assumes bfloat16, and Triton's kernels for experts, which have a row for each token and expert.
-    """
-    hidden, head = model["hidden_size"], model["head_dim"]
-    heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
-    rows = model.get("num_experts_per_tok", 1)
-    inner = model.get("moe_intermediate_size", model["intermediate_size"])
-    # Gate and up projections, their product, and the down projection.
-    feed_forward = rows * (2 * inner + inner + hidden)
-    # Queries, keys and values, together and split; the result.
-    attention = 2 * (heads + 2 * kv_heads) * head + heads * head
-    # The input, the output, the residual and its sum.
-    return 2 * tokens * (4 * hidden + max(feed_forward, attention))
+    """Return how many bytes a forward needs at its peak for the tensors that SGLang makes."""
+    return ModelSizes.read(model).peak_bytes(tokens)
 
 
 @pytest.mark.parametrize(("block", "gpu"), CASES)
@@ -188,13 +219,16 @@ def test_sglangs_own_choice_for_long_forwards_leaves_nothing(
     budget = gpu_memory.budget(resident, gpu)
     assert budget["fraction"] == fraction
     assert "no GPU memory for the KV cache" in budget["problem"]
-    # With h2d the plugin refuses this before the weights are loaded.
+    # With h2d the plugin refuses this before the weights are loaded, where it cannot choose.
     copied = replace(resident, arguments=(*resident.arguments, "--flashmoa-asyncep", "h2d"))
-    assert "give --mem-fraction-static" in gpu_memory.budget(copied, gpu)["problem"]
+    refused = gpu_memory.budget(copied, gpu, sees=False)
+    assert "give --mem-fraction-static" in refused["problem"]
+    assert gpu_memory.budget(copied, gpu)["problem"] is None
 
 
 def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) -> None:
-    (h2d, *_) = [command for command in DOCUMENTED if "h2d" in command.arguments]
+    lower = ("--flashmoa-asyncep", "h2d", "--mem-fraction-static", "0.75")
+    h2d = Command("", "Qwen/Qwen3-30B-A3B", lower)
     resident = gpu_memory.budget(Command("", h2d.model, ()), "H200")
     h100, h200 = (gpu_memory.budget(h2d, gpu) for gpu in GPUS)
     text = " ".join((ROOT / "docs" / "asyncep.md").read_text().split())
@@ -205,3 +239,31 @@ def test_the_figures_of_the_documentation_are_computed(gpu_memory: GpuMemory) ->
     assert f"{h100['left'] >> 30} and {h200['left'] >> 30} GiB" in text
     assert h100["forward"] == 131072
     assert f"needs {activations(MODELS[h2d.model], 131072) / 2**30:.1f} GiB" in text
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", COPIED)
+def test_sglang_divides_the_memory_as_the_plugin_has_reckoned(
+    gpu_memory: GpuMemory, model: str, gpu: str
+) -> None:
+    plan = make_plan(ModelSizes.read(COPIED[model]), GPUS[gpu] << 20)
+    budget = gpu_memory.budget(Command("", model, ("--flashmoa-asyncep", "h2d")), gpu)
+    assert budget["problem"] is None
+    assert (budget["fraction"], budget["forward"]) == (plan.fraction, plan.forward)
+    assert budget["weights"] == pytest.approx(plan.weights, rel=1e-4)
+    assert budget["tokens"] == pytest.approx(plan.pool, rel=1e-3)
+    assert budget["left"] == pytest.approx(plan.left, rel=1e-3)
+
+
+@pytest.mark.parametrize("graphs", ["--disable-cuda-graph", "--cuda-graph-backend-decode=disabled"])
+def test_graphs_are_off_whichever_way_the_user_says_it(gpu_memory: GpuMemory, graphs: str) -> None:
+    arguments = ("--flashmoa-asyncep", "h2d", graphs)
+    assert (
+        gpu_memory.budget(Command("", "Qwen/Qwen3-30B-A3B", arguments), "H100")["problem"] is None
+    )
+
+
+def test_graphs_that_the_user_wants_are_refused_and_not_turned_off(gpu_memory: GpuMemory) -> None:
+    arguments = ("--flashmoa-asyncep", "h2d", "--cuda-graph-backend-decode", "full")
+    budget = gpu_memory.budget(Command("", "Qwen/Qwen3-30B-A3B", arguments), "H100")
+    assert "a graph would look for experts" in budget["problem"]

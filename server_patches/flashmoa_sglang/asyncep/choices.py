@@ -186,7 +186,6 @@ def _arguments(command: argparse.Namespace, plan: Plan, free: int) -> Iterator[s
         "--max-prefill-tokens": command.max_prefill_tokens,
     }
     lengths = [f"{flag} {plan.forward}" for flag, value in forward.items() if value is None]
-    fraction = [f"--mem-fraction-static {plan.fraction}"]
     chosen = [
         (
             [] if options.is_given("asyncep_slots") else [f"--flashmoa-asyncep-slots {plan.slots}"],

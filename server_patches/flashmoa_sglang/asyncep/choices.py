@@ -28,7 +28,7 @@ def add_choices(
     free_memory: Callable[[argparse.Namespace], int] | None = None,
     read_config: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
 ) -> list[str]:
-    """Return the arguments with those that ``h2d`` needs and the user has not given.
+    """Return the arguments with those that ``h2d`` needs and the user has not command.
 
     What is chosen, what is not, and why, is written to stderr. The choices come before the user's
     arguments, which therefore prevail.
@@ -39,13 +39,13 @@ def add_choices(
         read_config: returns the model's ``config.json``; raises ValueError with the reason if it
             cannot. By default, it comes from the model's folder, or from where SGLang gets it.
     """
-    given = _parse(argv)
+    command = _parse(argv)
     if options.Options.from_environment().asyncep != "h2d":
         return list(argv)
     try:
-        if given.config is not None:
-            raise ValueError(f"what {given.config} (--config) says is read only later")
-        free = (free_memory or _ask_nvidia_smi)(given)
+        if command.config is not None:
+            raise ValueError(f"what {command.config} (--config) says is read only later")
+        free = (free_memory or _ask_nvidia_smi)(command)
     except ValueError as error:
         _say(
             f"nothing is chosen, because {error}; on a GPU, give {RELEASE.NO_GRAPHS} and "
@@ -54,7 +54,7 @@ def add_choices(
         return list(argv)
     chosen = _no_graphs(argv)
     try:
-        chosen += _divide_memory(given, free, read_config or _read_config)
+        chosen += _divide_memory(command, free, read_config or _read_config)
     except ValueError as error:
         _say(
             f"the device's memory is not divided, because {error}; give {_MEMORY_ARGUMENTS} "
@@ -68,7 +68,7 @@ def _say(text: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments that decide; ``None`` stands for those that are not given."""
+    """Parse the arguments that decide; ``None`` stands for those that are not command."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     options.add_arguments(None, parser)
     for flags in (
@@ -90,15 +90,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(argv)[0]
 
 
-def _ask_nvidia_smi(given: argparse.Namespace) -> int:
+def _ask_nvidia_smi(command: argparse.Namespace) -> int:
     """Return how many bytes of the GPU that SGLang will use are free.
 
     Raises: ValueError with the reason if that is not known.
     """
-    if given.device == "cpu" or lacks_accelerator():
+    if command.device == "cpu" or lacks_accelerator():
         raise ValueError("no GPU is used")
     devices = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-    number: int = given.base_gpu_id
+    number: int = command.base_gpu_id
     if devices and number >= len(devices):
         raise ValueError(f"CUDA_VISIBLE_DEVICES has no GPU number {number} (--base-gpu-id)")
     device = devices[number].strip() if devices else str(number)
@@ -114,62 +114,62 @@ def _ask_nvidia_smi(given: argparse.Namespace) -> int:
         ) from error
 
 
-def _read_config(given: argparse.Namespace) -> dict[str, Any]:
+def _read_config(command: argparse.Namespace) -> dict[str, Any]:
     """Read the model's ``config.json`` from its folder, or get it as SGLang will.
 
     Raises: ValueError with the reason if there is none.
     """
     from transformers import PretrainedConfig
 
-    if given.model_path is None:
+    if command.model_path is None:
         raise ValueError("no model is given (--model-path)")
     try:
-        config = PretrainedConfig.get_config_dict(given.model_path, revision=given.revision)[0]
+        config = PretrainedConfig.get_config_dict(command.model_path, revision=command.revision)[0]
     except OSError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise ValueError(f"{given.model_path} has no config.json to read ({reason})") from error
+        raise ValueError(f"{command.model_path} has no config.json to read ({reason})") from error
     if not config:
-        raise ValueError(f"{given.model_path} has no config.json")
+        raise ValueError(f"{command.model_path} has no config.json")
     return config
 
 
 def _no_graphs(argv: Sequence[str]) -> list[str]:
-    """Return the arguments that turn CUDA graphs off and that the user has not given."""
-    given = {argument.partition("=")[0] for argument in argv}
+    """Return the arguments that turn CUDA graphs off and that the user has not command."""
+    named = {argument.partition("=")[0] for argument in argv}
     wanted = [f"--{flag.strip()}" for flag in RELEASE.NO_GRAPHS.split("--")[1:]]
-    chosen = " ".join(flag for flag in wanted if flag.partition(" ")[0] not in given)
+    chosen = " ".join(flag for flag in wanted if flag.partition(" ")[0] not in named)
     if chosen:
         _say(f"chose {chosen}: a graph would look for experts where they were when it was made")
     return chosen.split()
 
 
 def _divide_memory(
-    given: argparse.Namespace,
+    command: argparse.Namespace,
     free: int,
     read_config: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> list[str]:
-    """Return the arguments that divide the device's memory and that the user has not given.
+    """Return the arguments that divide the device's memory and that the user has not command.
 
     Raises: ValueError with the reason if none can be chosen.
     """
-    lengths = given.chunked_prefill_size, given.max_prefill_tokens
-    if None not in (*lengths, given.mem_fraction_static):
+    lengths = command.chunked_prefill_size, command.max_prefill_tokens
+    if None not in (*lengths, command.mem_fraction_static):
         return []
-    if given.dtype in ("float", "float32"):
-        raise ValueError(f"that is not reckoned for --dtype {given.dtype}")
-    if max(given.tp, given.pp, given.dp) > 1:
+    if command.dtype in ("float", "float32"):
+        raise ValueError(f"that is not reckoned for --dtype {command.dtype}")
+    if max(command.tp, command.pp, command.dp) > 1:
         raise ValueError("that is reckoned for one GPU only")
     of_plugin = options.Options.from_environment()
-    if of_plugin.kv_cache == "off" or given.chunked_prefill_size in ("-1", "0"):
+    if of_plugin.kv_cache == "off" or command.chunked_prefill_size in ("-1", "0"):
         raise ValueError("without chunks, a forward may be as long as the longest prompt")
     plan = make_plan(
-        ModelSizes.read(read_config(given), given.quantization),
+        ModelSizes.read(read_config(command), command.quantization),
         free,
         forward=min((_tokens(length) for length in lengths if length is not None), default=None),
-        fraction=given.mem_fraction_static,
+        fraction=command.mem_fraction_static,
         slots=of_plugin.asyncep_slots if options.is_given("asyncep_slots") else None,
     )
-    return list(_arguments(given, plan, free))
+    return list(_arguments(command, plan, free))
 
 
 def _tokens(length: str) -> int:
@@ -179,11 +179,11 @@ def _tokens(length: str) -> int:
     return int(length)
 
 
-def _arguments(given: argparse.Namespace, plan: Plan, free: int) -> Iterator[str]:
+def _arguments(command: argparse.Namespace, plan: Plan, free: int) -> Iterator[str]:
     """Yield the plan's arguments that the user has not given, and say why they were chosen."""
     forward = {
-        "--chunked-prefill-size": given.chunked_prefill_size,
-        "--max-prefill-tokens": given.max_prefill_tokens,
+        "--chunked-prefill-size": command.chunked_prefill_size,
+        "--max-prefill-tokens": command.max_prefill_tokens,
     }
     lengths = [f"{flag} {plan.forward}" for flag, value in forward.items() if value is None]
     chosen = [
@@ -197,7 +197,9 @@ def _arguments(given: argparse.Namespace, plan: Plan, free: int) -> Iterator[str
             f"long forwards hide the copies; the tensors of this one take {_gib(plan.peak)}",
         ),
         (
-            [f"--mem-fraction-static {plan.fraction}"] if given.mem_fraction_static is None else [],
+            [f"--mem-fraction-static {plan.fraction}"]
+            if command.mem_fraction_static is None
+            else [],
             f"of {_gib(free)} that are free, {_gib(plan.left)} are left to forwards, and the KV "
             f"pool has room for some {plan.pool // 1000},000 tokens",
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 BLOCK_TOKENS = 16
@@ -37,6 +37,12 @@ class Blocks:
         sample from its output.
         """
         return max(0, min(matched * self.size, self.length - 1))
+
+    def with_further_text(self, characters: int) -> Blocks:
+        """Return this prompt followed by text of which only the length is known."""
+        if not characters:
+            return self
+        return replace(self, length=self.length + -(-characters // CHARACTERS_PER_TOKEN))
 
 
 def token_blocks(tokens: Sequence[int], size: int = BLOCK_TOKENS, salt: str = "") -> Blocks:

@@ -24,6 +24,11 @@ _CHAT_FIELDS = (
 )
 _TOKENIZE = "/v1/tokenize"
 _TOKENIZE_SECONDS = 5.0
+# Number of characters of a list's items that are tokenised with what they share. It suffices for
+# the engine to be recognised that has them cached.
+_SAMPLE = 4096
+# The engine puts these into a question of its own, so their tokens are not those of its prompts.
+_RENDERED = frozenset({"documents", "labels"})
 
 
 class PromptHasher:
@@ -62,14 +67,16 @@ class PromptHasher:
         salt = _salt(body)
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
-        question = _tokenize_body(body)
+        question, rest = _tokenize_body(body)
         key = blake2b(json.dumps([question, salt]).encode(), digest_size=16).digest()
         if (remembered := self._remembered.get(key)) is not None:
             self._remembered.move_to_end(key)
-            return remembered
-        if (tokens := await self._ask_tokens(question, engine, headers)) is None:
-            return text_blocks(_text(question), salt=salt)
-        return self._remember(key, token_blocks(tokens, salt=salt))
+            return remembered.with_further_text(rest)
+        asks = self._tokenize() and not _RENDERED & body.keys()
+        tokens = await self._ask_tokens(question, engine, headers) if asks else None
+        if tokens is None:
+            return text_blocks(_text(question), salt=salt).with_further_text(rest)
+        return self._remember(key, token_blocks(tokens, salt=salt)).with_further_text(rest)
 
     def known_blocks(self, body: Mapping[str, Any]) -> Blocks:
         """Return the blocks of a prompt without asking an engine.
@@ -80,7 +87,8 @@ class PromptHasher:
         salt = _salt(body)
         if (tokens := _token_ids(body)) is not None:
             return token_blocks(tokens, salt=salt)
-        blocks = text_blocks(_text(_tokenize_body(body)), salt=salt)
+        question, rest = _tokenize_body(body)
+        blocks = text_blocks(_text(question), salt=salt).with_further_text(rest)
         return Blocks((), blocks.length) if self._tokenize() else blocks
 
     def _remember(self, key: bytes, blocks: Blocks) -> Blocks:
@@ -99,7 +107,7 @@ class PromptHasher:
     async def _ask_tokens(
         self, question: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> list[int] | None:
-        if not question or engine in self._untokenizing or not self._tokenize():
+        if not question or engine in self._untokenizing:
             return None
         try:
             answer = await self._http.post(
@@ -113,51 +121,56 @@ class PromptHasher:
             return None
 
 
-def _tokenize_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a request to ``/v1/tokenize``; empty if a request has no prompt."""
+def _tokenize_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the body of a request to ``/v1/tokenize``, and the number of characters not in it.
+
+    The body is empty if a request has no prompt of text. Of a list's items it has only the first
+    ones; the engine computes what they share only once, so the list is about as much work as one
+    prompt with all items.
+    """
+    shared, items = _scoring_list(body)
+    texts = [_item_text(item) for item in items]
     if body.get("messages") is not None:
-        return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
-    # /v1/embeddings has its prompt in ``input``, which may be several texts.
-    text = _join_texts(body.get("text", body.get("prompt", _scoring_list(body))))
-    if text is None:
-        return {}
-    question: dict[str, Any] = {"prompt": text}
+        fields = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+        return fields, sum(len(text or "") for text in texts)
+    if (prompt := body.get("text", body.get("prompt"))) is not None:
+        shared, texts = _as_list(prompt), []
+    parts = [*map(_item_text, shared), *texts]
+    if None in parts:
+        return {}, 0
+    text = "".join(part or "" for part in parts)
+    sampled = len(text) - max(0, sum(len(text or "") for text in texts) - _SAMPLE)
+    question: dict[str, Any] = {"prompt": text[:sampled]}
     if isinstance(body.get("add_special_tokens"), bool):
         question["add_special_tokens"] = body["add_special_tokens"]
-    return question
+    return question, len(text) - sampled
 
 
-def _scoring_list(body: Mapping[str, Any]) -> object:
-    """Return what the prompts of a list share, followed by its items: a query, or labels.
+def _scoring_list(body: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return what the prompts of a list share, a query or labels, and its items.
 
-    The engine puts each item into a prompt after that and computes that only once, so the whole
-    list is about as much work as one prompt.
+    The texts of /v1/embeddings are items that share nothing.
     """
     if "input" in body:
-        labels = body.get("labels")
-        return body["input"] if labels is None else [*_as_list(labels), *_as_list(body["input"])]
+        return _as_list(body.get("labels", [])), _as_list(body["input"])
     items = body.get("items", body.get("documents"))
-    return [body.get("query"), *(_as_list(items) if items is not None else [])]
+    return [body.get("query")], _as_list(items if items is not None else [])
 
 
 def _as_list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-def _join_texts(text: object) -> str | None:
-    """Return a text, or several texts as one; ``None`` for anything else.
+def _item_text(item: object) -> str | None:
+    """Return an item's text; ``None`` if it has none.
 
-    A text may be the ``text`` of an object, as the documents of Cohere and Jina are.
+    An object, as the documents of Cohere and Jina are, has a ``text``, or several fields.
     """
-    if not isinstance(text, list):
-        return text if isinstance(text, str) else None
-    texts: list[str] = []
-    for item in cast("list[Any]", text):
-        part: Any = cast("dict[str, Any]", item).get("text") if isinstance(item, dict) else item
-        if not isinstance(part, str):
-            return None
-        texts.append(part)
-    return "".join(texts)
+    if isinstance(item, dict):
+        fields = cast("dict[str, Any]", item)
+        texts = [fields["text"]] if "text" in fields else list(fields.values())
+        return "".join(text for text in texts if isinstance(text, str)) or None
+    return item if isinstance(item, str) else None
 
 
 def _text(question: Mapping[str, Any]) -> str:
@@ -172,8 +185,9 @@ def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
     for name in ("input_ids", "prompt", "input"):
         if _are_token_ids(body.get(name)):
             return body[name]
-    parts = _as_list(_scoring_list(body))
-    if all(_are_token_ids(part) for part in parts):
+    shared, items = _scoring_list(body)
+    parts = [*shared, *items]
+    if parts and all(_are_token_ids(part) for part in parts):
         return [token for part in parts for token in part]
     return None
 

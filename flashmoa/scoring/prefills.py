@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -102,12 +103,10 @@ class Prefills:
         async with self._limit:
             prompt = await self._tokenize_context(context)
             tokens = await self._tokenizer.tokenize(prompt, candidates)
-        if len(set(map(tuple, tokens))) < len(tokens):
-            same = [
-                candidate
-                for candidate, own in zip(candidates, tokens, strict=True)
-                if tokens.count(own) > 1
-            ]
+        counts = Counter(map(tuple, tokens))
+        if len(counts) < len(tokens):
+            pairs = zip(candidates, tokens, strict=True)
+            same = [candidate for candidate, own in pairs if counts[tuple(own)] > 1]
             raise CandidateRefused(
                 f"two candidates are the same tokens, among {same}; give each once"
             )

@@ -78,7 +78,7 @@ class Api:
                 self._engine,
                 self._reader,
                 self._renderer,
-                self._table.limits.scored_items,
+                self._table.limits,
                 sglang_routes,
             )
             routes += [

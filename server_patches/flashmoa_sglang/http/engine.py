@@ -101,6 +101,11 @@ class Engine:
         return min(bound for bound in bounds if bound and bound > 0)
 
     @property
+    def max_queued_requests(self) -> int | None:
+        """Number of requests that may wait in a scheduler, if limited; SGLang refuses others."""
+        return self._arguments.max_queued_requests
+
+    @property
     def packs_items(self) -> bool:
         """Whether SGLang's /v1/score packs the items of a list into one prompt."""
         return RELEASE.packs_items(self._arguments)
@@ -236,6 +241,11 @@ class Engine:
                     meta = output["meta_info"]
                     if on_token is not None:
                         on_token(output["meta_info"])
+        except asyncio.CancelledError:
+            # SGLang 0.5.12 would go on with the request.
+            if isinstance(request.rid, str):
+                self.abort(request.rid)
+            raise
         except ValueError as error:
             raise MalformedRequest(f"SGLang refuses this prefill: {error}") from error
         except HTTPException as error:

@@ -94,7 +94,7 @@ class ChatRenderer:
         tokenizer = tokenizer_manager.tokenizer
         arguments = RELEASE.resolve_arguments(tokenizer_manager.server_args)
         # SGLang gives the template of a file to the tokenizer.
-        return str(tokenizer.chat_template or arguments.chat_template or "")
+        return str(getattr(tokenizer, "chat_template", None) or arguments.chat_template or "")
 
     def render(self, body: dict[str, Any]) -> RenderedPrompt:
         """Render the fields of a chat request: ``messages``, ``tools``, ...

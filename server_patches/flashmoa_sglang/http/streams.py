@@ -47,7 +47,8 @@ class Limits:
     """Limits for clients, which ``GET /flashmoa/info`` reports.
 
     ``streams``: open streams. ``remembered``: streams that have ended whose ending is still known.
-    ``scored_items``: items of one scoring request.
+    Of one scoring request: ``scored_items``, its items; ``scores``, items times candidates;
+    ``repeated_characters``, what all prompts share, once for each.
     """
 
     streams: int = 256
@@ -57,6 +58,8 @@ class Limits:
     characters_per_token: int = 64
     remembered: int = 4096
     scored_items: int = 10_000
+    scores: int = 1_000_000
+    repeated_characters: int = 250_000_000
 
 
 class StreamTable:

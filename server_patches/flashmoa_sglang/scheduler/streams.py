@@ -167,11 +167,18 @@ class SchedulerStreams:
 
         Args: room: returns the number of KV slots that streams may take.
         """
-        new = [stream for stream in self._new if stream.id in self._open]
-        self._new = [stream for stream in new if not stream.tokens]
-        for stream in new:
-            if stream.growth(self._scheduler.page_size):
-                self._match(stream, room())
+        waiting: list[SchedulerStream] = []
+        lack_room = False
+        for stream in self._new:
+            if stream.id not in self._open:
+                continue
+            if stream.growth(self._scheduler.page_size) and not lack_room:
+                free = room()
+                lack_room = free < _WORTH_MATCHING
+                self._match(stream, free)
+            if not stream.tokens or (lack_room and not stream.claimed):
+                waiting.append(stream)
+        self._new = waiting
 
     # Increments.
 

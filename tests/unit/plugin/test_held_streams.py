@@ -72,11 +72,15 @@ def test_a_stream_that_ended_before_a_step_is_not_pinned(
     assert [stream for stream in "abc" if stream in scheduler.flashmoa.pins] == ["c"]
 
 
-def test_a_stream_without_room_is_not_pinned(scheduler: FakeScheduler) -> None:
-    scheduler.tree_cache.free = 0
+def test_a_stream_without_room_is_pinned_once_there_is_some(scheduler: FakeScheduler) -> None:
+    room, scheduler.tree_cache.free = scheduler.tree_cache.free, 0
     scheduler.open_stream("a", 400, grows=False)
+    for _ in range(2):
+        step(scheduler)
+        assert not scheduler.flashmoa.pins and scheduler.tree_cache.locks == 0
+    scheduler.tree_cache.free = room
     step(scheduler)
-    assert not scheduler.flashmoa.pins and scheduler.tree_cache.locks == 0
+    assert "a" in scheduler.flashmoa.pins and scheduler.tree_cache.locks == 1
 
 
 def test_a_stream_that_gave_way_is_prefilled_again_when_the_engine_is_idle(

@@ -49,6 +49,33 @@ def test_model_without_a_chat_template_continues_a_text() -> None:
     assert question.answers == [" A", " B"]
 
 
+def test_query_may_be_an_object_with_a_text() -> None:
+    body = RerankBody(**{**BODY, "query": {"text": "lakes"}})
+    text = rerank_question(body, document_texts(body), "").prompts[0].text
+    assert text is not None and "Query: lakes\n" in text
+    for query in ("  ", {"text": " "}, {"title": "lakes"}):
+        with pytest.raises(MalformedRequest, match="query"):
+            rerank_question(RerankBody(**{**BODY, "query": query}), ["one"], "")
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {"cache_salt": "a"},
+        {"extra_key": "a"},
+        {"lora_path": "a"},
+        {"priority": 1},
+        {"stream": True},
+        {"candidates": [" a"]},
+        {"messages": []},
+    ],
+)
+def test_lists_with_fields_that_sglang_lacks_are_not_left_to_it(ours: dict[str, Any]) -> None:
+    body = {"query": "q", "items": ["a"], "label_token_ids": [1]}
+    assert ScoreBody(**body).is_sglangs
+    assert not ScoreBody(**body, **ours).is_sglangs
+
+
 def test_what_prompts_share_comes_before_what_they_do_not() -> None:
     body = RerankBody(**BODY)
     first, second = (

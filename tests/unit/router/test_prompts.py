@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import httpx
 import pytest
 
@@ -73,3 +76,34 @@ async def test_prompt_of_scores_begins_with_the_query() -> None:
         assert await prompts.blocks({"query": [1] * 32}, "", {}) == PROMPT
         for odd in ({"items": ["b"]}, {"query": [[1]], "items": [["b"]]}):
             assert await prompts.blocks(odd, "", {}) == Blocks((), 0)
+
+
+async def test_objects_with_any_fields_are_documents() -> None:
+    documents = [{"title": "a" * 50, "body": "b" * 50}, {"title": "c" * 100}]
+    async with httpx.AsyncClient() as http:
+        prompts = PromptHasher(http, lambda: False)
+        scored = await prompts.blocks({"query": {"text": "q" * 80}, "documents": documents}, "", {})
+        assert scored == text_blocks("q" * 80 + "a" * 50 + "b" * 50 + "c" * 100)
+
+
+async def test_only_the_beginning_of_a_long_list_is_tokenised_and_all_of_it_is_counted() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        question = json.loads(request.content)
+        asked.append(question.get("prompt", question.get("messages")))
+        return httpx.Response(200, json={"tokens": [1] * 1000})
+
+    items = ["i" * 1000] * 100
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        prompts = PromptHasher(http, lambda: True)
+        for _ in range(2):
+            blocks = await prompts.blocks({"query": "q" * 5000, "items": items}, "http://a", {})
+            assert blocks == replace(token_blocks([1] * 1000), length=1000 + (100_000 - 4096) // 4)
+        messages = [{"role": "user", "content": "q"}]
+        chat = await prompts.blocks({"messages": messages, "items": items}, "http://a", {})
+        assert chat.length == 1000 + 25_000
+        # The engine's prompts of these are other texts.
+        for body in ({"query": "q", "documents": items}, {"labels": ["q"], "input": items}):
+            assert (await prompts.blocks(body, "http://a", {})).length == (1 + 100_000 + 3) // 4
+    assert asked == ["q" * 5000 + "i" * 4096, messages]

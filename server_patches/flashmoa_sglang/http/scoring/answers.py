@@ -66,11 +66,13 @@ class RerankForm:
     """The answer of Cohere's and Jina's rerankers.
 
     Attributes:
+        version: of Cohere's API.
         top_n: how many of the best documents are answered; ``None``: all.
         documents: the documents as they are answered; ``None``: they are not.
     """
 
     model: str
+    version: str
     top_n: int | None
     documents: Sequence[dict[str, Any]] | None
 
@@ -80,7 +82,7 @@ class RerankForm:
         return result | ({"document": self.documents[index]} if self.documents is not None else {})
 
     def rest(self) -> dict[str, Any]:
-        version = {"api_version": {"version": "2"}}
+        version = {"api_version": {"version": self.version}}
         return {"id": f"rerank-{uuid.uuid4().hex}", "model": self.model, "meta": version}
 
     def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class ScoreBody(ListBody):
     @property
     def is_sglangs(self) -> bool:
         """Whether every field is one of SGLang's own route."""
-        return self.messages is None and self.candidates is None and not self.stream
+        ours = (self.messages, self.candidates, self.cache_salt, self.extra_key, self.lora_path)
+        return not self.stream and self.priority is None and all(one is None for one in ours)
 
     @property
     def needs_sglang(self) -> bool:
@@ -82,10 +83,11 @@ class RerankBody(ListBody):
     """Asks how relevant documents are to a query, in the form of Cohere, Jina and SGLang.
 
     A document is a text, or an object with a ``text`` or with the fields that ``rank_fields``
-    names. Lists are pictures and text, for SGLang's own route.
+    names; the query may be an object with a ``text``, too. Lists are pictures and text, for
+    SGLang's own route.
     """
 
-    query: StrictStr | list[Any]
+    query: StrictStr | dict[str, Any] | list[Any]
     documents: list[StrictStr | dict[str, Any] | list[Any]]
     top_n: StrictInt | None = Field(default=None, ge=1)
     return_documents: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,10 +85,11 @@ class CandidateTokenizer:
 
 def refuse_duplicates(candidates: Sequence[Candidate], tokens: Sequence[list[int]]) -> None:
     """Raise CandidateRefused if two candidates are the same tokens."""
-    if len(set(map(tuple, tokens))) == len(tokens):
+    counts = Counter(map(tuple, tokens))
+    if len(counts) == len(tokens):
         return
     pairs = zip(candidates, tokens, strict=True)
-    same = [candidate for candidate, own in pairs if tokens.count(own) > 1]
+    same = [candidate for candidate, own in pairs if counts[tuple(own)] > 1]
     raise CandidateRefused(
         f"At least two candidates are the same tokens, among {same}; give each once."
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.messages import unsent
@@ -87,28 +88,39 @@ class ListScorer:
     shares: bool
     on_scores: Callable[[ItemScores], None]
     usage: ScoringUsage = field(default_factory=ScoringUsage)
-    _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PREFILLS_AT_ONCE))
 
     async def run(self, prompts: Sequence[ScoredPrompt]) -> None:
         """Score all prompts.
 
         Raises: ApiError if the engine cannot compute one; the others are aborted.
         """
-        await self._run_siblings([partial(self._score, prompt) for prompt in prompts])
+        queue = self.engine.max_queued_requests
+        # A queue that one list fills would refuse the list's own prefills, and other clients'.
+        at_once = _PREFILLS_AT_ONCE if queue is None else min(_PREFILLS_AT_ONCE, queue // 2)
+        each = max(1, at_once // max(1, len(prompts)))
+        scores = [partial(self._score, prompt, each) for prompt in prompts]
+        await self._run_siblings(scores, max(1, at_once))
 
-    async def _run_siblings(self, calls: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    async def _run_siblings(
+        self, calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], at_once: int
+    ) -> None:
         """Send prefills that share a prefix so that the engine computes it once."""
+        rest = iter(calls)
+
+        async def work() -> None:
+            for call in rest:
+                await call()
+
         if calls and not self.shares:
-            await calls[0]()
-            calls = calls[1:]
+            await next(rest)()
         try:
             async with asyncio.TaskGroup() as group:
-                for call in calls:
-                    group.create_task(call())
+                for _ in range(min(at_once, len(calls))):
+                    group.create_task(work())
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _score(self, prompt: ScoredPrompt) -> None:
+    async def _score(self, prompt: ScoredPrompt, at_once: int) -> None:
         logprobs: dict[tuple[int, ...], float] = {}
         usage = ScoringUsage()
         single = [tokens[0] for tokens in prompt.candidates if len(tokens) == 1]
@@ -121,34 +133,36 @@ class ListScorer:
         async def score_long(tokens: list[int]) -> None:
             # SGLang gives log-probabilities only for the tokens after this position.
             start = len(prompt.ids) - 1
-            meta = await self._prefill([*prompt.ids, *tokens], usage, logprob_start_len=start)
+            meta = await self._prefill(prompt.ids, usage, tokens, logprob_start_len=start)
             values = [value for value, *_ in meta["input_token_logprobs"][1:]]
             logprobs[tuple(tokens)] = math.fsum(map(_to_float, values))
 
         longer = [partial(score_long, tokens) for tokens in prompt.candidates if len(tokens) > 1]
         with name_item(prompt.name, prompt.index):
-            await self._run_siblings([score_single, *longer] if single else longer)
+            await self._run_siblings([score_single, *longer] if single else longer, at_once)
         scores = [logprobs[tuple(tokens)] for tokens in prompt.candidates]
         self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
         self.on_scores(ItemScores(prompt, scores, usage))
 
-    async def _prefill(self, ids: list[int], usage: ScoringUsage, **wanted: Any) -> dict[str, Any]:
-        """Run a prefill that returns log-probabilities. Return its ``meta_info``."""
+    async def _prefill(
+        self, ids: list[int], usage: ScoringUsage, tokens: Sequence[int] = (), **wanted: Any
+    ) -> dict[str, Any]:
+        """Run a prefill of ``ids`` and ``tokens`` for log-probabilities; return ``meta_info``."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
-            input_ids=ids,
+            input_ids=[*ids, *tokens],
             # If another request of the batch decodes, SGLang applies each request's temperature to
             # its log-probabilities.
             sampling_params={"max_new_tokens": 0, "temperature": 1.0},
             return_logprob=True,
+            rid=new_rid(),
             priority=self.terms.priority,
             **wanted,
             **self.terms.namespace(),
             **(unsent() if self.engine.role == "prefill" else {}),
         )
-        async with self._limit:
-            meta = await self.engine.run(request, self.http_request)
+        meta = await self.engine.run(request, self.http_request)
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed

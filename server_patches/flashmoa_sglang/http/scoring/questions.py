@@ -93,6 +93,14 @@ def document_texts(body: RerankBody) -> list[str]:
     ]
 
 
+def query_text(body: RerankBody) -> str:
+    """Return the text of the query. Raises: MalformedRequest if it has none."""
+    text = _text(body.query, "query")
+    if not text.strip():
+        raise MalformedRequest("Give a query that is not empty.")
+    return text
+
+
 def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
     """Return the documents in the form of an answer; ``None`` if it has none."""
     if not body.return_documents:
@@ -102,8 +110,12 @@ def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
 
 def input_texts(body: ClassifyBody) -> list[str]:
     """Return the texts to classify. Raises: MalformedRequest if an input has none."""
-    given = [body.input] if isinstance(body.input, str) else body.input
-    return [_text(one, f"input[{index}]") for index, one in enumerate(given)]
+    return [_text(one, f"input[{index}]") for index, one in enumerate(inputs(body))]
+
+
+def inputs(body: ClassifyBody) -> list[str] | list[dict[str, Any]]:
+    """Return what is classified, as a list."""
+    return [body.input] if isinstance(body.input, str) else body.input
 
 
 def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
@@ -128,19 +140,22 @@ def rerank_question(body: RerankBody, documents: Sequence[str], template: str) -
     """Return a prompt for each document, and the answers for and against it.
 
     Args: template: the model's chat template; empty if it has none.
+
+    Raises: MalformedRequest if the query is empty.
     """
+    query = query_text(body)
     if all(words in template.lower() for words in _RERANKER):
         instruct = {"instruct": body.instruct} if body.instruct else {}
         template_args = {**instruct, **(body.chat_template_kwargs or {})}
         prompts = [
             Prompt(
-                messages=[{"role": "user", "content": text} for text in (body.query, document)],
+                messages=[{"role": "user", "content": text} for text in (query, document)],
                 chat_template_kwargs=template_args or None,
             )
             for document in documents
         ]
         return Question("documents", prompts, ["yes", "no"])
-    beginning = f"{body.instruct or RELEVANT}\n\nQuery: {body.query}\n\nDocument: "
+    beginning = f"{body.instruct or RELEVANT}\n\nQuery: {query}\n\nDocument: "
     texts = [f"{beginning}{document}\n\n{RELEVANT_QUESTION}" for document in documents]
     return _ask("documents", texts, ["Yes", "No"], template, body.chat_template_kwargs)
 

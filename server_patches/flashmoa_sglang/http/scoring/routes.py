@@ -8,8 +8,7 @@ plugin adds no routes. What only SGLang's route can do is passed on to it.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import StreamingResponse
@@ -18,7 +17,6 @@ from starlette.routing import Match
 
 from flashmoa_sglang.http import bodies as plugin_bodies
 from flashmoa_sglang.http.errors import (
-    ApiError,
     CandidateRefused,
     DecodesOnly,
     MalformedRequest,
@@ -35,7 +33,9 @@ from flashmoa_sglang.http.scoring.candidates import (
     CandidateTokenizer,
     refuse_duplicates,
 )
+from flashmoa_sglang.http.scoring.delivery import stream, while_connected
 from flashmoa_sglang.http.scoring.forwards import ItemScores, ListScorer, ScoredPrompt, name_item
+from flashmoa_sglang.http.scoring.size import check_size
 from flashmoa_sglang.http.token_buffer import common_length
 
 if TYPE_CHECKING:
@@ -46,14 +46,21 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.prompts import PromptReader
     from flashmoa_sglang.http.rendering import ChatRenderer
+    from flashmoa_sglang.http.streams import Limits
     from flashmoa_sglang.http.token_buffer import TokenBuffer
+
+# Lists of thousands of candidates must not hold up other requests.
+_CANDIDATES_BETWEEN_PAUSES = 64
+# Number of characters for each wanted token of which a long document is tokenised. A text that has
+# fewer tokens for its length is tokenised whole.
+_CUT_CHARACTERS = 8
 
 
 class ScoringApi:
     """Answers the scoring routes.
 
     Args:
-        items: the most items of one request.
+        limits: of the size of a request.
         sglang_routes: SGLang's own routes, to which some requests are passed on.
     """
 
@@ -62,13 +69,13 @@ class ScoringApi:
         engine: Engine,
         reader: PromptReader,
         renderer: ChatRenderer,
-        items: int,
+        limits: Limits,
         sglang_routes: Sequence[BaseRoute],
     ) -> None:
         self._engine = engine
         self._reader = reader
         self._renderer = renderer
-        self._items = items
+        self._limits = limits
         self._sglang_routes = list(sglang_routes)
         self._candidates = CandidateTokenizer(reader.require_tokenizer)
         # Whether prompts with one prefix can be sent at once; None until schedulers were asked.
@@ -81,6 +88,9 @@ class ScoringApi:
         if body.needs_sglang or (body.is_sglangs and self._engine.packs_items):
             return await self._pass_on(request)
         body.check()
+        items = body.items if isinstance(body.items, list) else [body.items]
+        answers = body.candidates or body.labels
+        check_size(self._limits, "items", items, body.query or body.messages, len(answers))
         self._reader.check_ids(body.labels, "label_token_ids")
         with_tokens = body.candidates is not None
         form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
@@ -90,20 +100,18 @@ class ScoringApi:
         """Answer how relevant documents are to a query."""
         self._require_prefills()
         body = await plugin_bodies.parse(request, bodies.RerankBody)
+        self._reader.require_tokenizer()
         if body.has_pictures or questions.sees(self._renderer.template):
             return await self._pass_on(request)
-        if not body.documents or not str(body.query).strip():
-            raise MalformedRequest("Give a query that is not empty, and at least one document.")
+        if not body.documents:
+            raise MalformedRequest("Give at least one document.")
+        check_size(self._limits, "documents", body.documents, body.query)
         texts = questions.document_texts(body)
         if body.max_tokens_per_doc is not None:
-            texts = [self._cut(text, body.max_tokens_per_doc) for text in texts]
-        documents = [
-            document if isinstance(document, dict) else {"text": document}
-            for document in body.documents
-        ]
-        form = RerankForm(
-            self._name(body), body.top_n, documents if body.return_documents else None
-        )
+            texts = await self._cut(texts, body.max_tokens_per_doc)
+        version = request.url.path.split("/")[1].removeprefix("v")
+        documents = questions.answered_documents(body)
+        form = RerankForm(self._name(body), version, body.top_n, documents)
         question = questions.rerank_question(body, texts, self._renderer.template)
         return await self._answer(request, body, form, question)
 
@@ -111,6 +119,8 @@ class ScoringApi:
         """Answer which of some labels fits each text."""
         self._require_prefills()
         body = await plugin_bodies.parse(request, bodies.ClassifyBody)
+        self._reader.require_tokenizer()
+        check_size(self._limits, "input", questions.inputs(body), body.labels)
         texts = questions.input_texts(body)
         question = questions.classify_question(body, texts, self._renderer.template)
         form = ClassifyForm(self._name(body), body.labels)
@@ -128,36 +138,33 @@ class ScoringApi:
         terms = body.terms(self._engine.model["name"])
         scorer = ListScorer(self._engine, terms, request, await self._are_shared(), keep)
         if body.stream:
-            events = _stream(scorer, prompts, form)
+            events = stream(scorer, prompts, form)
             return StreamingResponse(events, media_type="text/event-stream")
-        await scorer.run(prompts)
+        await while_connected(request, scorer.run(prompts))
         items = [found[prompt.index] for prompt in prompts]
         return {**form.rest(), **form.whole(items), "usage": usage_fields(scorer.usage)}
 
     async def _read(self, question: questions.Question) -> list[ScoredPrompt]:
         """Return the tokens of all prompts, so that none is computed if one is refused."""
-        count = len(question.prompts)
-        if count > self._items:
-            raise MalformedRequest(
-                f"{question.field} has {count} entries; this server takes at most {self._items}. "
-                "Send several requests."
-            )
-        names = [f"{question.field}[{index}]" for index in range(count)]
+        names = [f"{question.field}[{index}]" for index in range(len(question.prompts))]
         prompts: list[ScoredPrompt] = []
         all_ids = await self._tokenize(question.prompts, names)
         for index, (name, ids) in enumerate(zip(names, all_ids, strict=True)):
             with name_item(name, index):
-                prompts.append(ScoredPrompt(index, name, ids, self._read_answers(question, ids)))
-            await asyncio.sleep(0)
+                answers = await self._read_answers(question, ids)
+            prompts.append(ScoredPrompt(index, name, ids, answers))
         return prompts
 
-    def _read_answers(self, question: questions.Question, ids: list[int]) -> list[list[int]]:
+    async def _read_answers(self, question: questions.Question, ids: list[int]) -> list[list[int]]:
         if not ids:
             raise CandidateRefused("The context is empty; give a text that candidates can follow.")
         self._reader.check_room(len(ids))
-        tokens = [self._candidates.tokenize(ids, answer) for answer in question.answers]
-        for own in tokens:
-            self._reader.check_ids(own, "candidates")
+        tokens: list[list[int]] = []
+        for number, answer in enumerate(question.answers):
+            own = self._candidates.tokenize(ids, answer)
+            tokens.append(self._reader.check_ids(own, "candidates"))
+            if number % _CANDIDATES_BETWEEN_PAUSES == 0:
+                await asyncio.sleep(0)
         if not question.may_repeat:
             refuse_duplicates(question.answers, tokens)
         longest = max(map(len, tokens))
@@ -169,7 +176,12 @@ class ScoringApi:
     ) -> list[list[int]]:
         """Return the tokens of prompts. What they begin with in common is tokenised once."""
         if not prompts or prompts[0].input_ids is not None:
-            return [self._reader.tokenize(prompt) for prompt in prompts]
+            own: list[list[int]] = []
+            for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+                with name_item(name, index):
+                    own.append(self._reader.tokenize(prompt))
+                await asyncio.sleep(0)
+            return own
         buffers: list[TokenBuffer] = []
         texts: list[str] = []
         for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
@@ -187,12 +199,22 @@ class ScoringApi:
             await asyncio.sleep(0)
         return ids
 
-    def _cut(self, text: str, tokens: int) -> str:
-        """Return the beginning of a text that has at most so many tokens."""
+    async def _cut(self, texts: Sequence[str], tokens: int) -> list[str]:
+        """Return the beginnings of texts that have at most so many tokens."""
         tokenizer = self._reader.require_tokenizer()
-        ids = tokenizer.encode(text)
-        # A character of several tokens that is cut in two has no text.
-        return text if len(ids) <= tokens else tokenizer.decode(ids[:tokens]).rstrip("\ufffd")
+        cut: list[str] = []
+        for text in texts:
+            # The rest is tokenised only if these characters have too few tokens. The last ones may
+            # be others than in the whole text.
+            head = text[: tokens * _CUT_CHARACTERS]
+            ids = tokenizer.encode(head)
+            if len(head) < len(text) and len(ids) < tokens + _CUT_CHARACTERS:
+                ids = tokenizer.encode(text)
+            # A character of several tokens that is cut in two has no text.
+            whole = len(ids) <= tokens
+            cut.append(text if whole else tokenizer.decode(ids[:tokens]).rstrip("\ufffd"))
+            await asyncio.sleep(0)
+        return cut
 
     async def _are_shared(self) -> bool:
         if self._shares is None:
@@ -240,28 +262,3 @@ class _OwnAnswer(Response):
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._route.handle(self._scope, receive_again, send)
-
-
-async def _stream(
-    scorer: ListScorer, prompts: Sequence[ScoredPrompt], form: Form
-) -> AsyncGenerator[str]:
-    """Yield an event for each result as soon as it is there, and one with the rest at the end."""
-    results: asyncio.Queue[ItemScores | None] = asyncio.Queue()
-    scorer.on_scores = results.put_nowait
-    work = asyncio.create_task(scorer.run(prompts))
-    work.add_done_callback(lambda _: results.put_nowait(None))
-    try:
-        while (scores := await results.get()) is not None:
-            yield _event(form.item(scores))
-        await work
-        yield _event({**form.rest(), "usage": usage_fields(scorer.usage)})
-    except ApiError as error:
-        yield _event(error.body())
-    finally:
-        work.cancel()
-        await asyncio.wait([work])
-    yield "data: [DONE]\n\n"
-
-
-def _event(fields: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(fields)}\n\n"

@@ -144,6 +144,7 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         ),
         "resolved_view()": ARGUMENTS,
     },
+    "http/engine.py": {"request": REQUEST},
     "scheduler/state.py": {"recv_req": TOKENIZED_REQUEST},
     "scheduler/queue.py": {"message": TOKENIZED_REQUEST},
     "scheduler/streams.py": {"message": TOKENIZED_REQUEST},

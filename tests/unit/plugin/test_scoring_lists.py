@@ -1,0 +1,162 @@
+"""How the prefills of a list are sent, and which lists are refused, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.cpu import torchvision_ops
+
+torchvision_ops.allow_mismatched_build()
+
+from flashmoa_sglang.http.errors import MalformedRequest  # noqa: E402
+from flashmoa_sglang.http.scoring.answers import ScoreForm  # noqa: E402
+from flashmoa_sglang.http.scoring.delivery import stream, while_connected  # noqa: E402
+from flashmoa_sglang.http.scoring.forwards import (  # noqa: E402
+    ItemScores,
+    ListScorer,
+    ScoredPrompt,
+)
+from flashmoa_sglang.http.scoring.size import check_size  # noqa: E402
+from flashmoa_sglang.http.stream import Terms  # noqa: E402
+from flashmoa_sglang.http.streams import Limits  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a plain object in place of SGLang's request, whose module imports the whole engine."""
+    module = SimpleNamespace(GenerateReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
+
+
+class CountingEngine:
+    """Answers each prefill after some turns of the event loop, and counts those under way."""
+
+    role = "null"
+
+    def __init__(self, queue: int | None) -> None:
+        self.max_queued_requests = queue
+        self.under_way = self.most_under_way = self.sent = 0
+
+    async def run(self, request: Any, _http_request: object) -> dict[str, Any]:
+        self.sent += 1
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        return {
+            "prompt_tokens": len(request.input_ids),
+            "cached_tokens": 0,
+            "input_token_logprobs": [(-0.5, token, None) for token in request.input_ids],
+        }
+
+
+async def score(
+    engine: CountingEngine, items: int, candidates: list[list[int]]
+) -> list[ItemScores]:
+    found: list[ItemScores] = []
+    scorer = ListScorer(engine, Terms(), None, shares=True, on_scores=found.append)  # type: ignore[arg-type]
+    prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
+    await scorer.run(prompts)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("queue", "items", "candidates", "most"),
+    [
+        (None, 600, 1, 256),
+        (None, 100, 5, 200),
+        (None, 2, 400, 256),
+        (None, 1, 400, 256),
+        (10, 600, 1, 5),
+        (10, 3, 4, 3),
+        (1, 3, 4, 1),
+    ],
+)
+async def test_a_list_fills_neither_the_engine_nor_its_queue(
+    queue: int | None, items: int, candidates: int, most: int
+) -> None:
+    engine = CountingEngine(queue)
+    found = await score(engine, items, [[7, number] for number in range(candidates)])
+    assert engine.most_under_way == most
+    assert sorted(scores.prompt.index for scores in found) == list(range(items))
+    assert engine.sent == items * candidates
+
+
+@pytest.mark.parametrize(
+    ("entries", "shared", "answers", "problem"),
+    [
+        (11, "q", 2, "items has 11 entries; this server takes at most 10. Send several"),
+        (10, "q", 11, "10 items with 11 candidates each are 110 scores; this server takes at most"),
+        (10, "q" * 101, 2, "would be 1,010 characters in their prompts together"),
+        (5, [{"role": "user", "content": "q" * 200}], 2, "What all 5 items share would be 1,1"),
+    ],
+)
+def test_lists_that_would_take_too_much_memory_are_refused(
+    entries: int, shared: object, answers: int, problem: str
+) -> None:
+    limits = Limits(scored_items=10, scores=100, repeated_characters=1000)
+    with pytest.raises(MalformedRequest, match="Send several requests") as raised:
+        check_size(limits, "items", ["x"] * entries, shared, answers)
+    assert problem in str(raised.value)
+    check_size(limits, "items", ["x"] * 10, "q" * 100, 10)
+
+
+@pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])
+async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None) -> None:
+    engine = CountingEngine(None)
+    scorer = ListScorer(engine, Terms(), None, shares=True, on_scores=print)  # type: ignore[arg-type]
+    form = ScoreForm("m", softmax=False, with_tokens=False)
+
+    async def run(_request: object, _http_request: object) -> dict[str, Any]:
+        assert fails is not None
+        raise fails
+
+    if fails is not None:
+        engine.run = run  # type: ignore[method-assign]
+    events = [
+        event.removeprefix("data: ").strip()
+        async for event in stream(scorer, [ScoredPrompt(0, "items[0]", [1], [[7, 8]])], form)
+    ]
+    assert events[-1] == "[DONE]"
+    end = json.loads(events[-2])
+    if fails is None:
+        assert end["usage"]["prefills"] == 1
+    else:
+        known = isinstance(fails, MalformedRequest)
+        assert end["error"]["code"] == ("malformed" if known else "engine_failed")
+        assert ("broken" in end["error"]["message"]) is False
+
+
+async def test_work_ends_when_the_client_of_a_whole_answer_leaves() -> None:
+    left, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            left.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def receive() -> dict[str, str]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    client: Any = SimpleNamespace(receive=receive)
+    with pytest.raises(ClientDisconnect):
+        await while_connected(client, work())
+    assert ended.is_set()
+    with pytest.raises(MalformedRequest, match="refused"):
+        await while_connected(SimpleNamespace(receive=asyncio.Event().wait), refuse())  # type: ignore[arg-type]
+
+
+async def refuse() -> None:
+    raise MalformedRequest("refused")

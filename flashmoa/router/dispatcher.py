@@ -71,13 +71,16 @@ class Dispatcher:
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
         self._policy.add_blocks(engine, hashes)
-        self._route()
 
     def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
         self._policy.remove_blocks(engine, hashes)
 
     def clear_blocks(self, engine: str) -> None:
         self._policy.clear_blocks(engine)
+
+    def reconsider(self) -> None:
+        """Place requests again, after the blocks of one or more reports were added and removed."""
+        self._route()
 
     def finish_prefill(self, request: str) -> None:
         self._policy.finish_prefill(request)
@@ -128,7 +131,7 @@ class Dispatcher:
 
     def _route(self) -> None:
         """Wake the requests whose engine is decided, or all of them if no engine is left."""
-        if not self._queue:
+        if not self._queue or (self._engines and not self._policy.takes_requests()):
             return
         decided: Mapping[str, str | None] = dict.fromkeys(self._queue)
         if self._engines:

@@ -1,11 +1,13 @@
-"""Model one engine: which blocks it has cached, and how much it has yet to compute; pure."""
+"""Model engines: which blocks they have cached, and how much they have yet to compute; pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from flashmoa.router.flops import Measure
+from flashmoa.router.prefix_index import PrefixIndex
 
 
 class BlockTable:
@@ -18,10 +20,16 @@ class BlockTable:
     Args:
         capacity: the most committed blocks; the least recently used ones are forgotten first.
             ``None`` if the engine reports its evictions itself.
+        index: learns which blocks this engine has, among others.
+
+    Attributes:
+        engine: the engine's bit in the index.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, index: PrefixIndex | None = None) -> None:
         self.capacity = capacity
+        self._index = index if index is not None else PrefixIndex()
+        self.engine = self._index.new_engine()
         # Ordered by their last use, the oldest first.
         self._committed: dict[int, None] = {}
         # The number of requests that will compute each block.
@@ -32,24 +40,17 @@ class BlockTable:
 
     def match(self, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are committed or pending."""
-        committed, pending = self._committed, self._pending
-        for index, block in enumerate(hashes):
-            if block not in committed and block not in pending:
-                return index
-        return len(hashes)
+        return self._index.match(hashes).get(self.engine, 0)
 
-    def count_trailing_pending(self, hashes: Sequence[int]) -> int:
-        """Return how many of these blocks, which match, follow the last committed one."""
-        count = 0
-        for block in reversed(hashes):
-            if block in self._committed:
-                break
-            count += 1
-        return count
+    def match_committed(self, hashes: Sequence[int], matched: int) -> int:
+        """Return how many of a prompt's first blocks are committed, at most ``matched``."""
+        return bisect_left(range(matched), True, key=lambda i: hashes[i] not in self._committed)
 
     def promise(self, hashes: Iterable[int]) -> None:
         """Add blocks that a request will compute."""
-        self._pending.update(hashes)
+        for block in hashes:
+            self._pending[block] += 1
+            self._index.add(block, self.engine)
 
     def release(self, hashes: Iterable[int]) -> None:
         """Withdraw one request's promise, whether it has computed the blocks or never will."""
@@ -58,6 +59,8 @@ class BlockTable:
                 self._pending[block] -= 1
             else:
                 del self._pending[block]
+                if block not in self._committed:
+                    self._index.discard(block, self.engine)
 
     def commit(self, hashes: Sequence[int]) -> int:
         """Add blocks to the cache as the most recently used ones.
@@ -71,19 +74,33 @@ class BlockTable:
                 del self._committed[block]
             elif block in self._pending:
                 fulfilled += 1
+            else:
+                self._index.add(block, self.engine)
             self._committed[block] = None
         while self.capacity is not None and len(self._committed) > self.capacity:
-            del self._committed[next(iter(self._committed))]
+            self._forget(next(iter(self._committed)))
         return fulfilled
 
     def evict(self, hashes: Iterable[int]) -> None:
         """Remove blocks from the cache."""
         for block in hashes:
-            self._committed.pop(block, None)
+            if block in self._committed:
+                self._forget(block)
 
     def clear(self) -> None:
         """Empty the cache; pending blocks stay pending."""
-        self._committed.clear()
+        self.evict(tuple(self._committed))
+
+    def withdraw(self) -> None:
+        """Remove all blocks and the engine itself from the index."""
+        for block in (*self._committed, *self._pending):
+            self._index.discard(block, self.engine)
+        self._index.forget_engine(self.engine)
+
+    def _forget(self, block: int) -> None:
+        del self._committed[block]
+        if block not in self._pending:
+            self._index.discard(block, self.engine)
 
 
 class PrefillLoad:

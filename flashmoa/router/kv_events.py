@@ -109,6 +109,10 @@ class EngineBlocks:
             del self._counts[block]
         self._dispatcher.remove_blocks(self.engine, evicted)
 
+    def reconsider(self) -> None:
+        """Place waiting requests, after all events of a message were applied."""
+        self._dispatcher.reconsider()
+
     def clear(self, blocks: Collection[int]) -> None:
         """Remove all blocks of a rank that has emptied its cache."""
         self.remove(blocks)
@@ -203,6 +207,7 @@ class KvEventSubscriber:
             text = "A KV event of %s cannot be read, so the engine's blocks are forgotten: %s"
             logger.warning(text, self._blocks.engine, error)
             self._clear()
+        self._blocks.reconsider()
 
     def _clear(self) -> None:
         self._blocks.clear(self._mirror.clear())

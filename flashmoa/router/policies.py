@@ -47,6 +47,10 @@ class Policy:
         """Remove an engine, and forget its cache and its requests."""
         raise NotImplementedError
 
+    def takes_requests(self) -> bool:
+        """Return whether some engine takes requests, so that it is of use to call :meth:`route`."""
+        return True
+
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
         """Return engines by request, for those requests in the queue that need not wait any longer.
 

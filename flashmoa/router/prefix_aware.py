@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
 from flashmoa.router.engine_state import BlockTable, PrefillLoad
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
+from flashmoa.router.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +95,39 @@ class PrefixAware(Policy):
     Args:
         patience: how much delay a request accepts for work that is saved, see
             :func:`choose_engine`; 0 is the paper's rule.
-        window: how many requests at the head of the queue are considered in each round. Later
-            requests of the window may overtake earlier ones.
+        window: how many waiting requests are considered in each round: half of them at the head
+            of the queue, the others anywhere in it, in turns. Later ones may overtake earlier ones.
+        ageing: after how many placements of others a request that is held for its prefix has half
+            the patience left; after twice as many, a third, and so on.
         block_tokens: number of tokens in a block of the prompts'
             :class:`~flashmoa.router.blocks.Blocks`.
     """
 
     def __init__(
-        self, *, patience: float = 8.0, window: int = 256, block_tokens: int = BLOCK_TOKENS
+        self,
+        *,
+        patience: float = 8.0,
+        window: int = 256,
+        ageing: int = 1000,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         self._patience = patience
         self._window = window
+        self._ageing = ageing
+        self._index = PrefixIndex()
+        # The first request after the head of the queue that the next round considers.
+        self._turn = 0
+        # The number of placements so far, and what it was when each held request was held first.
+        self._placements = 0
+        self._held_since: dict[str, int] = {}
         self._block_tokens = block_tokens
         self._engines: dict[str, _EngineState] = {}
         self._placed: dict[str, _PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         if (state := self._engines.get(engine)) is None:
-            table, load = BlockTable(traits.cache_blocks), PrefillLoad(traits.measure)
+            table = BlockTable(traits.cache_blocks, self._index)
+            load = PrefillLoad(traits.measure)
             self._engines[engine] = _EngineState(traits, table, load)
         elif state.traits.measure != traits.measure:
             raise ValueError(
@@ -123,6 +139,7 @@ class PrefixAware(Policy):
 
     def leave(self, engine: str) -> None:
         if (state := self._engines.pop(engine, None)) is not None:
+            state.table.withdraw()
             for request in state.requests:
                 del self._placed[request]
 
@@ -141,14 +158,26 @@ class PrefixAware(Policy):
     def is_saturated(self, engine: str) -> bool:
         return self._engines[engine].is_saturated
 
+    def takes_requests(self) -> bool:
+        return not all(engine.is_saturated for engine in self._engines.values())
+
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
         placed: dict[str, str] = {}
-        held = self._place_until_saturated(queue[: self._window], placed)
+        held = self._place_until_saturated(self._considered(queue), placed)
         # An idle engine that takes a request has its prefix from then on, and attracts others.
         while self._place_on_idle_engine(held, placed):
             left = [waiting for waiting in held if waiting.request not in placed]
             held = self._place_until_saturated(left, placed)
         return placed
+
+    def _considered(self, queue: Sequence[WaitingRequest]) -> Sequence[WaitingRequest]:
+        """Return the head of the queue, and a part of the rest, another one in each round."""
+        if len(queue) <= self._window:
+            return queue
+        half = self._window // 2
+        start = half + self._turn % (len(queue) - half)
+        self._turn += half
+        return [*queue[:half], *queue[start : start + half]]
 
     def _place_until_saturated(
         self, queue: Sequence[WaitingRequest], placed: dict[str, str]
@@ -156,11 +185,13 @@ class PrefixAware(Policy):
         """Place requests until every engine is saturated. Return those that must wait."""
         held: list[WaitingRequest] = []
         for index, waiting in enumerate(queue):
-            if all(engine.is_saturated for engine in self._engines.values()):
+            if not self.takes_requests():
                 return [*held, *queue[index:]]
-            chosen = choose_engine(self._candidates(waiting.blocks), self._patience)
+            candidates = self._candidates(waiting.blocks)
+            chosen = choose_engine(candidates, self._patience_of(waiting.request))
             if chosen is None:
                 held.append(waiting)
+                self._held_since.setdefault(waiting.request, self._placements)
             else:
                 placed[waiting.request] = chosen.engine
                 self.admit(waiting, chosen.engine)
@@ -178,12 +209,26 @@ class PrefixAware(Policy):
                 return True
         return False
 
+    def _patience_of(self, request: str) -> float:
+        overtaken = self._placements - self._held_since.get(request, self._placements)
+        return self._patience / (1 + overtaken / self._ageing)
+
     def _candidates(self, blocks: Blocks) -> list[EngineCandidate]:
+        """Return the engines between which the choice is: of those without a match, only one."""
         candidates: list[EngineCandidate] = []
+        found_by_engine = self._index.match(blocks.hashes)
+        strangers = [
+            (engine.load.total, len(engine.requests), name)
+            for name, engine in self._engines.items()
+            if engine.table.engine not in found_by_engine and not engine.is_saturated
+        ]
+        least = min(strangers, key=lambda stranger: stranger[:2])[2] if strangers else None
         for name, engine in self._engines.items():
+            found = found_by_engine.get(engine.table.engine, 0)
+            if not found and name != least:
+                continue
             table, work = engine.table, engine.traits.measure.work
-            found = table.match(blocks.hashes)
-            committed = found - table.count_trailing_pending(blocks.hashes[:found])
+            committed = table.match_committed(blocks.hashes, found)
             matched = blocks.cached_tokens(found)
             candidate = EngineCandidate(
                 engine=name,
@@ -200,6 +245,8 @@ class PrefixAware(Policy):
     def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
         if waiting.request in self._placed:
             raise ValueError(f"request {waiting.request!r} has an engine already; end it first")
+        self._placements += 1
+        self._held_since.pop(waiting.request, None)
         state, blocks = self._engines[engine], waiting.blocks
         start = self.matched_tokens(engine, blocks) if cached is None else cached
         state.table.promise(blocks.hashes)
@@ -217,6 +264,7 @@ class PrefixAware(Policy):
         placed.engine.table.release(placed.blocks.hashes)
 
     def end(self, request: str) -> None:
+        self._held_since.pop(request, None)
         if (placed := self._placed.pop(request, None)) is None:
             return
         placed.engine.requests.discard(request)

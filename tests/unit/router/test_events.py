@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from flashmoa.router.kv_events import (
     KvEventSubscriber,
     parse_event_sources,
 )
-from flashmoa.router.policies import EngineTraits
+from flashmoa.router.policies import EngineTraits, WaitingRequest
 from flashmoa.router.prefix_aware import PrefixAware
 from tests.unit.router.support import PROMPTS, SIZE, blocks
 
@@ -251,3 +251,35 @@ def test_event_sources_of_server_info(
     info: dict[str, Any], expected: tuple[EventSource, ...]
 ) -> None:
     assert parse_event_sources("http://host:30000", info) == expected
+
+
+async def test_a_message_of_many_events_places_waiting_requests_once() -> None:
+    class Counting(PrefixAware):
+        rounds = 0
+
+        def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
+            self.rounds += 1
+            return super().route(queue)
+
+    policy = Counting(patience=0.0)
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", EngineTraits(TokenCount(), saturation=40))
+    policy.admit(WaitingRequest("long", token_blocks([1] * 64)), "a")
+    placed = anyio.Event()
+
+    async def wait_for_place() -> None:
+        async with dispatcher.place(token_blocks([2] * 16)):
+            placed.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait_for_place)
+        await anyio.wait_all_tasks_blocked()
+        assert dispatcher.waiting == 1 and policy.rounds == 0
+        subscriber = KvEventSubscriber(EngineBlocks(dispatcher, "a"), UNUSED)
+        pages = [["BlockStored", [n], n - 1 or None, [1] * 16, 16, None, "GPU"] for n in (1, 2, 3)]
+        subscriber.receive(0, batch(*pages[:1]))
+        assert policy.rounds == 0  # The engine is still saturated.
+        subscriber.receive(1, batch(*pages[1:]))
+        assert policy.rounds == 1
+        with anyio.fail_after(5):
+            await placed.wait()

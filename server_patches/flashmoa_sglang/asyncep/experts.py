@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
+
+from flashmoa_sglang.asyncep.cuda import pinned_memory
 
 # Kernels may require that a weight's address is a multiple of this.
 _ALIGNMENT = 256
@@ -81,26 +82,6 @@ def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
                 f"{name} has elements twice in memory: {tuple(tensor.shape)}, {tensor.stride()}"
             )
         last += (size - 1) * step
-
-
-def allocate_pinned(size: int) -> torch.Tensor:
-    """Allocate ``size`` bytes (uint8) of pinned memory; torch would round up to a power of two.
-
-    Raises: SystemExit if CUDA does not pin them. The process cannot continue then: torch would see
-        CUDA's error at its next kernel.
-    """
-    # The mapping is shared and populated, so that a later write does not replace a pinned page.
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
-    cudart: Any = torch.cuda.cudart()
-    code = cudart.cudaHostRegister(memory.data_ptr(), size, 0)
-    if int(code) != 0:
-        raise SystemExit(
-            f"--flashmoa-asyncep h2d: CUDA does not pin {size} bytes of host memory "
-            f"({cudart.cudaGetErrorString(code)}). Give the host memory for all experts but "
-            "the first layer's, and raise the container's limit on locked memory (ulimit -l)."
-        )
-    return memory
 
 
 # A quantisation keeps at least one bit of sixteen.
@@ -214,7 +195,7 @@ class HostExperts(ExpertSource):
         self.packing = Packing.of(tensors)
         size = self.packing.bytes
         on_gpu = experts.device.type == "cuda"
-        self._memory = allocate_pinned(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
+        self._memory = pinned_memory(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
         self.packing.fill(self._memory, tensors)
         self.stored = StoredBytes(on_host=self.packing.bytes)
         # This frees the layer's own tensors.

@@ -6,72 +6,18 @@ Papers: MoE-Prefill §6.2 and §6.3.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
 
+from flashmoa_sglang.asyncep.cuda import CudaDevice
 from flashmoa_sglang.asyncep.experts import Experts, ExpertSource
+from flashmoa_sglang.asyncep.layer_guard import LayerGuard
 from flashmoa_sglang.asyncep.slots import ForwardClock, SlotCopier, SlotRotation, StreamCopier
 from flashmoa_sglang.saturation import LayerTimes
-
-# Models that compute with the experts' tensors themselves instead of calling the layer's method.
-_COMPUTE_THEMSELVES = "sglang.srt.models.inkling"
-
-
-class LayerGuard:
-    """Ends the start at the first layer of experts that would silently stay on the device.
-
-    SGLang passes to an offloader only the layers that a model creates with ``make_layers`` or a
-    similar function. This watches every module that is created until :meth:`stop`.
-
-    Args: moe_layer: the class of layers with experts.
-    """
-
-    def __init__(self, moe_layer: type) -> None:
-        self._moe_layer = moe_layer
-        self._allows_layers = False
-        self._hook = register_module_module_registration_hook(self._check_module)
-
-    @contextmanager
-    def allow_layers(self) -> Generator[None]:
-        """Allow layers of experts inside this context, in which the offloader gets them."""
-        self._allows_layers = True
-        try:
-            yield
-        finally:
-            self._allows_layers = False
-
-    def stop(self) -> None:
-        """Stop watching, once the model is complete."""
-        self._hook.remove()
-
-    def _check_module(self, parent: Module, name: str, module: Any) -> None:
-        """Check a module that becomes a part of another one.
-
-        Raises: SystemExit if it is a layer of experts that cannot be offloaded.
-        """
-        if not isinstance(module, self._moe_layer):
-            return
-        owner = type(parent)
-        if owner.__module__.startswith(_COMPUTE_THEMSELVES):
-            reason = f"{owner.__name__} computes with the tensors of {name} itself"
-        elif not self._allows_layers:
-            reason = f"SGLang hands {name} of {owner.__name__} to no offloader"
-        else:
-            return
-        self.stop()
-        raise SystemExit(
-            f"--flashmoa-asyncep does not go with this model: {reason}, so that its experts would "
-            "stay on the device, or be read where they are kept. Start without "
-            "--flashmoa-asyncep."
-        )
-
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,6 +58,7 @@ class ExpertOffloader:
             next layer are copied.
         store: stores the loaded experts of all layers but the first off the device.
         whole: whether this process has the whole model, and not a stage of a pipeline.
+        open_gpu: returns the GPU with a device, if it is one.
     """
 
     def __init__(
@@ -122,7 +69,9 @@ class ExpertOffloader:
         store: Callable[[Sequence[Experts]], list[ExpertSource]],
         *,
         whole: bool = True,
+        open_gpu: Callable[[torch.device], CudaDevice | None] = CudaDevice.of,
     ) -> None:
+        self._open_gpu = open_gpu
         self._moe_layer = moe_layer
         self._computing = computing
         self._wanted_slots = slots
@@ -177,8 +126,8 @@ class ExpertOffloader:
         size = max(source.packing.bytes for source in self._sources)
         device, count = first.device, len(self._rotation.slots)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-        on_gpu = device.type == "cuda"
-        self._copier = StreamCopier(device, count) if on_gpu else SlotCopier()
+        gpu = self._open_gpu(device)
+        self._copier = StreamCopier(gpu, count) if gpu is not None else SlotCopier()
         for slot, layer in enumerate(self._rotation.slots):
             self._fetch(slot, layer)
         self._wrap(first.layer, lambda: None, lambda _: None)
@@ -263,10 +212,13 @@ class ExpertOffloader:
             if clock is not None:
                 clock.starts.append(copier.mark())
             slot = before()
-            result = compute(*args, **kwargs)
-            if clock is not None:
-                clock.ends.append(copier.mark())
-            after(slot)
+            try:
+                result = compute(*args, **kwargs)
+                if clock is not None:
+                    clock.ends.append(copier.mark())
+            finally:
+                # A layer that raises may have enqueued kernels that read the slot.
+                after(slot)
             if clock is not None and is_last:
                 self._ended_clock, self._clock = clock, None
             return result

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashmoa_sglang.asyncep.cuda import CudaDevice
 from flashmoa_sglang.asyncep.experts import ExpertSource
 from flashmoa_sglang.saturation import LayerTimes
 
@@ -101,47 +102,52 @@ class StreamCopier(SlotCopier):
     copies wait for whatever used that memory before: the caching allocator reuses blocks.
     """
 
-    def __init__(self, device: torch.device, slots: int) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._filled_events = [torch.cuda.Event() for _ in range(slots)]
-        self._used_events = [torch.cuda.Event() for _ in range(slots)]
+    def __init__(self, gpu: CudaDevice, slots: int) -> None:
+        self._gpu = gpu
+        self._stream = gpu.new_stream()
+        self._filled_events = [gpu.new_event() for _ in range(slots)]
+        self._used_events = [gpu.new_event() for _ in range(slots)]
         for slot in range(slots):
             self.note_use(slot)
 
     def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
+        self._wait_until_free(slot)
+        self._copy(slot, memory, source)
+
+    def _wait_until_free(self, slot: int) -> None:
         self._stream.wait_event(self._used_events[slot])
-        with torch.cuda.stream(self._stream):
+
+    def _copy(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
+        with self._gpu.on(self._stream):
             source.fill(memory)
-            self._filled_events[slot].record(self._stream)
+        self._filled_events[slot].record(self._stream)
 
     def wait(self, slot: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._filled_events[slot])
+        self._gpu.current_stream().wait_event(self._filled_events[slot])
 
     def note_use(self, slot: int) -> None:
-        self._used_events[slot].record(torch.cuda.current_stream(self._device))
+        self._used_events[slot].record(self._gpu.current_stream())
 
     def mark(self) -> torch.cuda.Event:
-        return _record_timed(torch.cuda.current_stream(self._device))
+        return self._mark_on(self._gpu.current_stream())
 
     def timed_fetch(
         self, slot: int, memory: torch.Tensor, source: ExpertSource
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         # The copy's time begins when the slot is free; the wait before that is computing time.
-        self._stream.wait_event(self._used_events[slot])
-        before = _record_timed(self._stream)
-        self.fetch(slot, memory, source)
-        return before, _record_timed(self._stream)
+        self._wait_until_free(slot)
+        before = self._mark_on(self._stream)
+        self._copy(slot, memory, source)
+        return before, self._mark_on(self._stream)
+
+    def _mark_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = self._gpu.new_event(timed=True)
+        event.record(stream)
+        return event
 
     def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         later.synchronize()
         return earlier.elapsed_time(later) / 1000
-
-
-def _record_timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
 
 
 class ForwardClock:

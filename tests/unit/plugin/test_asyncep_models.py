@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from flashmoa_sglang.asyncep.offloader import _COMPUTE_THEMSELVES
+from flashmoa_sglang.asyncep.layer_guard import _COMPUTE_THEMSELVES
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]

@@ -139,7 +139,8 @@ def _make_parser() -> argparse.ArgumentParser:
         type=float,
         default=1.2,
         metavar="FORWARDS",
-        help="forwards of work at which an engine counts as full (%(default)g); 0: no limit",
+        help="an engine is full when it has tokens for so many of its largest forwards to compute "
+        "(%(default)g); 0: no limit",
     )
     add("--model-config", type=Path, help="the model's config.json, to count work in FLOPs")
     add("--api-key", help="API key for the router's own requests to the engines")

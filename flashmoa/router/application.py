@@ -36,7 +36,7 @@ from flashmoa.router.errors import EngineLost, NoEngine
 from flashmoa.router.forwarding import PlacementObserver, forward
 from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
 from flashmoa.router.metrics import RouterMetrics
-from flashmoa.router.policies import Policy
+from flashmoa.router.policies import SATURATION_MARGIN, Policy
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa.router.prompts import PromptHasher
 
@@ -56,7 +56,8 @@ class RouterOptions:
             client's key.
         model_config: the model's ``config.json``, if the router cannot read it at the path that the
             engines report.
-        saturation_margin: kappa of the threshold; if it is 0, engines take every request.
+        saturation_margin: how many forwards' tokens wait at an engine before others get requests;
+            if it is 0, engines take every request.
         tokenize: whether engines are asked for the tokens of prompts, which takes milliseconds for
             each new prompt; by default, if an engine publishes KV events, which contain tokens.
         max_body_bytes: the largest body of a request.
@@ -70,7 +71,7 @@ class RouterOptions:
     policy: Policy | None = None
     api_key: str | None = None
     model_config: Mapping[str, Any] | None = None
-    saturation_margin: float = 1.2
+    saturation_margin: float = SATURATION_MARGIN
     tokenize: bool | None = None
     max_body_bytes: int = 32 << 20
     max_waiting: int = 10_000

@@ -104,16 +104,21 @@ class BlockTable:
 
 
 class PrefillLoad:
-    """Adds up one engine's load ``W``: what its requests still cost, without cached prefixes.
+    """Adds up one engine's load: what its requests still cost, without cached prefixes.
 
     Engines report progress in tokens and not by request, so it is subtracted from the oldest
-    requests first. Because costs are whole numbers that add up exactly, ``W`` does not drift, is
-    never negative, and is 0 when nothing is left (MoE-Prefill §7.3, §B.2).
+    requests first. Because costs are whole numbers that add up exactly, the load does not drift,
+    is never negative, and is 0 when nothing is left (MoE-Prefill §7.3, §B.2).
+
+    Attributes:
+        total: the load ``W``, in units of ``measure``.
+        tokens: number of tokens that are still to be computed.
     """
 
     def __init__(self, measure: Measure) -> None:
         self.measure = measure
         self.total = 0
+        self.tokens = 0
         # The next token and the end of each prompt with work left, by request in order of arrival.
         self._left: dict[str, tuple[int, int]] = {}
 
@@ -130,6 +135,7 @@ class PrefillLoad:
         if start < end:
             self._left[request] = (start, end)
             self.total += self.measure.work(start, end)
+            self.tokens += end - start
 
     def subtract_computed(self, tokens: int) -> None:
         """Subtract prompt tokens that the engine has computed."""
@@ -138,6 +144,7 @@ class PrefillLoad:
             computed = min(tokens, end - start)
             tokens -= computed
             self.total -= self.measure.work(start, start + computed)
+            self.tokens -= computed
             if start + computed == end:
                 del self._left[request]
             else:
@@ -147,3 +154,4 @@ class PrefillLoad:
         """Subtract what is left of a request; harmless to repeat."""
         if (left := self._left.pop(request, None)) is not None:
             self.total -= self.measure.work(*left)
+            self.tokens -= left[1] - left[0]

@@ -16,9 +16,9 @@ import httpx
 from flashmoa.router.blocks import BLOCK_TOKENS
 from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher, Placement
-from flashmoa.router.flops import Measure, TokenCount, UnknownShape, saturation, true_flops
+from flashmoa.router.flops import Measure, TokenCount, UnknownShape, true_flops
 from flashmoa.router.kv_events import EventSource, parse_event_sources
-from flashmoa.router.policies import EngineTraits
+from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RoutedEngine:
     Attributes:
         is_up: whether requests are sent to it.
         unit: the unit in which its work is counted.
-        saturation: the threshold ``T`` in that unit; ``None`` if it takes every request.
+        saturation: the threshold ``T`` in tokens; ``None`` if it takes every request.
         events: the publishers of its KV events, one for each data-parallel rank.
         described: set once ``events`` is known.
         last_answer: when it last answered a probe, by the event loop's clock.
@@ -89,7 +89,7 @@ class EngineMonitor:
         dispatcher: Dispatcher,
         *,
         config: Mapping[str, Any] | None = None,
-        saturation_margin: float = 1.2,
+        saturation_margin: float = SATURATION_MARGIN,
         interval: float = 2.0,
         hung_seconds: float = 40.0,
     ) -> None:
@@ -189,10 +189,19 @@ class EngineMonitor:
         engine.events = parse_event_sources(engine.url, info)
         # The settings are those of one data-parallel rank.
         ranks = _positive(info, "dp_size", 1)
-        batch = ranks * _positive(info, "chunked_prefill_size", _BATCH_TOKENS)
+        told = await self._ask_largest_forward(engine)
+        batch = ranks * (told or _positive(info, "chunked_prefill_size", _BATCH_TOKENS))
         blocks = ranks * _positive(info, "max_total_num_tokens", _CACHE_TOKENS) // BLOCK_TOKENS
-        limit = saturation(measure, batch, margin=self._margin) if self._margin > 0 else None
+        limit = int(self._margin * batch) if self._margin > 0 else None
         return EngineTraits(measure, limit, blocks)
+
+    async def _ask_largest_forward(self, engine: RoutedEngine) -> int | None:
+        """Return how many tokens an engine's largest forward has, if it has the plugin."""
+        try:
+            answer = await self._http.get(f"{engine.url}/flashmoa/info", timeout=_PROBE_SECONDS)
+        except httpx.HTTPError:
+            return None
+        return _positive(parse_object(answer.content), "largest_forward", 0) or None
 
     def _choose_measure(self, info: Mapping[str, Any]) -> Measure:
         try:

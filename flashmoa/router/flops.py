@@ -71,22 +71,6 @@ class TrueFlops:
         return self.linear * (end - start) + self.pair * pairs + self.window_pair * window_pairs
 
 
-def saturation(
-    measure: Measure, batch_tokens: int, *, margin: float = 1.2, exposed: float = 1.0
-) -> int:
-    """Return ``T``, the work (in the measure's unit) that keeps an engine's forwards full.
-
-    This is MoE-Prefill Eq. 3.
-
-    Args:
-        batch_tokens: the most tokens that the engine computes in one forward.
-        margin: kappa, the allowance for the time between two forwards.
-        exposed: the slowest layer's total time divided by its computing time; 1 if no weights are
-            transferred, or if this is unknown.
-    """
-    return int(margin * max(1.0, exposed) * measure.work(0, batch_tokens))
-
-
 def _pairs(length: int) -> int:
     """Return the number of causal pairs of a query and a key in ``length`` tokens."""
     return length * (length + 1) // 2

@@ -10,6 +10,10 @@ from flashmoa.router.blocks import Blocks
 from flashmoa.router.engine_state import BlockTable
 from flashmoa.router.flops import Measure, TokenCount
 
+# By how much an engine's threshold exceeds its largest forward, for the time between two forwards
+# (kappa in MoE-Prefill, Eq. 3).
+SATURATION_MARGIN = 1.2
+
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
@@ -17,8 +21,8 @@ class EngineTraits:
 
     Attributes:
         measure: measures the engine's work.
-        saturation: the threshold ``T`` in units of ``measure``; ``None`` if the engine takes every
-            request.
+        saturation: the threshold ``T``: from how many tokens on, which the engine has yet to
+            compute, its forwards are full; ``None`` if it takes every request.
         cache_blocks: the most blocks that the engine's cache holds; ``None`` if the engine reports
             every eviction itself.
     """

@@ -20,7 +20,7 @@ class EngineCandidate:
         matched: number of the request's tokens that the engine need not compute.
         cost: work to compute the rest of the request on the engine.
         load: the engine's outstanding work ``W``.
-        saturated: whether ``load`` has reached the engine's threshold.
+        saturated: whether the engine has as many tokens to compute as it should have at most.
         running: number of requests on the engine; decides between engines that are otherwise equal.
         prefix_load: the part of ``load`` that computes the matched tokens.
     """
@@ -74,7 +74,7 @@ class _EngineState:
     @property
     def is_saturated(self) -> bool:
         limit = self.traits.saturation
-        return limit is not None and self.load.total >= limit
+        return limit is not None and self.load.tokens >= limit
 
 
 @dataclass(slots=True)
@@ -146,6 +146,10 @@ class PrefixAware(Policy):
     def load(self, engine: str) -> int:
         """Return an engine's load ``W``, in its measure."""
         return self._engines[engine].load.total
+
+    def waiting_tokens(self, engine: str) -> int:
+        """Return how many tokens an engine has yet to compute."""
+        return self._engines[engine].load.tokens
 
     def matched_tokens(self, engine: str, blocks: Blocks) -> int:
         """Return the number of a prompt's tokens that an engine need not compute."""

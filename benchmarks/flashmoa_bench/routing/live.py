@@ -19,7 +19,8 @@ from rich.console import Console
 
 from flashmoa.engine.modelled_gpus import read_device
 from flashmoa.router.blocks import BLOCK_TOKENS, token_blocks
-from flashmoa.router.flops import TokenCount, saturation
+from flashmoa.router.flops import TokenCount
+from flashmoa.router.policies import SATURATION_MARGIN
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.modelled_gpus import common_slowdown
@@ -176,7 +177,7 @@ async def _simulate(
             requests,
             POLICIES[name](number),
             dict.fromkeys(options.engine, machine),
-            saturation=saturation(measure, batch_tokens),
+            saturation=int(SATURATION_MARGIN * batch_tokens),
             concurrency=options.concurrency,
         )
         rows.append(RouterRow(number, f"simulated {name}", 0.0, outcome.tokens, outcome.cached))

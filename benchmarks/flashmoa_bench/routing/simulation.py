@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from flashmoa.router.blocks import BLOCK_TOKENS
-from flashmoa.router.flops import saturation, true_flops
-from flashmoa.router.policies import CacheAware, Policy, Random, RoundRobin
+from flashmoa.router.flops import true_flops
+from flashmoa.router.policies import SATURATION_MARGIN, CacheAware, Policy, Random, RoundRobin
 from flashmoa.router.prefix_aware import PrefixAware
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
@@ -107,7 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="least seconds of a forward, for the transfer of weights",
     )
     engine.add_argument(
-        "--margin", type=float, default=1.2, help="kappa of the saturation threshold"
+        "--margin", type=float, default=SATURATION_MARGIN, help="kappa of the saturation threshold"
     )
 
 
@@ -124,17 +124,13 @@ def run(
         reports=policy != SILENT,
     )
     full = machine.measure.work(0, machine.batch_tokens) / machine.rate
-    limit = saturation(
-        machine.measure,
-        machine.batch_tokens,
-        margin=options.margin,
-        exposed=machine.floor / full,
-    )
+    # A forward that waits for weights longer than it computes has room for more tokens.
+    exposed = max(1.0, machine.floor / full)
     return replay(
         requests,
         POLICIES[policy](options.seed),
         {f"engine {number}": replace(machine) for number in range(engines)},
-        saturation=limit,
+        saturation=int(options.margin * exposed * machine.batch_tokens),
         concurrency=options.concurrency * engines,
     )
 

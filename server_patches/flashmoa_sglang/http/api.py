@@ -103,6 +103,7 @@ class Api:
 
     async def info(self, request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
+        ranks = await self._engine.kv()
         return {
             "plugin": {"name": "flashmoa-sglang", "version": __version__},
             "sglang": {"version": releases.installed()},
@@ -119,11 +120,12 @@ class Api:
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
             "saturation": asdict(saturation) if (saturation := self._engine.saturation) else None,
             "prefills_wait_for": self._engine.waits_for,
+            "largest_forward": self._engine.largest_forward(ranks),
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
             "in_flight": self._engine.in_flight(),
-            "kv": [asdict(report) for report in await self._engine.kv()],
+            "kv": [asdict(report) for report in ranks],
         }
 
     def _capabilities(self) -> list[str]:

@@ -136,7 +136,7 @@ async def calibrate(engine: Engine) -> None:
         return  # Costs are for planning prefills, which a decode engine does not run.
     try:
         costs, layers = await measure(engine, TimedRequests(engine))
-        most = await engine.max_forward_tokens()
+        most = engine.largest_forward(await engine.kv())
     except Exception as error:
         text = (
             "The cost of a forward could not be measured, so streams are scheduled by a guess: %s"

@@ -93,11 +93,14 @@ class Engine:
         longest = self._manager.max_req_input_len or self.context_length
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
-    async def max_forward_tokens(self) -> int:
-        """Return the number of tokens in the largest forward, which may be of several prompts."""
+    def largest_forward(self, ranks: Sequence[KvReport]) -> int:
+        """Return the number of tokens in a rank's largest forward, which may be of many prompts.
+
+        Args: ranks: the reports of :meth:`kv`.
+        """
         arguments = self._arguments
         chunk = arguments.chunked_prefill_size or 0
-        bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in await self.kv())]
+        bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in ranks)]
         return min(bound for bound in bounds if bound and bound > 0)
 
     @property

@@ -52,7 +52,7 @@ class FakeEngine:
     def draining(self) -> bool:
         return len(self.asked) >= self.forwards_until_drain
 
-    async def max_forward_tokens(self) -> int:
+    def largest_forward(self, _ranks: list[Any]) -> int:
         return self.max_unchunked_prompt
 
     def use_costs(self, costs: Any, waits_for: int | None) -> None:

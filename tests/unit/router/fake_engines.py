@@ -54,7 +54,7 @@ class FakeEngine:
             return make_json_response({"error": {"code": "draining", "message": "No."}}, 503)
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
             return make_json_response({"error": "Unauthorized"}, 401)
-        if path not in ("/health/ready", "/server_info", "/v1/loads"):
+        if path not in ("/health/ready", "/server_info", "/v1/loads", "/flashmoa/info"):
             self.requests.append(f"{request.method} {path}")
         if path == STREAMS:
             count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}

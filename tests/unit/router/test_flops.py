@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.router.flops import Measure, TokenCount, UnknownShape, saturation, true_flops
+from flashmoa.router.flops import Measure, UnknownShape, true_flops
 from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 QWEN3_8B = {
@@ -52,13 +52,6 @@ def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
     for number in range(10):
         place(routing, str(number), blocks([1] * 100 + [2 + number] * 20))
     assert routing.load("e0") == FLOPS.work(0, 100) + 10 * FLOPS.work(100, 120)
-
-
-def test_saturation_is_a_full_batch_and_more_with_exposed_transfers() -> None:
-    measure = TokenCount()
-    assert saturation(measure, 1000) == 1200
-    assert saturation(measure, 1000, exposed=0.5) == 1200
-    assert saturation(measure, 1000, margin=1.0, exposed=3.0) == 3000
 
 
 def test_flops_of_known_models_are_twice_their_parameters() -> None:

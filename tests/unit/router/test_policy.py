@@ -61,14 +61,14 @@ def test_round_overfills_each_engine_by_at_most_one_request(
     measure: Measure, engines: int, limit: int, prompts: list[list[int]]
 ) -> None:
     routing = policy(engines, measure, limit)
-    most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
+    most = max((len(prompt) for prompt in prompts), default=1)
     queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
     # Requests are placed in order of arrival, so no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
-    loads = [routing.load(f"e{number}") for number in range(engines)]
-    assert all(load < limit + most for load in loads)
-    assert len(placed) == len(queue) or all(load >= limit for load in loads)
+    waiting = [routing.waiting_tokens(f"e{number}") for number in range(engines)]
+    assert all(tokens < limit + most for tokens in waiting)
+    assert len(placed) == len(queue) or all(tokens >= limit for tokens in waiting)
     # When all requests have ended, no load is left.
     for one in queue:
         routing.end(one.request)

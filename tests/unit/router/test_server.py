@@ -27,6 +27,7 @@ from flashmoa.router.prefix_aware import PrefixAware
 
 pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TokenCount(), saturation=20)
+NOT_FOUND = httpx.Response(404, json={"detail": "Not Found"})
 PROMPT = token_blocks([1] * 32)
 
 
@@ -162,9 +163,11 @@ async def test_requests_to_a_hung_engine_are_cancelled() -> None:
         ({}, 9830, 1 << 16),
     ],
 )
+@pytest.mark.parametrize("told", [None, 50])
 async def test_settings_of_one_rank_are_multiplied_by_the_ranks(
-    info: dict[str, int], saturation: int, blocks: int
+    info: dict[str, int], saturation: int, blocks: int, told: int | None
 ) -> None:
+    """An engine with the plugin tells its largest forward, which may be smaller than its chunks."""
     joined: list[EngineTraits] = []
 
     class RecordingPolicy(PrefixAware):
@@ -172,7 +175,14 @@ async def test_settings_of_one_rank_are_multiplied_by_the_ranks(
             joined.append(traits)
             super().join(engine, traits)
 
-    answer = httpx.MockTransport(lambda _: httpx.Response(200, json=info))
+    def reply(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/flashmoa/info":
+            return httpx.Response(200, json=info)
+        return httpx.Response(200, json={"largest_forward": told}) if told else NOT_FOUND
+
+    answer = httpx.MockTransport(reply)
+    if told is not None:
+        saturation = int(1.2 * told) * info.get("dp_size", 1)
     async with httpx.AsyncClient(transport=answer) as http:
         await EngineMonitor(http, Dispatcher(RecordingPolicy())).probe(
             RoutedEngine("http://engine")

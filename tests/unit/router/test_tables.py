@@ -113,6 +113,7 @@ class Loads(RuleBasedStateMachine):
     @invariant()
     def is_what_is_left(self) -> None:
         assert self.load.total == sum(self.measure.work(t, t + 1) for _, t in self.left)
+        assert self.load.tokens == len(self.left)
         assert len(self.load) == len({name for name, _ in self.left})
 
 

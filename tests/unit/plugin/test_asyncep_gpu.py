@@ -152,16 +152,15 @@ def _take_out(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _never_notes_use_after_the_start(patch: pytest.MonkeyPatch) -> None:
-    note_use = StreamCopier.note_use
+    note_use, fetch = StreamCopier.note_use, StreamCopier.fetch
+    started: set[int] = set()
 
     def note_at_start(self: StreamCopier, slot: int) -> None:
-        if not hasattr(self, "started"):
+        if id(self) not in started:
             note_use(self, slot)
 
-    fetch = StreamCopier.fetch
-
     def note_start(self: StreamCopier, *args: Any) -> None:
-        self.started = True
+        started.add(id(self))
         fetch(self, *args)
 
     patch.setattr(StreamCopier, "note_use", note_at_start)

@@ -81,6 +81,8 @@ def choose_increments(
     chosen: list[tuple[int, int]] = []
     sizes = [stream.new + stream.output for stream in streams]
     for position in sorted(range(len(streams)), key=sizes.__getitem__):
+        if tokens < page:
+            break
         stream = streams[position]
         count = min(stream.new, tokens)
         count -= count % page

@@ -35,7 +35,7 @@ async def chain(client: EngineClient, writer: EngineClient, words: Words) -> tup
     greedy = {"temperature": 0, "ignore_eos": True}
     async with Workflow(client) as workflow:
         plan = [{"role": "user", "content": words(60, 2201)}]
-        planner = workflow.ask(plan, engine=writer, name="planner", max_tokens=80, **greedy)
+        planner = workflow.ask(plan, engine=writer, name="planner", max_tokens=160, **greedy)
         read = [{"role": "user", "content": f"{words(200, 2202)} {planner} {words(5, 2203)}"}]
         critic = workflow.ask(read, name="critic", max_tokens=8, **greedy)
         text = await critic

@@ -55,7 +55,7 @@ class RouterMetrics(_Metrics):
         self._up = self._gauge("engine_up", "Whether requests are sent to it", "engine")
         self._load = self._gauge("engine_load", "Outstanding prefill work, in its unit", "engine")
         self._saturated = self._gauge(
-            "engine_saturated", "Whether its load is at the threshold", "engine"
+            "engine_saturated", "Whether it has enough tokens to compute", "engine"
         )
         self._blocks = self._gauge("engine_blocks", "Blocks believed to be in its cache", "engine")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from flashmoa.router.flops import Measure, TokenCount
 from flashmoa.router.policies import EngineTraits, WaitingRequest
-from flashmoa.router.prefix_aware import EngineCandidate, PrefixAware, choose_engine
-from tests.unit.router.support import FLOPS, MEASURES, SIZE, blocks, place, policy
+from flashmoa.router.prefix_aware import EngineCandidate, choose_engine
+from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 CANDIDATES = st.lists(
     st.builds(
@@ -273,38 +273,3 @@ def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not(
     assert routing.matched_tokens("e0", prompt) == 0
     with pytest.raises(ValueError, match="another measure"):
         routing.join("e0", EngineTraits(FLOPS))
-
-
-def test_every_waiting_request_is_considered_some_time() -> None:
-    routing = PrefixAware(patience=1000.0, window=4, ageing=1 << 30, block_tokens=SIZE)
-    for name in ("hot", "other"):
-        routing.join(name, EngineTraits(TokenCount(), 20))
-    document = [7] * 16
-    routing.add_blocks("hot", blocks(document).hashes)
-    routing.admit(WaitingRequest("long", blocks([1] * 40)), "hot")
-    routing.admit(WaitingRequest("short", blocks([2] * 2)), "other")
-    # All of these wait for the engine that has their document, and fill the head of the queue.
-    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(9)]
-    queue.append(WaitingRequest("stranger", blocks([3] * 4)))
-    rounds = [routing.route(queue) for _ in range(4)]
-    assert [one for one in rounds if one] == [{"stranger": "other"}]
-
-
-def test_request_that_is_overtaken_again_and_again_loses_patience() -> None:
-    routing = PrefixAware(patience=8.0, ageing=5, block_tokens=SIZE)
-    for name in ("hot", "other"):
-        routing.join(name, EngineTraits(TokenCount(), 40))
-    document = [7] * 16
-    routing.add_blocks("hot", blocks(document).hashes)
-    routing.admit(WaitingRequest("long", blocks([1] * 100)), "hot")
-    routing.admit(WaitingRequest("short", blocks([2] * 2)), "other")
-    held = WaitingRequest("held", blocks([*document, 1]))
-    overtaken = 0
-    while "held" not in (placed := routing.route([held])):
-        assert placed == {}
-        overtaken += 1
-        stranger = WaitingRequest(f"stranger {overtaken}", blocks([3] * 4))
-        assert routing.route([held, stranger]) == {stranger.request: "other"}
-        routing.finish_prefill(stranger.request)
-    # It saves 16 tokens, and the engine that has them has 98 more to compute first.
-    assert placed == {"held": "other"} and overtaken == 2

@@ -15,7 +15,8 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
 from flashmoa_sglang import cpu
-from flashmoa_sglang.cpu.host_memory import UnpinnedTorch, skip_pinning, use_host_memory
+from flashmoa_sglang.cpu.host_memory import UnpinnedTorch, skip_pinning
+from flashmoa_sglang.cpu.pd_pairs import prepare_pd_pairs
 from flashmoa_sglang.modelled_gpu import hooks
 from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
 from flashmoa_sglang.modelled_gpu.hash_model import ARCHITECTURE
@@ -120,7 +121,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
         def create(runner: ModelRunner) -> Any:
             # Only now the classes that this hooks can be imported.
             hooks.install()
-            use_host_memory(runner.server_args)
+            prepare_pd_pairs(runner.server_args)
             if ARCHITECTURE in (runner.model_config.hf_config.architectures or ()):
                 from flashmoa_sglang.modelled_gpu.models.hash_causal_lm import HashAttentionBackend
 

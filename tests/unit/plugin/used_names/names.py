@@ -65,6 +65,7 @@ PLAIN = ""
 NAMES: Mapping[str, str] = {
     "adder": _srt("managers.schedule_policy:PrefillAdder"),
     "agent": PLAIN,
+    "agent_config": PLAIN,
     "app": PLAIN,
     "arguments": ARGUMENTS,
     "self._arguments": ARGUMENTS,

@@ -1,0 +1,76 @@
+"""Patches with which the engines of a PD pair run on a CPU, and leave it to others while they wait.
+
+On a GPU, SGLang and nixl keep a core busy each while they wait for KV. Here all engines share the
+cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+# How long to sleep between two looks: short beside a decode step, and long beside a look.
+_SCHEDULER_SECONDS = 0.0005
+# How long nixl's thread waits for an event. It wakes at once when there is one.
+_NIXL_MICROSECONDS = 1000
+
+
+def prepare_pd_pairs(server_args: Any) -> None:
+    """Patch this process if it is a scheduler of a PD pair."""
+    if server_args.disaggregation_mode in (None, "null"):
+        return
+    from sglang.srt.managers.scheduler import Scheduler
+
+    scheduler_class: Any = Scheduler
+    scheduler_class.on_idle = _sleep_if_busy(Scheduler.on_idle)
+    if server_args.disaggregation_transfer_backend == "nixl":
+        _patch_nixl()
+
+
+def _sleep_if_busy(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``Scheduler.on_idle``, which SGLang calls in each step in which nothing runs.
+
+    SGLang sleeps there only if the engine has no request. One that awaits KV looks for it without
+    a pause.
+    """
+
+    @wraps(original)
+    def on_idle(scheduler: Any) -> None:
+        original(scheduler)
+        if not scheduler.is_fully_idle():
+            time.sleep(_SCHEDULER_SECONDS)
+
+    return on_idle
+
+
+def _patch_nixl() -> None:
+    """Let nixl register the KV pool as host memory, and wait for events instead of polling.
+
+    SGLang registers the pool as "VRAM", so this name is made to mean host memory. The other
+    transfer backend, Mooncake, finds out from the pool's address.
+    """
+    try:
+        api: Any = import_module("nixl._api")
+    except ImportError:
+        return  # SGLang reports that nixl is missing.
+    api.nixl_agent.__init__ = _use_dram_for_vram(api.nixl_agent.__init__)
+    api.nixlBind.nixlAgent = _wait_for_events(api.nixlBind.nixlAgent)
+
+
+def _use_dram_for_vram(original: Callable[..., None]) -> Callable[..., None]:
+    def init(agent: Any, *args: Any, **kwargs: Any) -> None:
+        original(agent, *args, **kwargs)
+        agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
+
+    return init
+
+
+def _wait_for_events(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_agent(name: str, agent_config: Any) -> Any:
+        agent_config.pthrDelay = _NIXL_MICROSECONDS
+        return original(name, agent_config)
+
+    return make_agent

@@ -3,7 +3,8 @@
 Requests decode on one engine while prompt streams are open on it, each of which grows at the pace
 of an agent that writes. Counted are the CPU seconds of the HTTP process, and those of the scheduler
 for each step of the decoding requests; both also without streams, and with streams that are open
-and do not grow. The scheduler's seconds have those of the streams' increments.
+and do not grow. The scheduler's seconds have those of the streams' increments, but not those in
+which a modelled GPU's forwards are computed on the CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine
+from flashmoa.engine.modelled_gpus import read_device
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
@@ -45,7 +47,8 @@ class StreamLoad:
 
     Attributes:
         http_share: CPU seconds of the HTTP process by second.
-        step_ms: CPU milliseconds of the scheduler by step of the decoding requests.
+        step_ms: CPU milliseconds of the scheduler by step of the decoding requests, without the
+            computation of a modelled GPU's forwards.
         steps_per_second: such steps.
         increments_per_second: increments of all streams together.
         ahead: share of the streams' tokens that is prefilled in the end.
@@ -162,11 +165,17 @@ async def _measure(
         prefilled = sum(state.prefilled_tokens for state in states)
         return sum(state.increments for state in states), prefilled / max(1, received)
 
+    async def cpu() -> tuple[float, float]:
+        computing = (await read_device(engine.url) or {}).get("computing_seconds", 0.0)
+        http, scheduler = cpu_seconds(started.pid)
+        return http, scheduler - computing
+
     made = (await increments())[0]
-    began, steps, (http, scheduler) = clock.now(), len(answer.ids), cpu_seconds(started.pid)
+    http, scheduler = await cpu()
+    began, steps = clock.now(), len(answer.ids)
     await clock.sleep(seconds)
     passed, steps = clock.now() - began, len(answer.ids) - steps
-    http_after, scheduler_after = cpu_seconds(started.pid)
+    http_after, scheduler_after = await cpu()
     if not steps:
         raise EngineError("no request has decoded while streams were open: give a longer --seconds")
     made_after, ahead = await increments()
@@ -189,15 +198,30 @@ def show(loads: dict[str, StreamLoad], arguments: argparse.Namespace, console: C
     """Print the table."""
     title = f"{arguments.streams} streams at {arguments.tps} tokens/s, {arguments.decoding} decodes"
     table = make_table(
-        title, "", "HTTP, cores", "scheduler, ms a step", "steps/s", "increments/s", "prefilled"
+        title,
+        *("", "HTTP, cores", "scheduler, ms a step", "steps/s"),
+        *("increments/s", "ms an increment", "prefilled"),
     )
     for way, load in loads.items():
+        each = increment_ms(load, loads["open"])
         table.add_row(
             way,
             f"{load.http_share:.3f}",
             f"{load.step_ms:.2f}",
             f"{load.steps_per_second:.1f}",
             f"{load.increments_per_second:.1f}",
+            "" if each is None else f"{each:.2f}",
             f"{load.ahead:.0%}",
         )
     console.print(table)
+
+
+def increment_ms(load: StreamLoad, idle: StreamLoad) -> float | None:
+    """Return the CPU milliseconds that the scheduler takes for an increment; ``None`` without any.
+
+    Args: idle: the load of streams that do not grow.
+    """
+    if not load.increments_per_second:
+        return None
+    more = (load.step_ms - idle.step_ms) * load.steps_per_second
+    return more / load.increments_per_second

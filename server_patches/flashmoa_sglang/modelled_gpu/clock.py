@@ -24,6 +24,7 @@ class Clock:
         device_seconds, overrun_seconds: time of all forwards, and of those that overran.
         starved_seconds: time in which the GPU had nothing to compute because the scheduler was
             still preparing the next batch.
+        computing_seconds: CPU time of the forwards' real computation, which no GPU's host has.
     """
 
     now: Callable[[], float] = time.perf_counter
@@ -34,6 +35,7 @@ class Clock:
     device_seconds: float = 0.0
     overrun_seconds: float = 0.0
     starved_seconds: float = 0.0
+    computing_seconds: float = 0.0
 
     def launch(
         self, seconds: float, launched: float, computed: float, *, follows: bool = False

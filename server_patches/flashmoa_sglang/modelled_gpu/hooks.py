@@ -7,6 +7,7 @@ meanwhile, as it does on a GPU; without it, the scheduler waits.
 
 from __future__ import annotations
 
+import time
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,10 @@ class TimedForwards:
         @wraps(original)
         def forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._noticed.append(describe(forward_batch))
-            return original(model_runner, forward_batch, *args, **kwargs)
+            began = time.process_time()
+            result = original(model_runner, forward_batch, *args, **kwargs)
+            self._clock.computing_seconds += time.process_time() - began
+            return result
 
         return forward
 
@@ -97,6 +101,7 @@ class TimedForwards:
                 "device_seconds": clock.device_seconds,
                 "overrun_seconds": clock.overrun_seconds,
                 "starved_seconds": clock.starved_seconds,
+                "computing_seconds": clock.computing_seconds,
             }
             return result
 

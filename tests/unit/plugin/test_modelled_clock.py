@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,20 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
     run_batch(scheduler, decoding())
     forwards.report(lambda _scheduler, _request: state)(scheduler, None)
     assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0.5
+
+
+def test_the_cpu_time_of_computing_forwards_is_counted() -> None:
+    forwards = timed(Machine(), 1.0)
+    state = SimpleNamespace(internal_state={})
+
+    def compute(_runner: Any, _batch: Any) -> None:
+        until = time.process_time() + 0.01
+        while time.process_time() < until:
+            pass
+
+    forwards.notice(compute)(None, decoding())
+    told = forwards.report(lambda _scheduler, _request: state)(None, None)
+    assert told.internal_state["modelled_gpu"]["computing_seconds"] >= 0.01
 
 
 def test_kv_arrives_when_the_link_has_sent_it() -> None:

@@ -80,6 +80,8 @@ def test_a_prefill_engine_under_the_overlap_schedule_publishes_no_kv_before_it_i
     assert published == ([req] if early else [])
     assert ("s" in state.pins) is early
     assert state.shares(engine) is early
+    # What has been published is not inserted once more.
+    assert getattr(req, "skip_radix_cache_insert", False) is early
     # Now the request has been computed.
     streamer = SimpleNamespace(
         tree_cache=SimpleNamespace(flashmoa=state), send_to_detokenizer="usual"

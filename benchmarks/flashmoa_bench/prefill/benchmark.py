@@ -2,9 +2,9 @@
 
 The requests are the paper's mix of datasets, with synthetic texts and fewer requests. On one
 engine, stock SGLang generates one token for each, in order of arrival (fcfs) and by the longest
-cached prefix (lpm), and FlashMoA scores two candidates. On two engines, FlashMoA scores them with
-the engines in turn, behind sglang-router (if it is installed), and behind FlashMoA's router, which
-listens to the engines' KV events.
+cached prefix (lpm), and FlashMoA scores two candidates. On several engines, FlashMoA scores them
+with the engines in turn, behind sglang-router (if it is installed), and behind FlashMoA's router,
+which listens to the engines' KV events.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
 from flashmoa_bench.harness.rounds import RoundPlayer
 from flashmoa_bench.prefill.mix import TABLE_2, Dataset, prompts
 from flashmoa_bench.prefill.passes import (
+    PassRow,
     PrefillAnswer,
     PrefillPass,
     PrefillRequest,
@@ -41,15 +42,16 @@ from flashmoa_bench.prefill.passes import (
     unique_tokens,
 )
 
-FCFS, LPM, OURS, SECOND = "fcfs", "lpm", "flashmoa", "second"
+FCFS, LPM, OURS = "fcfs", "lpm", "flashmoa"
 IN_TURN = "round_robin"
 ROLES = (
     Role(FCFS, plugin=False, arguments=("--schedule-policy", "fcfs"), core=0),
     Role(LPM, plugin=False, arguments=("--schedule-policy", "lpm"), core=0, optional=True),
     Role(OURS, plugin=True, core=0),
-    Role(SECOND, plugin=True, core=1, optional=True),
+    Role(f"{OURS}_2", plugin=True, core=1, optional=True),
 )
-# Throughput over the better stock policy on one engine, and over taking turns on two engines.
+PARTS = ("one", "several")
+# Throughput over the better stock policy on one engine, and over taking turns on several.
 GOALS = {OURS: 1.35, routers.OURS: 1.16}
 _TIMEOUT_SECONDS = 600.0
 
@@ -83,6 +85,12 @@ def main(arguments: Sequence[str]) -> int:
         "--stock-forward", type=positive, help="the same for stock engines, if different"
     )
     parser.add_argument("--kv-tokens", type=positive, default=65_536, help="tokens of a cache")
+    parser.add_argument(
+        "--engines", type=positive, default=2, help="engines behind routers, if started here"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="on one engine, on several"
+    )
     anyio.run(_main, parser.parse_args(arguments))
     return 0
 
@@ -96,16 +104,17 @@ async def _main(options: argparse.Namespace) -> None:
     ):
         bench = _PrefillBench(engines, requests, options, http, report.console)
         expected = await bench.ask_stock_engine()
-        one_engine = await bench.measure_one_engine(expected)
-        two_engines = await bench.measure_two_engines(expected) if SECOND in engines else {}
+        one_engine = await bench.measure_one_engine(expected) if "one" in options.parts else {}
+        several = await bench.measure_several(expected) if "several" in options.parts else {}
     unique, tokens = unique_tokens(requests), sum(len(request.ids) for request in requests)
     report.console.print(f"{len(requests):,} requests, {tokens:,} tokens, {unique:,} unique\n")
-    stock_ways = [way for way in one_engine if way != OURS]
-    fastest = min(stock_ways, key=lambda way: median_seconds(one_engine[way]))
-    tables = {
-        "one engine": summarise(one_engine, fastest, expected, unique),
-        "two engines": summarise(two_engines, IN_TURN, expected, unique) if two_engines else [],
-    }
+    tables: dict[str, list[PassRow]] = {}
+    if one_engine:
+        stock = [way for way in one_engine if way != OURS]
+        fastest = min(stock, key=lambda way: median_seconds(one_engine[way]))
+        tables["one engine"] = summarise(one_engine, fastest, expected, unique)
+    if several:
+        tables[f"{len(bench.ours)} engines"] = summarise(several, IN_TURN, expected, unique)
     for title, rows in tables.items():
         show(title, rows, GOALS, report.console)
     mix = {"requests": len(requests), "tokens": tokens, "unique": unique}
@@ -114,7 +123,7 @@ async def _main(options: argparse.Namespace) -> None:
 
 
 def _make_roles(options: argparse.Namespace) -> list[Role]:
-    """Return the roles with this run's size of a forward, which is scaled like the prompts."""
+    """Return the roles of this run, with the size of a forward, which is scaled like prompts."""
 
     def arguments(role: Role) -> tuple[str, ...]:
         size = options.forward if role.plugin else options.stock_forward or options.forward
@@ -122,7 +131,14 @@ def _make_roles(options: argparse.Namespace) -> list[Role]:
         sizes = ("--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens)
         return (*role.arguments, *sizes, *(_event_arguments() if role.plugin else ()))
 
-    return [replace(role, arguments=arguments(role)) for role in ROLES]
+    more = [
+        Role(f"{OURS}_{number}", plugin=True, core=(number - 1) % 2, optional=True)
+        for number in range(3, options.engines + 1)
+    ]
+    roles = [*ROLES[: 2 + min(options.engines, 2)], *more]
+    if "one" not in options.parts:
+        roles = [role for role in roles if role.name != LPM]
+    return [replace(role, arguments=arguments(role)) for role in roles]
 
 
 def _event_arguments() -> tuple[str, str]:
@@ -166,7 +182,11 @@ class _PrefillWay:
 
 
 class _PrefillBench:
-    """Plays all passes of all ways."""
+    """Plays all passes of all ways.
+
+    Attributes:
+        ours: the engines with the plugin.
+    """
 
     def __init__(
         self,
@@ -181,6 +201,7 @@ class _PrefillBench:
         self._options = options
         self._http = http
         self._console = console
+        self.ours = [engines[name] for name in engines.clients if name.startswith(OURS)]
 
     async def ask_stock_engine(self) -> dict[str, PrefillAnswer]:
         """Return the answers of stock SGLang with log-probabilities, to compare others with."""
@@ -199,17 +220,18 @@ class _PrefillBench:
             for name in (FCFS, LPM)
             if name in self._engines
         }
-        ours = self._engines[OURS]
-        ways[OURS] = _PrefillWay([ours], [_make_scorer(ours, expected)])
+        ways[OURS] = _PrefillWay(self.ours[:1], [_make_scorer(self.ours[0], expected)])
         return await self._play_rounds(ways, expected)
 
-    async def measure_two_engines(
+    async def measure_several(
         self, expected: Mapping[str, PrefillAnswer]
     ) -> dict[str, list[PrefillPass]]:
-        """Return the passes of each router, over the same two engines."""
-        both = [self._engines[OURS], self._engines[SECOND]]
-        ways = {IN_TURN: _PrefillWay(both, [_make_scorer(engine, expected) for engine in both])}
-        ways |= {name: _PrefillWay(both, router=name) for name in routers.installed_routers()}
+        """Return the passes of each router over the same engines; nothing if there is only one."""
+        if len(self.ours) < 2:
+            return {}
+        scorers = [_make_scorer(engine, expected) for engine in self.ours]
+        ways = {IN_TURN: _PrefillWay(self.ours, scorers)}
+        ways |= {name: _PrefillWay(self.ours, router=name) for name in routers.installed_routers()}
         return await self._play_rounds(ways, expected)
 
     async def _play_rounds(

@@ -222,7 +222,7 @@ class MixtureRun:
             messages = self._question
             if reads[place]:
                 messages = mixture.prompts[layer - 1].messages(messages, slots[reads[place]])
-            # An engine mixes no prefill into decode steps of requests with log-probabilities.
+            # Stock SGLang mixes no prefill into decode steps of requests with log-probabilities.
             # Therefore only answers that early exit scores have them.
             more: dict[str, Any] = {"logprobs": True} if self._is_scored(layer, place) else {}
             calls.append(self._agents.ask(layer, model, messages, is_last=is_last, **more))

@@ -85,6 +85,7 @@ NAMES: Mapping[str, str] = {
     "req": REQ,
     "reqs": f"[{REQ}]",
     "running": BATCH,
+    "running_batch": BATCH,
     "scheduler": SCHEDULER,
     "self._scheduler": SCHEDULER,
     "server_args": ARGUMENTS,

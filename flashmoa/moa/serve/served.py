@@ -19,7 +19,7 @@ _IN_PARTS = (
 # Parameters that concern an answer as a whole.
 _OF_WHOLE_ANSWERS = (
     "stop_token_ids", "stop_regex", "no_stop_trim", "min_tokens", "ignore_eos",
-    "response_format", "regex", "ebnf", "tools", "tool_choice", "parallel_tool_calls",
+    "response_format", "regex", "ebnf",
 )  # fmt: skip
 _NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
 _TOOLS = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _NO_TOOLS)

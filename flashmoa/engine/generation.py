@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from flashmoa.engine.wire import Delta, PromptUsage
 # A log-probability (``None`` for minus infinity, and for a prompt's first token), a token id, and
 # the token's text.
 _Logprob = tuple[float | None, int, Any]
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 async def read_event_data(response: httpx.Response) -> AsyncGenerator[str]:
@@ -76,7 +78,7 @@ async def read_generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenera
         if reason and "prompt_tokens" not in meta:
             raise make_abort_refusal(reason)
         yield Delta(
-            text=text[characters:],
+            text=_without_halves(text[characters:]),
             token_ids=event["output_ids"][tokens:],
             usage=PromptUsage.model_validate(meta) if reason else None,
             finish_reason=reason["type"] if reason else None,
@@ -93,13 +95,23 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
         usage: dict[str, Any] | None = event.get("usage")
         logprobs: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
         yield Delta(
-            text=delta.get("content") or "",
+            text=_without_halves(delta.get("content") or ""),
             # SGLang's name, and that of newer vLLM.
-            reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+            reasoning=_without_halves(
+                delta.get("reasoning_content") or delta.get("reasoning") or ""
+            ),
             logprobs=[token["logprob"] for token in logprobs.get("content") or []],
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),
         )
+
+
+def _without_halves(text: str) -> str:
+    """Return a text with U+FFFD in place of each half of a surrogate pair.
+
+    JSON can contain them. They are no text, and no request or answer with them could be sent.
+    """
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True)

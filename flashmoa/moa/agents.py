@@ -69,6 +69,11 @@ class Model:
         """Return how many tokens an answer may have, ``None`` if ``sampling`` does not limit it."""
         return self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
 
+    @property
+    def answer_tokens(self) -> int:
+        """Return for how many tokens of an answer the context must have room."""
+        return self.max_tokens or _DEFAULT_ANSWER_TOKENS
+
     async def free_tokens(
         self, empty_prompt: Sequence[Mapping[str, Any]], answer_limits: Sequence[int | None]
     ) -> int | None:
@@ -86,7 +91,7 @@ class Model:
         context = await self.context_length()
         if context is None:
             return None
-        free = context - (self.max_tokens or _DEFAULT_ANSWER_TOKENS)
+        free = context - self.answer_tokens
         if None not in answer_limits:
             needed = sum(limit or 0 for limit in answer_limits)
             if needed + _upper_bound(empty_prompt) <= free:
@@ -109,7 +114,7 @@ class Model:
         Args:
             context: number of tokens in the context.
         """
-        free = context - (self.max_tokens or _DEFAULT_ANSWER_TOKENS)
+        free = context - self.answer_tokens
         if _upper_bound(prompt) <= free:
             return True
         try:
@@ -156,7 +161,9 @@ async def room_for_answers(
     out. If it has too little room, it will refuse the reader's request itself.
     """
     rooms: list[int] = []
-    for reader in {(reader.engine.url, reader.model): reader for reader in readers}.values():
+    # Of readers with the same context, the one that writes most has the least room.
+    by_answer = sorted(readers, key=lambda reader: reader.answer_tokens)
+    for reader in {(reader.engine.url, reader.model): reader for reader in by_answer}.values():
         try:
             room = await reader.free_tokens(empty_prompt, answer_limits)
         except (EngineError, TimeoutError):

@@ -13,8 +13,9 @@ from flashmoa.moa.early_exit import EarlyExit
 from flashmoa.moa.embedding import EngineEmbedder, LocalEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
-from flashmoa.moa.settings import Fallback
+from flashmoa.moa.settings import Fallback, Quorum, check_quorums
 from flashmoa.moa.staircase import Staircase
+from flashmoa.moa.topology import Topology
 
 if TYPE_CHECKING:
     from flashmoa.moa.config import MixtureConfig, ModelConfig
@@ -45,16 +46,20 @@ def check_parts(config: MixtureConfig) -> None:
     if kind != "mixture" and count != (1 if votes else 2):
         wanted = "one layer, the debaters" if votes else "two layers, and one agent in the second"
         raise ValueError(f"there are {count} layers; this {kind} needs {wanted}")
-    for number, layer in enumerate(config.layers):
-        size = sum(model.repeat for model in layer.models)
-        if layer.quorum is not None and layer.quorum.answers > size:
-            raise ValueError(
-                f"the quorum of layer {number} (from 0) needs {layer.quorum.answers} answers, but "
-                f"there are {size} agents in it; give at most {size}"
-            )
-    last = sum(model.repeat for model in config.layers[-1].models)
-    if not votes and last != 1:
-        raise ValueError(f"the last layer has {last} agents; it must have one, the aggregator")
+    widths = [sum(model.repeat for model in layer.models) for layer in config.layers]
+    if not votes and widths[-1] != 1:
+        raise ValueError(
+            f"the last layer has {widths[-1]} agents; it must have one, the aggregator"
+        )
+    sizes = [widths[:1]]
+    if kind == "mixture":
+        sizes = Topology.of(widths, config.topology).cluster_sizes()
+    check_quorums(_quorums(config, len(sizes)), sizes)
+
+
+def _quorums(config: MixtureConfig, layers: int) -> list[Quorum | None]:
+    """Return the quorums of the first layers."""
+    return [layer.quorum or config.quorum for layer in config.layers[:layers]]
 
 
 async def build_system(config: MixtureConfig, stack: AsyncExitStack) -> System:
@@ -80,11 +85,11 @@ async def build_system(config: MixtureConfig, stack: AsyncExitStack) -> System:
             config.topology,
             prompt=[builder.prompt(number) for number in range(1, len(layers))],
             early_exit=await builder.early_exit(),
-            quorum=[layer.quorum or config.quorum for layer in config.layers[:-1]],
+            quorum=_quorums(config, len(layers) - 1),
             fallback=fallback,
             **shared,
         )
-    shared |= {"quorum": config.layers[0].quorum or config.quorum, "fallback": fallback}
+    shared |= {"quorum": _quorums(config, 1)[0], "fallback": fallback}
     if config.kind == "debate":
         return builder.debate(layers, shared)
     steps = config.staircase.build()
@@ -128,7 +133,7 @@ class _Builder:
                         model.sampling,
                         backups=[*engines[first + 1 :], *engines[:first]],
                         limits=model.limits,
-                        thinking=model.thinking or None,
+                        thinking=model.thinking,
                         price=model.price,
                         role=model.role,
                     )

@@ -22,9 +22,9 @@ from __future__ import annotations
 import re
 from contextlib import AsyncExitStack
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
@@ -57,6 +57,11 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+def _read_off(value: Any) -> Any:
+    """Return ``None`` for ``false``, which TOML has in its place."""
+    return None if value is False else value
+
+
 class ModelConfig(Sampling):
     """``repeat`` agents with one model, and their sampling parameters.
 
@@ -73,7 +78,7 @@ class ModelConfig(Sampling):
     repeat: int = Field(default=1, ge=1)
     role: str = ""
     limits: Limits | None = None
-    thinking: Thinking | Literal[False] = Thinking()
+    thinking: Annotated[Thinking | None, BeforeValidator(_read_off)] = Thinking()
     price: Price | None = None
     speed: Speed | None = None
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -133,6 +138,11 @@ class EarlyExitConfig(_Table):
     min_answers: int = 2
     diagonal: bool = False
     seed: int = 0
+
+    @property
+    def least_answers(self) -> int:
+        """Return the number of complete answers before which no exit is possible."""
+        return 1 if self.algorithm == "published" else self.min_answers
 
     def build(self, embedder: Embedder) -> EarlyExit:
         """Return the policy. Raises: ValueError if a number is out of its range."""

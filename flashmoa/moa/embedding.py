@@ -1,4 +1,12 @@
-"""Embed answers to compare them, in this process (``LocalEmbedder``) or on an engine."""
+"""Embed answers to compare them, in this process (``LocalEmbedder``) or on an engine.
+
+The encoder here is our own, since none of the light libraries fits: early exit compares the states
+of all tokens, as the paper does, and those libraries return one vector for a text; sentence
+transformers need torch; fastembed, light-embed and model2vec fetch their weights from a hub.
+WordLlama has them in its wheel, but its vectors of words have no context. With them, answers to the
+same question differ less from answers to other questions (means of 0.38 and 0.07 over nine short
+answers, MiniLM's 0.45 and 0.03).
+"""
 
 from __future__ import annotations
 

@@ -138,13 +138,7 @@ def _reads(config: MixtureConfig) -> list[Sequence[Reads]]:
         everyone = tuple(range(len(layers[0])))
         return [[()] * len(layers[0]), *([everyone] * len(layer) for layer in layers[1:])]
     widths = [len(layer) for layer in layers]
-    topology = Topology.parse(config.topology) if config.topology else Topology.tree(*widths)
-    if list(topology.widths) != widths:
-        raise ValueError(
-            f"there are {tuple(widths)} models for a topology of {topology.widths} agents; "
-            "give each layer as many models as the topology has agents in it"
-        )
-    return [*topology.layers]
+    return [*Topology.of(widths, config.topology).layers]
 
 
 def _estimate_agent(

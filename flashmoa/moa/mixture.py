@@ -19,7 +19,7 @@ from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Question, add_role, conversation
 from flashmoa.moa.results import AgentAnswer, MixtureResult
-from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum
+from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, check_quorums
 from flashmoa.moa.topology import ClusterKey, Reads, Topology
 from flashmoa.observe import Listener, contained, ignore
 
@@ -49,7 +49,7 @@ class MixtureOfAgents:
         listener: called with every event. Agents are named ``LAYER.PLACE``, from 1.
 
     Raises: ValueError if the layers do not match the topology, or the prompts or quorums the
-        layers.
+        layers, or if a quorum needs more answers than are read together.
     """
 
     def __init__(  # noqa: PLR0913 - all but the layers have a default
@@ -67,16 +67,7 @@ class MixtureOfAgents:
         listener: Listener = ignore,
     ) -> None:
         widths = tuple(len(layer) for layer in layers)
-        if topology is None:
-            topology = Topology.tree(*widths)
-        elif isinstance(topology, str):
-            topology = Topology.parse(topology)
-        if topology.widths != widths:
-            raise ValueError(
-                f"there are {widths} models for a topology of {topology.widths} agents; "
-                "give each layer as many models as the topology has agents in it"
-            )
-        self.topology = topology
+        self.topology = Topology.of(widths, topology)
         self.models = layers
         if isinstance(prompt, AggregationPrompt) or prompt is None:
             prompt = [prompt or AggregationPrompt()] * (len(layers) - 1)
@@ -88,6 +79,7 @@ class MixtureOfAgents:
                     f"there are {len(given)} {name} for {len(layers)} layers; give one, or one "
                     f"for each of {len(layers) - 1} layers of aggregators"
                 )
+        check_quorums(quorum, self.topology.cluster_sizes())
         self.prompts = prompt
         self.quorums = quorum
         self.early_exit = early_exit
@@ -222,7 +214,7 @@ class MixtureRun:
             messages = self._question
             if reads[place]:
                 messages = mixture.prompts[layer - 1].messages(messages, slots[reads[place]])
-            # An engine mixes no prefill into decode steps of requests with log-probabilities.
+            # Stock SGLang mixes no prefill into decode steps of requests with log-probabilities.
             # Therefore only answers that early exit scores have them.
             more: dict[str, Any] = {"logprobs": True} if self._is_scored(layer, place) else {}
             calls.append(self._agents.ask(layer, model, messages, is_last=is_last, **more))
@@ -235,7 +227,7 @@ class MixtureRun:
             self._agents.make_member(layer - 1, place, (prompt.title(number), ""))
             for number, place in enumerate(reads, 1)
         ]
-        policy = self._policy(reads)
+        policy = self._policy(len(reads))
         scores = ScoredAnswers(policy, mixture.rng) if policy is not None else None
         cluster = self._agents.start_cluster(
             members, lambda: self._room(layer, reads), scores, mixture.quorums[layer - 1]
@@ -245,14 +237,12 @@ class MixtureRun:
 
     def _is_scored(self, layer: int, place: int) -> bool:
         """Return whether any cluster scores an agent's answer."""
-        topology = self._mixture.topology
-        readers = topology.readers(layer, place)
-        return any(self._policy(topology.layers[layer + 1][reader]) for reader in readers)
+        return self._policy(self._mixture.topology.largest_cluster(layer, place)) is not None
 
-    def _policy(self, reads: Reads) -> EarlyExit | None:
-        """Return the early exit policy of a cluster, if one applies."""
+    def _policy(self, agents: int) -> EarlyExit | None:
+        """Return the early exit policy of a cluster of so many agents, if one applies."""
         policy = self._mixture.early_exit
-        return policy if policy is not None and policy.applies_to(len(reads)) else None
+        return policy if policy is not None and policy.applies_to(agents) else None
 
     async def _room(self, layer: int, reads: Reads) -> int | None:
         """Return how many tokens a cluster's answers may have for all its readers; None: any."""

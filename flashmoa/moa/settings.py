@@ -125,6 +125,26 @@ class Quorum:
             raise ValueError(f"seconds is {self.seconds}; it must not be negative")
 
 
+def check_quorums(quorums: Sequence[Quorum | None], sizes: Sequence[Sequence[int]]) -> None:
+    """Check that no quorum needs more answers than are read together anywhere.
+
+    Args:
+        quorums: those of the layers that are read; one may be the quorum of several layers.
+        sizes: for each of these layers, how many answers are read together.
+
+    Raises: ValueError if one does.
+    """
+    for quorum in quorums:
+        layers = [number for number, other in enumerate(quorums) if other is quorum]
+        most = max((size for number in layers for size in sizes[number]), default=0)
+        if quorum is not None and quorum.answers > most:
+            names = ", ".join(map(str, layers))
+            raise ValueError(
+                f"the quorum of layer {names} (from 0) needs {quorum.answers} answers, but at most "
+                f"{most} are read together; give at most {most}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What one question may cost. Once that is spent, no further agent is asked.

@@ -82,6 +82,20 @@ class Topology:
             f"{text!r} is not a topology; write a tree as 9-3-1 and all-to-all as 9x9x1"
         )
 
+    @classmethod
+    def of(cls, widths: Sequence[int], given: Topology | str | None) -> Topology:
+        """Return the topology of layers of these widths; by default a tree.
+
+        Raises: ValueError if the given one has other widths, or as :meth:`parse` and :meth:`tree`.
+        """
+        topology = cls.parse(given) if isinstance(given, str) else given or cls.tree(*widths)
+        if topology.widths != tuple(widths):
+            raise ValueError(
+                f"there are {tuple(widths)} models for a topology of {topology.widths} agents; "
+                "give each layer as many models as the topology has agents in it"
+            )
+        return topology
+
     @property
     def widths(self) -> tuple[int, ...]:
         """Return the number of agents of each layer."""
@@ -93,6 +107,15 @@ class Topology:
             return ()
         after = self.layers[layer + 1]
         return tuple(reader for reader, reads in enumerate(after) if place in reads)
+
+    def largest_cluster(self, layer: int, place: int) -> int:
+        """Return how many agents are read together at most, of whom an agent is one."""
+        clusters = [self.layers[layer + 1][reader] for reader in self.readers(layer, place)]
+        return max(map(len, clusters), default=0)
+
+    def cluster_sizes(self) -> list[list[int]]:
+        """Return the sizes of the clusters of each layer but the last."""
+        return [[len(reads) for reads in layer] for layer in self.layers[1:]]
 
     def critical_path(self, last: Callable[[ClusterKey], int]) -> list[ClusterKey]:
         """Return the clusters that the answer waited for, from the last aggregator's back.

@@ -128,6 +128,7 @@ SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
     Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
     Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
+    Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),
     Hook(f"{_SCHEDULE_BATCH}.filter_batch", "around", results.drop_increments),
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", queue.order_queue),

@@ -20,7 +20,7 @@ from flashmoa.moa.serve.chat_requests import ChatRequestRefused
 
 SystemResult = MixtureResult | StaircaseResult | DebateResult
 
-_AGENT_FIELDS = ("name", "layer", "place", "model", "status", "problem", "retries", "cut_tokens")
+_AGENT_FIELDS = ("name", "layer", "place", "model", "status", "cut_tokens")
 
 
 def answering_agent(result: SystemResult) -> AgentAnswer:
@@ -39,10 +39,12 @@ class Completion:
 
     Attributes:
         model: the name of the model that was asked.
+        engines: see :func:`without_urls`.
         identity, created: the same in all chunks of a streamed answer.
     """
 
     model: str
+    engines: Mapping[str, str]
     identity: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -54,7 +56,7 @@ class Completion:
             **self._head("chat.completion"),
             "choices": [{**choice, "logprobs": None}],
             "usage": count_usage(result),
-            "flashmoa": describe_agents(result),
+            "flashmoa": describe_agents(result, self.engines),
         }
 
     def chunk(self, delta: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Completion:
         """Return the chunks after the text: the finish reason, and the usage if asked for."""
         last = self.chunk({})
         last["choices"][0]["finish_reason"] = _reason(result)
-        last["flashmoa"] = describe_agents(result)
+        last["flashmoa"] = describe_agents(result, self.engines)
         if not has_usage:
             return [last]
         head = self._head("chat.completion.chunk")
@@ -97,27 +99,50 @@ def _count(usage: PromptUsage) -> dict[str, Any]:
     }
 
 
-def describe_agents(result: SystemResult) -> dict[str, Any]:
-    """Return what all agents did, and what the question has cost."""
-    substitution = result.substitution
+def describe_agents(result: SystemResult, engines: Mapping[str, str]) -> dict[str, Any]:
+    """Return what all agents did, and what the question has cost.
+
+    Args: engines: see :func:`without_urls`.
+    """
+    substitution = None if result.substitution is None else asdict(result.substitution)
+    if substitution is not None:
+        substitution["problem"] = without_urls(substitution["problem"], engines)
     return {
         **asdict(result.spending),
-        "substitution": None if substitution is None else asdict(substitution),
-        "agents": [_describe_agent(agent) for agent in result.agents],
+        "substitution": substitution,
+        "agents": [_describe_agent(agent, engines) for agent in result.agents],
     }
 
 
-def _describe_agent(agent: AgentAnswer) -> dict[str, Any]:
+def without_urls(text: str, engines: Mapping[str, str]) -> str:
+    """Return a text with names in place of engines' URLs, which are no business of clients.
+
+    Args: engines: the name of each URL.
+    """
+    # One URL may be the beginning of another.
+    for url in sorted(engines, key=len, reverse=True):
+        text = text.replace(url, engines[url])
+    return text
+
+
+def _describe_agent(agent: AgentAnswer, engines: Mapping[str, str]) -> dict[str, Any]:
     usage = None if agent.usage is None else _count(agent.usage)
     seconds = None
     if agent.started is not None and agent.finished is not None:
         seconds = agent.finished - agent.started
     fields = {name: getattr(agent, name) for name in _AGENT_FIELDS}
+    fields["problem"] = without_urls(agent.problem, engines)
+    fields["retries"] = [without_urls(retry, engines) for retry in agent.retries]
     return {**fields, "usage": usage, "seconds": seconds}
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body, in the form of OpenAI's API, that report an error."""
+def error_body(
+    error: Exception, engines: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the body, in the form of OpenAI's API, that report an error.
+
+    Args: engines: see :func:`without_urls`.
+    """
     param = code = None
     if isinstance(error, ChatRequestRefused):
         status, param, code = error.status, error.param, error.code
@@ -128,7 +153,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 429:  # LiteLLM would not try a request again that was invalid.
         kind = "requests"
-    message = str(error) or type(error).__name__
+    message = without_urls(str(error), engines or {}) or type(error).__name__
     return status, {
         "error": {"message": message, "type": kind, "param": param, "code": code or status}
     }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from flashmoa._starlette import while_connected
 from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.serve.answers import Completion, SystemResult, error_body
-from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused
+from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused, parse_object
 from flashmoa.moa.serve.event_stream import sending_events
 from flashmoa.moa.serve.metrics import ServeMetrics
 from flashmoa.moa.serve.served import ServedSystem
@@ -47,6 +48,13 @@ class ServeOptions:
     max_body_bytes: int = 32 << 20
 
 
+class _AsciiResponse(JSONResponse):
+    """JSON in ASCII: engines' errors may have half of a surrogate pair, which UTF-8 has not."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
 def application(configs: Sequence[MixtureConfig], options: ServeOptions | None = None) -> Starlette:
     """Return a server of OpenAI's chat completions and models, ``/health`` and ``/metrics``."""
     server = _Server(configs, options or ServeOptions())
@@ -65,10 +73,10 @@ def application(configs: Sequence[MixtureConfig], options: ServeOptions | None =
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
 
 
-def _error_response(error: Exception) -> Response:
-    status, body = error_body(error)
+def _error_response(error: Exception, engines: Mapping[str, str] | None = None) -> Response:
+    status, body = error_body(error, engines)
     headers = {"Retry-After": str(_RETRY_AFTER_SECONDS)} if status == 429 else None
-    return JSONResponse(body, status, headers=headers)
+    return _AsciiResponse(body, status, headers=headers)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
@@ -115,12 +123,16 @@ class _Server:
         problem = "Incorrect API key provided; send the header Authorization: Bearer KEY"
         raise ChatRequestRefused(problem, code="invalid_api_key", status=401)
 
+    def name_of(self, given: object) -> str:
+        """Return the name of the model that a body asks for; empty if there is none."""
+        if given is None and len(self._systems) == 1:
+            [given] = self._systems
+        return given if isinstance(given, str) and given in self._systems else ""
+
     def find(self, name: str | None) -> ServedSystem:
         """Return a model by its name. Raises: ChatRequestRefused if there is none."""
-        if name is None and len(self._systems) == 1:
-            [name] = self._systems
-        if name in self._systems:
-            return self._systems[name]
+        if known := self.name_of(name):
+            return self._systems[known]
         names = ", ".join(repr(name) for name in self._configs)
         problem = f"there is no model {name!r}; ask for {names}"
         raise ChatRequestRefused(problem, param="model", code="model_not_found", status=404)
@@ -146,11 +158,11 @@ class _Server:
     async def list_models(self, request: Request) -> Response:
         self.check_key(request)
         models = [self._describe(name) for name in self._configs]
-        return JSONResponse({"object": "list", "data": models})
+        return _AsciiResponse({"object": "list", "data": models})
 
     async def show_model(self, request: Request) -> Response:
         self.check_key(request)
-        return JSONResponse(self._describe(self.find(request.path_params["name"]).name))
+        return _AsciiResponse(self._describe(self.find(request.path_params["name"]).name))
 
     def _describe(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "flashmoa"}
@@ -173,9 +185,10 @@ class _ChatCompletions:
         request, name = Request(scope, receive), ""
         try:
             self._server.check_key(request)
-            chat = ChatQuestion.parse(await self._read(request))
+            body = parse_object(await self._read(request))
+            name = self._server.name_of(body.get("model"))
+            chat = ChatQuestion.parse(body)
             system = self._server.find(chat.model)
-            name = system.name
             system.check(chat)
             with self._server.place(system.name):
                 await self._answer(request, send, chat, system)
@@ -219,34 +232,35 @@ class _ChatCompletions:
 
     async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
         """Send the answer when it is complete."""
+        system = question.system
         try:
             async with self._answering(question) as run:
                 result = await run.result()
         except Exception as error:
             question.fail(error)
-            response = _error_response(error)
+            response = _error_response(error, system.engines)
         else:
             self._finish(question, result)
-            response = JSONResponse(Completion(question.system.name).whole(result))
+            response = _AsciiResponse(Completion(system.name, system.engines).whole(result))
         await response(request.scope, request.receive, send)
 
     async def _stream(self, send: Send, question: _Question) -> None:
         """Send the answer while it is written."""
-        chat, name = question.chat, question.system.name
-        completion, has_begun = Completion(name), False
+        chat, system = question.chat, question.system
+        completion, has_begun = Completion(system.name, system.engines), False
         async with sending_events(send, self._server.options.heartbeat_seconds) as stream:
             try:
                 async with self._answering(question) as run:
                     await stream.event(completion.chunk({"role": "assistant", "content": ""}))
                     async for piece in run:
                         if not has_begun:
-                            self._metrics.observe_first_token(name, question.seconds)
+                            self._metrics.observe_first_token(system.name, question.seconds)
                             has_begun = True
                         await stream.event(completion.chunk({"content": piece}))
                     result = await run.result()
             except Exception as error:
                 question.fail(error)
-                await stream.event(error_body(error)[1])
+                await stream.event(error_body(error, system.engines)[1])
                 return
             self._finish(question, result)
             for body in completion.last_chunks(result, has_usage=chat.includes_usage):

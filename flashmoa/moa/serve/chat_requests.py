@@ -80,9 +80,8 @@ class ChatQuestion:
     parameters: dict[str, Any]
 
     @classmethod
-    def parse(cls, content: bytes) -> ChatQuestion:
+    def parse(cls, body: Mapping[str, Any]) -> ChatQuestion:
         """Read a body. Raises: ChatRequestRefused, which names the field."""
-        body = _parse_object(content)
         given = {name: value for name, value in body.items() if value is not None}
         for name, (neutral, reason) in _UNSUPPORTED.items():
             if name in given and given.pop(name) not in neutral:
@@ -154,7 +153,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _parse_object(content: bytes) -> dict[str, Any]:
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in a request. Raises: ChatRequestRefused if there is none."""
     try:
         body: object = json.loads(content, parse_constant=_refuse_constant)
         # Half of a surrogate pair, or a number that is too large for a float: JSON can contain

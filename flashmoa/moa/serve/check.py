@@ -15,6 +15,7 @@ from flashmoa.engine import EngineError, PluginMissing
 from flashmoa.moa.config import ConfigError, EarlyExitConfig, MixtureConfig, ModelConfig
 from flashmoa.moa.embedding import EngineEmbedder, LocalEmbedder
 from flashmoa.moa.estimate import agents_by_layer, estimate
+from flashmoa.moa.topology import Topology
 
 _TIMEOUT_SECONDS = 60.0
 # What is assumed of an answer without max_tokens, and of a question with its instruction.
@@ -96,7 +97,7 @@ def _list_needs(config: MixtureConfig) -> list[_Need]:
                 _Need,
                 api_key=model.api_key,
                 model=model.model,
-                logprobs=config.early_exit is not None and layer < len(layers),
+                logprobs=_is_scored(config, layer - 1, place - 1),
                 continues=layer > 1 and config.overlaps,
                 context=tokens[f"{layer}.{place}"],
             )
@@ -106,6 +107,15 @@ def _list_needs(config: MixtureConfig) -> list[_Need]:
         for model in config.fallback.models
         for url in model.urls
     ]
+
+
+def _is_scored(config: MixtureConfig, layer: int, place: int) -> bool:
+    """Return whether early exit scores an agent's answers, by its layer and place from 0."""
+    if config.early_exit is None:
+        return False
+    widths = [len(models) for models in agents_by_layer(config)]
+    together = Topology.of(widths, config.topology).largest_cluster(layer, place)
+    return together > config.early_exit.least_answers
 
 
 async def _check_model(engine: EngineClient, need: _Need) -> list[Finding]:

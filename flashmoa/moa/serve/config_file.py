@@ -28,14 +28,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from flashmoa.moa.config import ConfigError, MixtureConfig
+from flashmoa.moa.config import ConfigError, MixtureConfig, ModelConfig
 from flashmoa.moa.sampling import suggest
 
 _Table = dict[str, Any]
+_Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 def read_file(path: Path) -> list[MixtureConfig]:
@@ -57,6 +58,13 @@ def read_tables(file: Mapping[str, Any]) -> list[MixtureConfig]:
     """Return what the tables of a file describe. Raises: ConfigError, as :func:`read_file`."""
     tables = dict(file)
     models = _expect_tables(tables.pop("models", {}), "models")
+    configs = _make_configs(tables, models)
+    for name, table in models.items():  # Those that no agent uses, too.
+        _check_model(name, table)
+    return configs
+
+
+def _make_configs(tables: _Table, models: Mapping[str, _Table]) -> list[MixtureConfig]:
     if "systems" not in tables:
         return [_make_config(tables, models, ())]
     systems = _expect_tables(tables.pop("systems"), "systems")
@@ -81,14 +89,24 @@ def _expect_tables(value: Any, name: str) -> dict[str, _Table]:
     return tables
 
 
+def _check_model(name: str, table: _Table) -> None:
+    """Check a table [models.NAME]; agents that use it may add the engine."""
+    has_engine = "engine" in table or "engines" in table
+    _validate(ModelConfig, table if has_engine else {**table, "engine": ""}, ("models", name))
+
+
 def _make_config(
     table: _Table, models: Mapping[str, _Table], place: tuple[str, ...]
 ) -> MixtureConfig:
-    table = _insert_models(table, models, place)
+    return _validate(MixtureConfig, _insert_models(table, models, place), place)
+
+
+def _validate(kind: type[_Kind], table: _Table, place: tuple[str, ...]) -> _Kind:
+    """Return what a table describes. Raises: ConfigError, as :func:`read_file`."""
     try:
-        return MixtureConfig.model_validate(table)
+        return kind.model_validate(table)
     except ValidationError as error:
-        problems = [_explain(problem, place) for problem in error.errors(include_url=False)]
+        problems = [_explain(problem, kind, place) for problem in error.errors(include_url=False)]
         raise ConfigError("; ".join(problems)) from error
 
 
@@ -125,14 +143,14 @@ def _find_model(item: Any, models: Mapping[str, _Table], place: tuple[str, ...])
     return {**models[name], **{key: table[key] for key in table if key != "use"}}
 
 
-def _explain(problem: Any, place: tuple[str, ...]) -> str:
+def _explain(problem: Any, kind: type[BaseModel], place: tuple[str, ...]) -> str:
     """Return a problem as a sentence that names the key and its table."""
     *table, key = [str(part) for part in problem["loc"]] or [""]
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         where = ".".join(part for part in (*place, *table, key) if part)
         return f"{where or 'the file'}: {problem['msg']}"
     where = ".".join([*place, *table])
-    known = _keys_at(MixtureConfig, table)
+    known = _keys_at(kind, table)
     return f"{where or 'the file'} has no key {key!r}: {suggest(key, known)}"
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from flashmoa.engine.connections import engine_url
 from flashmoa.moa.building import System
 from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.serve.chat_requests import ChatQuestion
@@ -18,7 +19,7 @@ _IN_PARTS = (
 # Parameters that concern an answer as a whole.
 _OF_WHOLE_ANSWERS = (
     "stop_token_ids", "stop_regex", "no_stop_trim", "min_tokens", "ignore_eos",
-    "response_format", "regex", "ebnf", "tools", "tool_choice", "parallel_tool_calls",
+    "response_format", "regex", "ebnf",
 )  # fmt: skip
 _NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
 _TOOLS = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _NO_TOOLS)
@@ -30,12 +31,15 @@ class ServedSystem:
 
     Attributes:
         name: what clients ask for.
+        engines: what clients read in place of each engine's URL: ``engine 1``, ``engine 2``, in
+            the order of the file.
         unsupported: parameters that it cannot follow, each with the reason.
     """
 
     name: str
     system: System
     unsupported: Mapping[str, str]
+    engines: Mapping[str, str]
 
     @classmethod
     async def build(cls, config: MixtureConfig, stack: AsyncExitStack) -> ServedSystem:
@@ -44,7 +48,8 @@ class ServedSystem:
         Raises: ConfigError, FlashMoAError as :meth:`MixtureConfig.build`.
         """
         unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if config.overlaps else {}
-        return cls(config.name, await config.build(stack), {**_TOOLS, **unsupported})
+        engines = {url: f"engine {number}" for number, url in enumerate(_list_urls(config), 1)}
+        return cls(config.name, await config.build(stack), {**_TOOLS, **unsupported}, engines)
 
     def check(self, chat: ChatQuestion) -> None:
         """Refuse what the model cannot do. Raises: ChatRequestRefused"""
@@ -53,3 +58,10 @@ class ServedSystem:
     def answering(self, chat: ChatQuestion) -> AbstractAsyncContextManager[Any]:
         """Answer a question, as the system's own method."""
         return self.system.answering(chat.messages, chat.parameters)
+
+
+def _list_urls(config: MixtureConfig) -> list[str]:
+    """Return the URLs of the engines, each once, as messages of errors have them."""
+    models = [model for layer in config.layers for model in layer.models]
+    urls = [url for model in (*models, *config.fallback.models) for url in model.urls]
+    return list(dict.fromkeys(map(engine_url, urls)))

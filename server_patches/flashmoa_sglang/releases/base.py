@@ -157,6 +157,10 @@ class Release(RequestAccess):
         """
         return result
 
+    def return_no_input_logprobs(self, batch: Any) -> None:
+        """Let a prefill batch return log-probabilities of what it generates alone."""
+        batch.extend_logprob_start_lens = list(batch.extend_lens)
+
     def no_batch(self, running: Any) -> Any:
         """Return the result of that method that means that there is no prefill batch."""
         return None, running

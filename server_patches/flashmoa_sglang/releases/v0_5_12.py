@@ -163,6 +163,11 @@ class Release0512(Release):
     def split_batches(self, scheduler: Any, result: Any) -> tuple[Any, Any]:
         return result, scheduler.running_batch
 
+    def return_no_input_logprobs(self, batch: Any) -> None:
+        super().return_no_input_logprobs(batch)
+        for req, length in zip(batch.reqs, batch.extend_lens, strict=True):
+            req.extend_logprob_start_len = length
+
     def no_batch(self, running: Any) -> Any:
         return None
 

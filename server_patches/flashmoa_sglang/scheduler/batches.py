@@ -193,7 +193,6 @@ def _can_mix(scheduler: Any, running: Any) -> bool:
     return (
         scheduler.chunked_prefill_size is not None
         and scheduler.spec_algorithm.is_none()
-        and not running.return_logprob
         and not scheduler.require_mlp_sync
         and RELEASE.pipeline_stages(scheduler) == 1
     )
@@ -223,7 +222,8 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
     waiting = scheduler.waiting_queue
     scheduler.waiting_queue = made if step.only_streams else [*waiting, *made]
     if step.mixed:
-        scheduler.is_mixed_chunk = True
+        # SGLang mixes nothing with decodes that return log-probabilities, but ``results.mix`` can.
+        scheduler.is_mixed_chunk, running.return_logprob = True, False
     if step.only_streams:
         state.only_streams, running.batch_is_full = True, False
         if step.mixed:
@@ -232,6 +232,8 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
         yield
     finally:
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunk, is_mixed
+        if step.mixed:
+            running.return_logprob = any(req.return_logprob for req in running.reqs)
         left = scheduler.waiting_queue
         for req in left:
             if is_increment(req):

@@ -1,4 +1,4 @@
-"""Hooks around what follows a forward: which requests go on, and how results are sent."""
+"""Hooks around a forward's requests: what decodes get in it, which go on, how results are sent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from flashmoa_sglang.scheduler.request import is_increment, state_of
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
+
+
+def mix(original: Callable[..., None], batch: Any, running_batch: Any) -> None:
+    """Let decodes that return log-probabilities share a forward; wraps ``mix_with_running``.
+
+    SGLang would return one of each decode's input token, too, which nobody has asked for. Of the
+    prefilled tokens it returns none in such a batch. So every row has log-probabilities of its
+    output alone, as in a decode step.
+    """
+    running_batch.return_logprob = any(req.return_logprob for req in running_batch.reqs)
+    original(batch, running_batch)
+    if running_batch.return_logprob:
+        RELEASE.return_no_input_logprobs(batch)
 
 
 def drop_increments(original: Callable[..., None], batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -55,6 +55,17 @@ async def test_what_an_engine_has_is_found(
     assert any(level == "note" and "no plugin" in text for level, text in found)
 
 
+async def test_answers_that_no_early_exit_judges_need_no_log_probabilities(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    """No two answers can leave another one out if there are only two."""
+    path = write(tmp_path, engine.url)
+    path.write_text(path.read_text().replace("repeat = 3", "repeat = 2"))
+    texts = [text for _, text in await findings(path)]
+    assert f"{engine.url}: answers agents' requests" in texts
+    assert not any("with log-probabilities" in text for text in texts)
+
+
 async def test_what_is_missing_is_named(engine: LocalEngine, tmp_path: Path) -> None:
     # The engine serves no embeddings.
     found = await findings(write(tmp_path, engine.url, last="other"))

@@ -159,8 +159,8 @@ async def test_only_scored_answers_have_logprobs(
 ) -> None:
     """With ``min_answers=2`` a cluster of two cannot exit early and is not scored.
 
-    The last answer is never scored. An engine mixes no prefill into decode steps of requests with
-    log-probabilities."""
+    The last answer is never scored. Stock SGLang mixes no prefill into decode steps of requests
+    with log-probabilities."""
     policy = EarlyExit(ConstantEmbedder(), rule="threshold", threshold=1, min_answers=min_answers)
     async with RecordingClient(pair[0].url) as client:
         layers = [[agent(client, seed) for seed in range(6)], [agent(client)] * 2, [agent(client)]]

@@ -107,18 +107,20 @@ async def test_metrics_count_questions_agents_and_tokens(
         with pytest.raises(APIStatusError):
             await client.chat.completions.create(model="three", messages=QUESTION, n=2)
         with pytest.raises(APIStatusError):
+            await client.chat.completions.create(model="nobody", messages=QUESTION)
+        with pytest.raises(APIStatusError):
             await client.chat.completions.create(model="three", messages=QUESTION, max_tokens=10**9)
         async with httpx.AsyncClient(base_url=url) as http:
             page = (await http.get("/metrics")).text
     for line in (
         'questions_total{ending="answered",model="three"} 1.0',
-        'questions_total{ending="refused",model=""} 1.0',
         'agents_total{agent_model="default",model="three",status="used"} 3.0',
         'agents_total{agent_model="gone",model="failing",status="failed"} 1.0',
         'substitutions_total{kind="answer",model="failing"} 1.0',
         'running{model="three"} 0.0',
-        # The client got no answer, but the proposers had been asked.
-        'questions_total{ending="refused",model="three"} 1.0',
+        'questions_total{ending="refused",model=""} 1.0',
+        # One for n, and one for max_tokens, for which the proposers had been asked.
+        'questions_total{ending="refused",model="three"} 2.0',
         'seconds_count{model="three"} 1.0',
     ):
         assert f"flashmoa_moa_{line}" in page, page

@@ -13,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient, StreamState
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
@@ -149,35 +149,54 @@ async def test_streams_and_decodes_change_no_answers(
     assert linked == [(await generate(client, text + " of", 8))[0] for text in texts]
 
 
-async def test_tokens_do_not_ride_along_with_a_request_for_log_probabilities(
-    client: EngineClient, words: Words
+async def test_log_probabilities_stay_the_same_when_streams_ride_along(
+    client: EngineClient, way: str, words: Words
 ) -> None:
-    """Whatever the costs are; the stream is prefilled afterwards."""
-    body: dict[str, Any] = {"text": words(40, 90), "return_logprob": True}
-    body["sampling_params"] = {**GREEDY, "max_new_tokens": 60}
-    rode_before = (await fetch_kv_state(client)).rode_along
-    done: list[httpx.Response] = []
-    seen: list[StreamState] = []
+    """Of a request's answer and of its prompt; another one beside it has none."""
+    bodies: list[dict[str, Any]] = [
+        {"text": words(40, 90), "return_logprob": True, "top_logprobs_num": 2},
+        {"text": words(40, 91), "return_logprob": True, "logprob_start_len": 0},
+        {"text": words(40, 92)},
+    ]
+    for body in bodies:
+        body["sampling_params"] = {**GREEDY, "max_new_tokens": 80, "stream_interval": 1}
+    answers: list[dict[str, Any]] = [{}, {}, {}]
 
-    async def ask(http: httpx.AsyncClient) -> None:
-        done.append(await http.post("/generate", json=body))
+    async def ask(number: int, begun: anyio.Event) -> None:
+        async with http.stream("POST", "/generate", json={**bodies[number], "stream": True}) as got:
+            async for line in got.aiter_lines():
+                if line.startswith("data: {"):
+                    answers[number] = json.loads(line.removeprefix("data: "))
+                    begun.set()
 
-    async with (
-        httpx.AsyncClient(base_url=client.url, timeout=120) as http,
-        anyio.create_task_group() as group,
-    ):
-        group.start_soon(ask, http)
-        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
-            await anyio.sleep(0.005)
-        # Its first token is another one than that of the request, which is in the cache.
-        stream = await client.open_stream(text=words(500, 91).removeprefix("The"))
-        while not done:
-            seen.append(await client.stream_state(stream.id))
-    assert done[0].json()["meta_info"]["completion_tokens"] == 60
-    assert len(seen) > 2 and seen[len(seen) // 2].prefilled_tokens == 0
-    await wait_until_prefilled(client, stream.id, 499 - LAG)
-    assert (await fetch_kv_state(client)).rode_along == rode_before
-    await client.delete_stream(stream.id)
+    async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
+        alone = [(await http.post("/generate", json=body)).json() for body in bodies]
+        await client.flush_cache()
+        rode_before = (await fetch_kv_state(client)).rode_along
+        async with anyio.create_task_group() as group:
+            for number in range(len(bodies)):
+                group.start_soon(ask, number, begun := anyio.Event())
+                await begun.wait()
+            # Its first token is another one than those of the requests, which are in the cache.
+            stream = await client.open_stream(text=words(500, 93).removeprefix("The"))
+            await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
+            await wait_until_prefilled(client, stream.id, 528 - LAG)
+        rode = (await fetch_kv_state(client)).rode_along - rode_before
+        await client.delete_stream(stream.id)
+    if WAYS[way][1]:
+        assert (rode > 0) == (way != "after decodes")
+    for answer, expected in zip(answers, alone, strict=True):
+        assert answer["text"] == expected["text"]
+        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=1e-3, nan_ok=True)
+    assert [len(logprobs(answer)) for answer in answers] == [80 * 3, 80 + 40, 0]
+
+
+def logprobs(answer: dict[str, Any]) -> list[float]:
+    """Return all log-probabilities of an answer: of its tokens, the likeliest, its prompt's."""
+    meta = answer["meta_info"]
+    tokens = [*meta.get("output_token_logprobs", []), *meta.get("input_token_logprobs", [])]
+    tokens += [token for top in meta.get("output_top_logprobs") or [] for token in top or []]
+    return [float("nan") if token[0] is None else token[0] for token in tokens]
 
 
 async def test_a_request_comes_between_the_forwards_of_a_long_stream(

@@ -144,7 +144,8 @@ def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
 async def send_event(client: SocketStream, event: Any) -> None:
     """Send an event."""
     data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
-    line = f"data: {data}\n\n".encode()
+    # JSON can have half of a surrogate pair as an escape only.
+    line = f"data: {data}\n\n".encode(errors="backslashreplace")
     await client.send(b"%x\r\n%s\r\n" % (len(line), line))
 
 

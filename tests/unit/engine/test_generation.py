@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from typing import Any
+
 import httpx
 import pytest
 
 from flashmoa import EngineClient
-from flashmoa.engine.generation import read_events
+from flashmoa.engine.generation import read_chat, read_events, read_generation
 from flashmoa.errors import RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
@@ -43,3 +46,20 @@ async def test_an_error_in_a_stream_is_told_in_every_form(
     with pytest.raises(RequestRefused, match=text) as refused:
         [found async for found in read_events(response)]
     assert refused.value.status == status
+
+
+async def test_half_of_a_surrogate_pair_becomes_the_replacement_character() -> None:
+    """Engines may write it, but no request or answer can contain it."""
+
+    async def chunks(half: str) -> AsyncGenerator[dict[str, Any]]:
+        yield {"choices": [{"delta": {"content": f"a{half}b", "reasoning_content": half}}]}
+
+    async def outputs(half: str) -> AsyncGenerator[dict[str, Any]]:
+        for text in (f"a{half}", f"a{half}b"):
+            yield {"text": text, "output_ids": [], "meta_info": {}}
+
+    half, whole = "\ud83d", "\U0001f600"
+    [delta] = [delta async for delta in read_chat(chunks(half))]
+    assert (delta.text, delta.reasoning) == ("a\ufffdb", "\ufffd")
+    assert [delta.text async for delta in read_generation(outputs(half))] == ["a\ufffd", "b"]
+    assert [delta.text async for delta in read_chat(chunks(whole))] == [f"a{whole}b"]

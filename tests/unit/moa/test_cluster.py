@@ -113,6 +113,17 @@ async def test_pending_decision_is_cancelled_when_the_other_answers_failed() -> 
     assert [member.used for member in agents] == [True, False, False]
 
 
+async def test_a_pending_decision_does_not_keep_the_next_answer_from_streaming() -> None:
+    agents = members("one", None, None)
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_cluster, agents, EarlyExit(EndlessEmbedder()))
+        agents[1].answer.write("two")
+        await anyio.wait_all_tasks_blocked()
+        assert agents[0].slots[0].text.is_complete
+        assert agents[1].slots[0].text.written == "two"
+        group.cancel_scope.cancel()
+
+
 async def test_quorum_leaves_out_the_others_once_its_time_is_over() -> None:
     agents = members("one", "two", None)
     agents[0].asked.set()

@@ -58,7 +58,7 @@ max_tokens = 64
 seed = 7
 
 [[layers]]
-models = [{engine = "http://a", thinking = false}]
+models = [{engine = "http://a", thinking = false, repeat = 2}]
 instruction = "Judge:"
 closing = "\\nEnd."
 

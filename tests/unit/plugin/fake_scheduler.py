@@ -89,6 +89,7 @@ def request(
         sampling_params=sampling,
         cached_tokens=0,
         computed=tokens,
+        return_logprob=False,
         flashmoa=RequestState(mark, uncached=tokens),
     )
 

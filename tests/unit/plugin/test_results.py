@@ -183,3 +183,23 @@ def test_a_forward_with_decodes_takes_what_the_longer_step_takes(
     timer.stop([timed])
     (report,) = scheduler.sent
     assert report == ForwardTime("some", pytest.approx(0.025), None, 3, pytest.approx(0.01))
+
+
+def mixed(*logprobs: bool) -> Any:
+    """Mix decodes with a prefill of 30 tokens; return the batch."""
+
+    def original(batch: Any, running: Any) -> None:
+        batch.return_logprob = running.return_logprob
+        batch.extend_lens += [1] * len(running.reqs)
+        batch.extend_logprob_start_lens += [0] * len(running.reqs)
+
+    reqs = [SimpleNamespace(return_logprob=wants) for wants in logprobs]
+    batch = SimpleNamespace(extend_lens=[30], extend_logprob_start_lens=[30])
+    results.mix(original, batch, SimpleNamespace(reqs=reqs, return_logprob=False))
+    return batch
+
+
+def test_decodes_of_a_mixed_forward_have_log_probabilities_of_their_output_alone() -> None:
+    batch = mixed(False, True)
+    assert batch.return_logprob and batch.extend_logprob_start_lens == [30, 1, 1]
+    assert not mixed(False, False).return_logprob

@@ -46,6 +46,7 @@ class Build:
             "mixed": scheduler.is_mixed_chunk,
             "chunk": scheduler.chunked_prefill_size,
             "full": scheduler.running.batch_is_full,
+            "logprobs": scheduler.running.return_logprob,
             "rows": allocatable_requests(lambda *_: 0, scheduler),
         }
         joined = [req for req in queue if self.takes(req)]
@@ -84,7 +85,8 @@ def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
         idle.open_stream(stream, 100, grows=False)
     built = step(idle)
     assert built.increments() == [100, 100]
-    assert built.settings == {"mixed": False, "chunk": 8192, "full": False, "rows": 16}
+    assert built.settings["chunk"] == 8192 and built.settings["rows"] == 16
+    assert not built.settings["mixed"] and not built.settings["full"]
 
 
 def test_a_forward_for_streams_is_of_bounded_size() -> None:
@@ -144,7 +146,8 @@ def test_streams_ride_along_with_decodes() -> None:
     busy.open_stream("a", 2500)
     built = step(busy)
     assert built.increments() == [64]
-    assert built.settings == {"mixed": True, "chunk": 66, "full": False, "rows": 16}
+    assert built.settings["chunk"] == 66 and built.settings["rows"] == 16
+    assert built.settings["mixed"] and not built.settings["full"]
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
     assert not busy.flashmoa.only_streams
 
@@ -182,10 +185,17 @@ def test_nothing_rides_if_sglang_cannot_mix_the_two(change: dict[str, Any]) -> N
     for name, value in change.items():
         setattr(busy, name, value)
     assert step(busy).queues == []
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
+    """SGLang would mix nothing with them, and is told of them again afterwards."""
     busy = scheduler(decoding=2)
     busy.open_stream("a", 2500)
-    busy.running.return_logprob = True
-    assert step(busy).queues == []
+    busy.running.return_logprob = busy.running.reqs[0].return_logprob = True
+    built = step(busy, Build(takes=lambda _: joins))
+    assert built.increments() == [64] and built.settings["mixed"]
+    assert not built.settings["logprobs"] and busy.running.return_logprob
 
 
 def test_streams_ride_although_no_more_requests_may_run() -> None:

@@ -71,10 +71,43 @@ def test_parameters_that_are_not_known_have_a_table_of_their_own(tmp_path: Path)
     assert read(tmp_path, text)[0].layers[0].models[0].sampling["models"] == ["x"]
 
 
-def test_a_quorum_has_no_more_answers_than_its_layer_has_agents(tmp_path: Path) -> None:
-    layers = "layers = [{models = ['small', 'small'], quorum = {answers = 3, seconds = 1}},"
-    with pytest.raises(ConfigError, match=r"quorum of layer 0 .* needs 3 answers, but there are 2"):
-        read(tmp_path, f"{layers} {{models = ['small']}}]\n{MODELS}")
+@pytest.mark.parametrize(
+    ("topology", "quorum", "problem"),
+    [
+        ("4-2-1", "layer", "quorum of layer 0 (from 0) needs 3 answers, but at most 2"),
+        ("4-2-1", "all", "quorum of layer 0, 1 (from 0) needs 3 answers, but at most 2"),
+        ("4x2x1", "layer", None),
+        ("4x2x1", "all", None),
+    ],
+)
+def test_a_quorum_has_no_more_answers_than_are_read_together(
+    tmp_path: Path, topology: str, quorum: str, problem: str | None
+) -> None:
+    """One quorum for all layers must be possible in one of them."""
+    table = "quorum = {answers = 3, seconds = 1}"
+    first = "models = [{use = 'small', repeat = 4}]" + (f", {table}" if quorum == "layer" else "")
+    layers = f"layers = [{{{first}}}, {{models = ['small', 'small']}}, {{models = ['small']}}]"
+    text = f"topology = '{topology}'\n{layers}\n{table if quorum == 'all' else ''}\n{MODELS}"
+    if problem is None:
+        assert read(tmp_path, text)
+        return
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        read(tmp_path, text)
+
+
+def test_a_staircases_quorum_has_no_more_answers_than_proposers(tmp_path: Path) -> None:
+    text = SEVERAL + "quorum = {answers = 3, seconds = 1}\n"
+    with pytest.raises(ConfigError, match="needs 3 answers, but at most 2 are read"):
+        read(tmp_path, text)
+
+
+def test_a_model_that_nobody_uses_is_checked_too(tmp_path: Path) -> None:
+    unused = '[models.unused]\nengine = "http://a"\ntemprature = 1\n'
+    problem = "models.unused has no key 'temprature': did you mean 'temperature'"
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, unused + SEVERAL)
+    # Agents that use it may give the engine.
+    assert read(tmp_path, "[models.half]\nmax_tokens = 3\n" + SEVERAL)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +125,9 @@ def test_a_quorum_has_no_more_answers_than_its_layer_has_agents(tmp_path: Path) 
          r"systems.careful.quorum has no key 'secs': did you mean 'seconds'"),
         ("repeat = 2", "price = {inputs = 3}",
          r"models.0.price has no key 'inputs': did you mean 'input'"),
-        ("repeat = 2", 'thinking = {openin = "<t>"}', r"no key 'openin': did you mean 'opening'"),
+        ("repeat = 2", 'thinking = {openin = "<t>"}',
+         r"layers.0.models.0.thinking has no key 'openin': did you mean 'opening'\?$"),
+        ("repeat = 2", "thinking = true", r"models.0.thinking: Input should be a dict[^;]*$"),
         ('instruction = "Doubt:"', 'instructions = "Doubt:"',
          r"systems.careful.layers.1 has no key 'instructions': did you mean 'instruction'"),
         ('"small"]}]', '"smal"]}]',

@@ -86,6 +86,7 @@ NAMES: Mapping[str, str] = {
     "req": REQ,
     "reqs": f"[{REQ}]",
     "running": BATCH,
+    "running_batch": BATCH,
     "scheduler": SCHEDULER,
     "self._scheduler": SCHEDULER,
     "server_args": ARGUMENTS,

@@ -1,0 +1,62 @@
+"""How much of the last prompt is streamed before its request, on a modelled GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngines
+from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents
+from flashmoa.moa.embedding import Embedding
+from tests.integration.moa.agents import QUESTION, agent
+from tests.integration.support import LAG, RIDING, start_special_engine
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+PROMPT = AggregationPrompt("question-first", "Weigh these:")
+# Each answer ends while the next one is still written.
+LENGTHS = (40, 100, 300)
+
+
+class OrthogonalEmbedder:
+    """An embedder to which no two texts have anything in common, so that nobody is left out."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+
+    async def embed(self, text: str) -> Embedding:
+        self.texts += 1
+        return np.eye(1, 8, self.texts, dtype=np.float32)
+
+
+async def test_undecided_early_exit_streams_as_much_as_overlap_alone(
+    engines: LocalEngines, model: Path
+) -> None:
+    """All agents share an engine, whose decode steps therefore return log-probabilities."""
+    embedder = OrthogonalEmbedder()
+    undecided = EarlyExit(embedder, rule="threshold", threshold=1)
+    late: list[int] = []
+    answers: list[str] = []
+    async with (
+        start_special_engine(engines, model, environment=RIDING) as engine,
+        EngineClient(engine.url, timeout=60) as client,
+    ):
+        proposers = [agent(client, seed, max_tokens=n) for seed, n in enumerate(LENGTHS)]
+        for policy in (None, undecided):
+            await client.flush_cache()
+            mixture = MixtureOfAgents(
+                [proposers, [agent(client)]], prompt=PROMPT, early_exit=policy
+            )
+            result = await mixture.answer(QUESTION)
+            assert [proposer.status for proposer in result.layers[0]] == ["used"] * 3
+            usage = result.final.usage
+            assert usage is not None and usage.late_tokens is not None
+            assert usage.prompt_tokens > sum(LENGTHS)
+            late.append(usage.late_tokens)
+            answers.append(result.text)
+    assert embedder.texts == 2
+    assert max(late) < LAG
+    assert answers[0] == answers[1]

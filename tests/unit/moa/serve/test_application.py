@@ -1,0 +1,87 @@
+"""What clients get of engines' answers and errors, with engines that write what they are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from flashmoa.moa.serve.application import application
+from flashmoa.moa.serve.config_file import read_tables
+from tests.integration.router.serving import serve
+from tests.unit.moa.scripted_engine import scripted_engine
+
+pytestmark = pytest.mark.anyio
+
+NOWHERE = "http://127.0.0.1:9"
+SCRIPTS = {
+    "plain": ["It is ", "18."],
+    "halves": ["a", "\ud83d", "b"],
+    "cut": ["It", ("end", "cut")],
+}
+
+
+@asynccontextmanager
+async def serving(*layers: list[dict[str, Any]], **more: Any) -> AsyncGenerator[httpx.AsyncClient]:
+    """Serve a mixture; the models of ``layers`` are on the scripted engine by default."""
+    async with scripted_engine(SCRIPTS) as (engine, _):
+        tables = [{"models": [{"engine": engine.url, **one} for one in layer]} for layer in layers]
+        app = application(read_tables({"name": "moa", "layers": tables, **more}))
+        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield http
+
+
+async def ask(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
+    body = {"model": "moa", "messages": [{"role": "user", "content": "What is 9 + 9?"}], **more}
+    return await http.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_half_of_a_surrogate_pair_does_no_harm(*, streams: bool) -> None:
+    """Neither in an answer that an agent reads nor in the last one."""
+    async with serving([{"model": "halves"}], [{"model": "halves"}]) as http:
+        answer = await ask(http, stream=streams)
+    assert answer.status_code == 200
+    bodies = [answer.json()] if not streams else events(answer)
+    texts = [one.get("message", one.get("delta")) for body in bodies for one in body["choices"]]
+    assert "".join(text.get("content") or "" for text in texts) == "a\ufffdb"
+    agents = bodies[-1]["flashmoa"]["agents"]
+    assert [agent["status"] for agent in agents] == ["used", "used"]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_clients_do_not_see_the_urls_of_engines(
+    caplog: pytest.LogCaptureFixture, *, streams: bool
+) -> None:
+    gone: dict[str, Any] = {"engine": NOWHERE, "model": "gone"}
+    twice: dict[str, Any] = {"engine": None, "engines": [NOWHERE, f"{NOWHERE}9"], "model": "gone"}
+    async with serving([{"model": "plain"}, twice, {"model": "cut"}], [gone]) as http:
+        answer = await ask(http, stream=streams)
+    assert answer.status_code == 200 and "http" not in answer.text
+    body = events(answer)[-1] if streams else answer.json()
+    _, without_engine, cut, last = body["flashmoa"]["agents"]
+    assert without_engine["problem"].startswith("engine 3 cannot be reached")
+    assert without_engine["retries"][0].startswith("engine 2: engine 2 cannot be reached")
+    assert cut["status"] == "failed" and "engine 1" in cut["problem"]
+    assert "engine 2 cannot be reached" in last["problem"]
+    assert body["flashmoa"]["substitution"]["problem"].startswith("engine 2 cannot be reached")
+    assert NOWHERE in caplog.text
+
+
+async def test_errors_do_not_show_the_urls_of_engines(caplog: pytest.LogCaptureFixture) -> None:
+    gone: dict[str, Any] = {"engine": NOWHERE, "model": "gone"}
+    async with serving([gone], [gone]) as http:
+        answers = [await ask(http), await ask(http, stream=True)]
+    assert answers[0].status_code == 502
+    for answer in answers:
+        assert "engine 1 cannot be reached" in answer.text and NOWHERE not in answer.text
+    assert NOWHERE in caplog.text

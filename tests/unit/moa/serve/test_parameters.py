@@ -1,0 +1,117 @@
+"""Which parameters of a request reach which agents of each kind, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from flashmoa.moa.serve.application import application
+from flashmoa.moa.serve.config_file import read_tables
+from tests.integration.router.serving import serve
+from tests.unit.moa.scripted_engine import ScriptedEngine, scripted_engine
+
+pytestmark = pytest.mark.anyio
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mixture": {},
+    "staircase": {"kind": "staircase"},
+    "debate": {"kind": "debate"},
+    "vote": {"kind": "debate", "debate": {"rounds": 2, "ballot": "[0-9]+"}},
+    "staircase debate": {"kind": "debate", "staircase": {}},
+}
+IN_PARTS = {"staircase", "staircase debate"}
+FORM = {"type": "json_object"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+EVERYWHERE: dict[str, Any] = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 3, "user": "ada",
+    "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1,
+    "logit_bias": {"7": -100}, "skip_special_tokens": True, "reasoning_effort": "low",
+    "chat_template_kwargs": {"a": 1}, "verbosity": "low", "metadata": {"chat": "7"},
+}  # fmt: skip
+OF_WHOLE_ANSWERS: dict[str, Any] = {
+    "response_format": FORM, "regex": "x", "ebnf": "root ::= 'x'", "stop_regex": "x",
+    "stop_token_ids": [7], "no_stop_trim": True, "min_tokens": 1, "ignore_eos": True,
+}  # fmt: skip
+NOWHERE: dict[str, tuple[Any, str]] = {
+    "tools": (TOOLS, "tools is not possible here: agents pass on texts, not calls of tools"),
+    "tool_choice": ("auto", "tool_choice is not possible here: agents pass on texts"),
+    "parallel_tool_calls": (True, "parallel_tool_calls is not possible here: agents pass on texts"),
+    "n": (2, "n is 2: a question gets one answer; send it again for another"),
+    "best_of": (2, "best_of is 2: a question gets one answer"),
+    "logprobs": (True, "logprobs is true: answers come without log-probabilities"),
+    "top_logprobs": (2, "top_logprobs is 2: answers come without log-probabilities"),
+    "functions": ([{"name": "f"}], "it is the old name of tools"),
+    "prediction": ({"type": "content"}, "answers cannot be predicted"),
+    "store": (True, "store is true: nothing is stored here"),
+    "web_search_options": ({}, "agents cannot search the web"),
+    "audio": ({"voice": "x"}, 'audio is {"voice": "x"}: agents write text'),
+}
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "tools": [],
+    "logprobs": False,
+    "response_format": {"type": "text"},
+}
+
+
+@asynccontextmanager
+async def serving(kind: str) -> AsyncGenerator[tuple[ScriptedEngine, httpx.AsyncClient]]:
+    """Serve two agents and, unless they vote, one that answers."""
+    async with scripted_engine({"first": ["It is ", "18."], "last": ["It is ", "19."]}) as (
+        engine,
+        _,
+    ):
+        first = {"models": [{"engine": engine.url, "model": "first", "repeat": 2}]}
+        last = {"models": [{"engine": engine.url, "model": "last"}]}
+        layers = [first] if kind == "vote" else [first, last]
+        app = application(read_tables({"name": "moa", "layers": layers, **KINDS[kind]}))
+        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield engine, http
+
+
+async def ask(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "What is 9 + 9?"}], **more}
+    return await http.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_parameters_reach_the_agents_that_answer_and_no_others(kind: str) -> None:
+    given = EVERYWHERE if kind in IN_PARTS else {**EVERYWHERE, **OF_WHOLE_ANSWERS, "stop": ["#"]}
+    async with serving(kind) as (engine, http):
+        answer = await ask(http, **given)
+    assert answer.status_code == 200, answer.text
+    passed = [body for body in engine.bodies if body["model"] == "last"]
+    if kind == "vote":  # The debaters of the last round, who read those of the first.
+        passed = [body for body in engine.bodies if len(body["messages"]) > 1]
+        assert len(passed) == 2
+    assert passed and all(given.items() <= body.items() for body in passed)
+    others = [body for body in engine.bodies if body not in passed]
+    assert others and not any(given.keys() & body.keys() for body in others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_no_agent_can_follow_is_refused_with_a_sentence(kind: str) -> None:
+    refused = dict(NOWHERE)
+    if kind in IN_PARTS:
+        in_parts = "is not possible here: this model writes its answer in several requests"
+        refused |= {name: (value, f"{name} {in_parts}") for name, value in OF_WHOLE_ANSWERS.items()}
+    async with serving(kind) as (engine, http):
+        for name, (value, sentence) in refused.items():
+            answer = await ask(http, **{name: value})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, name)
+            assert error["code"] == "unsupported_parameter" and sentence in error["message"]
+        assert not engine.bodies
+        assert (await ask(http, **NEUTRAL)).status_code == 200
+
+
+@pytest.mark.parametrize("kind", sorted(IN_PARTS))
+async def test_a_staircase_ends_its_answer_at_a_stop_text_itself(kind: str) -> None:
+    async with serving(kind) as (engine, http):
+        answer = await ask(http, stop="s 1")
+    assert answer.json()["choices"][0]["message"]["content"] == "It i"
+    assert not any("stop" in body for body in engine.bodies)

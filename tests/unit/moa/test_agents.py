@@ -1,0 +1,33 @@
+"""How much room readers' contexts have for answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoa import EngineClient
+from flashmoa.moa import Model
+from flashmoa.moa.agents import room_for_answers
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("limits", [(800, 10, None), (10, 800, 10), (None, 10, 10)])
+async def test_room_is_what_the_reader_with_the_longest_answer_leaves(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int | None, ...]
+) -> None:
+    """Readers share an engine and a model; an answer without limit has 1,024 tokens."""
+
+    async def context_length(_model: Model) -> int:
+        return 2000
+
+    async def count_tokens(_model: Model, _prompt: object) -> int:
+        return 300
+
+    monkeypatch.setattr(Model, "context_length", context_length)
+    monkeypatch.setattr(Model, "_count_tokens", count_tokens)
+    prompt = [{"role": "user", "content": "Why?"}]
+    async with EngineClient("http://127.0.0.1:9") as client:
+        readers = [Model(client, sampling={"max_tokens": limit}) for limit in limits]
+        room = await room_for_answers(readers, prompt, [None])
+    longest = max(limit or 1024 for limit in limits)
+    assert room == 2000 - longest - 300

@@ -24,6 +24,7 @@ REQUIREMENTS := $(filter-out requirements/vllm.txt,$(wildcard requirements/*.txt
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
+RELEASE_SOURCES := $(patsubst %,.cache/sglang/%/.ready,$(RELEASES))
 
 .PHONY: setup demo test test-slow test-all soak test-conformance test-vllm test-releases $(RELEASE_TESTS) check format names docs clean
 setup: $(READY)
@@ -57,7 +58,7 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
 	@$(BIN)/python -m pytest -m "not slow" tests/integration
 
-test-slow: $(READY) .venvs/frameworks/.ready
+test-slow: $(READY) .venvs/frameworks/.ready $(RELEASE_SOURCES)
 	@$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow
@@ -76,6 +77,14 @@ test-vllm: $(READY) .venvs/vllm/.ready
 $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@echo "SGLang $*"
 	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
+
+# The source of another SGLang release, to look for what the plugin uses there.
+.cache/sglang/%/.ready: requirements/releases/%.txt $(READY)
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --only-binary :all: --dest $(@D) sglang==$*
+	@$(BIN)/python -m zipfile -e $(@D)/*.whl $(@D)
+	@rm $(@D)/*.whl
+	@touch $@
 
 .venvs/frameworks/.ready: requirements/frameworks.txt pyproject.toml
 	@echo "The newest clients of agent frameworks: an environment of its own"

@@ -83,6 +83,14 @@ class RequestAccess(ABC):
         """Return how many tokens of the radix tree are locked."""
         return tree_cache.protected_size()
 
+    def matched_slots(self, tree_cache: Any, prefix_match: Any) -> Any:
+        """Return the KV slots of a match with the radix tree, as a tensor."""
+        return prefix_match.device_indices
+
+    def matched_length(self, prefix_match: Any) -> int:
+        """Return the number of tokens of a match with the radix tree."""
+        return len(prefix_match.device_indices)
+
     @abstractmethod
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         """Match a waiting request with the radix tree. Return the length of the cached prefix."""

@@ -97,12 +97,6 @@ class Release0512(Release):
         # The first argument concerns only decoding.
         return arguments.disable_cuda_graph and arguments.disable_piecewise_cuda_graph
 
-    def packs_items(self, arguments: Any) -> bool:
-        # Releases up to 0.5.17 are served by this class, and may have the newer argument.
-        if hasattr(arguments, "enable_mis"):
-            return super().packs_items(arguments)
-        return arguments.multi_item_scoring_delimiter is not None
-
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Forget also requests that are refused after tokenising, and the rest of their batch."""
 

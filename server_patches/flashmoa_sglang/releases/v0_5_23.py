@@ -78,6 +78,12 @@ class Release0523(Release):
     def shrink_prefix(self, req: Any, length: int) -> None:
         req.prefix_len = length
 
+    def matched_slots(self, tree_cache: Any, prefix_match: Any) -> Any:
+        return tree_cache.path_device_indices(prefix_match.last_device_node)
+
+    def matched_length(self, prefix_match: Any) -> int:
+        return prefix_match.device_prefix_len
+
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         from sglang.srt.mem_cache.common import match_kv_cache
 

@@ -36,7 +36,7 @@ def match_and_pin(tree_cache: Any, key: Any) -> tuple[Pin, int]:
     match = tree_cache.match_prefix(MatchPrefixParams(key=key))
     node = match.last_device_node
     pin = Pin(node, tree_cache.inc_lock_ref(node).to_dec_params())
-    return pin, len(match.device_indices)
+    return pin, RELEASE.matched_length(match)
 
 
 def can_pin(scheduler: Any) -> bool:

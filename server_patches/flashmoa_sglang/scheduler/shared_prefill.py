@@ -171,7 +171,7 @@ def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
 
     tree = scheduler.tree_cache
     match = tree.match_prefix(MatchPrefixParams(key=RELEASE.radix_key(req, end)))
-    slots = match.device_indices
+    slots = RELEASE.matched_slots(tree, match)
     if len(slots) != end:
         raise AssertionError(f"{len(slots)} of {end} shared tokens are in the radix tree")
     scheduler.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), slots[start:])

@@ -76,6 +76,7 @@ NAMES: Mapping[str, str] = {
     "given": ARGUMENTS,
     "http_request": PLAIN,
     "manager": MANAGER,
+    "prefix_match": _srt("mem_cache.base_prefix_cache:MatchResult"),
     "self._manager": MANAGER,
     "namespace_fields{}": REQUEST,
     "obj": REQUEST,

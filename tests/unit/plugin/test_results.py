@@ -194,7 +194,10 @@ def mixed(*logprobs: bool) -> Any:
         batch.extend_logprob_start_lens += [0] * len(running.reqs)
 
     reqs = [SimpleNamespace(return_logprob=wants) for wants in logprobs]
-    batch = SimpleNamespace(extend_lens=[30], extend_logprob_start_lens=[30])
+    prefilled = SimpleNamespace(return_logprob=False)
+    batch = SimpleNamespace(
+        reqs=[prefilled, *reqs], extend_lens=[30], extend_logprob_start_lens=[30]
+    )
     results.mix(original, batch, SimpleNamespace(reqs=reqs, return_logprob=False))
     return batch
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from flashmoa_sglang.asyncep import host_memory
 from flashmoa_sglang.asyncep.cuda import CudaDevice
 
 # Kernels may require that a weight's address is a multiple of this.
@@ -101,7 +102,12 @@ class Experts:
         self._weight_sizes: dict[str, int] = {}
 
     def move_to_host(self) -> None:
-        """Move the parameters to host memory before their weights are loaded."""
+        """Move the parameters to host memory before their weights are loaded.
+
+        Raises: SystemExit if the host has no room for them.
+        """
+        size = sum(p.nbytes for p in self.layer.parameters(recurse=False) if not is_lazy(p))
+        host_memory.require(size, "the next layer's experts need")
         for name, parameter in self.layer.named_parameters(recurse=False):
             parameter.data = parameter.data.to("cpu")
             # Lazy parameters have no size before they are loaded.
@@ -230,12 +236,12 @@ class PackedExperts:
         return sum(run.memory.nbytes for run in self.runs if run.where is where)
 
 
-def host_memory(size: int) -> torch.Tensor:
+def allocate_on_host(size: int) -> torch.Tensor:
     """Allocate ``size`` bytes (uint8) of zeros on the host."""
     return torch.zeros(size, dtype=torch.uint8)
 
 
 def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[PackedExperts]:
     """Store the experts of these layers in host memory, pinned if a GPU copies from it."""
-    allocate = host_memory if gpu is None else gpu.pinned_memory
+    allocate = allocate_on_host if gpu is None else gpu.pinned_memory
     return [PackedExperts(experts, allocate) for experts in layers]

@@ -59,7 +59,8 @@ class Rig:
         self.offloader = ExpertOffloader(
             QueuedLayer, "compute", slots, store, open_gpu=lambda _device: opened
         )
-        self.offloader.wrap_modules(torch.nn.Sequential(layer) for layer in self.layers)
+        # Replicas start in threads, where each one's guard would see the others' modules be nested.
+        self.offloader.wrap_modules(iter(self.layers))
         self.offloader.post_init()
 
     def forward(self, order: Sequence[int] | None = None, *, timed: bool = False) -> None:

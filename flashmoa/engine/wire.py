@@ -38,8 +38,9 @@ class ExpertMemory(_EngineAnswer):
     ``layers`` is the number of layers with experts, ``slots`` that of slots on the device, each for
     the experts of one layer after the first one. ``misses`` counts how often a forward waited for a
     layer's experts. In bytes: on the device, ``resident``, the first layer's experts, and
-    ``in_slots``, the slots; of the other layers' experts, ``on_host``, those in this process's host
-    memory, ``share``, those that this replica holds, and ``at_peers``, those of other replicas.
+    ``in_slots``, the slots; of the other layers' experts, ``on_host``, those in host memory, which
+    replicas have in common, ``share``, those on this replica's device, and ``at_peers``, those on
+    the devices of other replicas.
     """
 
     layers: int

@@ -54,8 +54,9 @@ class Options:
     asyncep: str = _option(
         "off",
         "Where the experts of a mixture-of-experts model are: on the device (off), or copied there "
-        "ahead of the computation from host memory (h2d) or from other replicas (d2d).",
-        ("off", "h2d", "d2d"),
+        "ahead of the computation from host memory (h2d), from the devices of other replicas (d2d) "
+        "or from both (hybrid).",
+        ("off", "h2d", "d2d", "hybrid"),
     )
     asyncep_slots: int = _option(
         2,
@@ -64,14 +65,19 @@ class Options:
     )
     asyncep_replica: str = _option(
         "",
-        "With d2d: which replica this is, and of how many, as RANK/SIZE with ranks from 0: 0/2 and "
-        "1/2.",
+        "With d2d and hybrid: which replica this is, and of how many, as RANK/SIZE with ranks from "
+        "0: 0/2 and 1/2.",
     )
     asyncep_group: str = _option(
-        "default", "With d2d: the name of the group of replicas that belong together."
+        "default", "With d2d and hybrid: the name of the group of replicas that belong together."
     )
     asyncep_wait: float = _option(
-        600.0, "With d2d: seconds to wait at start until all replicas are there."
+        600.0, "With d2d and hybrid: seconds to wait at start until all replicas are there."
+    )
+    asyncep_on_device: float = _option(
+        0.5,
+        "With hybrid: which part of the experts the replicas' devices have together, between 0 and "
+        "1; the rest is in host memory.",
     )
     saturation: int = _option(
         0,
@@ -144,6 +150,8 @@ class Options:
         self._require("saturation_wait", in_range, f"between 0 and {_LONGEST_WAIT} seconds")
         self._require("asyncep_slots", self.asyncep_slots >= 1, "at least 1")
         self._require("asyncep_wait", self.asyncep_wait > 0, "above 0")
+        in_range = 0 < self.asyncep_on_device < 1
+        self._require("asyncep_on_device", in_range, "between 0 and 1")
         is_name = re.fullmatch(r"[\w.-]{1,64}", self.asyncep_group, re.ASCII) is not None
         self._require("asyncep_group", is_name, "1 to 64 letters, digits and any of . _ -")
         if self.asyncep_replica:
@@ -168,6 +176,10 @@ class Options:
                 f"for two replicas, not {self.asyncep_replica!r}."
             )
         return int(match[1]), int(match[2])
+
+    def on_device(self) -> float:
+        """Return which part of the experts the replicas' devices have together."""
+        return {"d2d": 1.0, "hybrid": self.asyncep_on_device}.get(self.asyncep, 0.0)
 
     @classmethod
     def from_environment(cls) -> Options:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.asyncep.replicas import ONLY_CPUS
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.asyncep.experts import Experts, ExpertSource
-    from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+    from flashmoa_sglang.asyncep.cuda import CudaDevice
+    from flashmoa_sglang.asyncep.experts import Experts, PackedExperts
+    from flashmoa_sglang.asyncep.offloader import ExpertOffloader, Store
     from flashmoa_sglang.saturation import LayerTimes
 
 _WRITES = "it writes to experts where the device has them"
@@ -47,7 +47,7 @@ _EXCLUDED = {
 _EXCLUDED_BACKENDS = ("megamoe", "ascend_fuseep")
 
 _WEIGHTS_REFUSED = (
-    "With --flashmoa-asyncep the experts are in host memory, and weights cannot be updated in "
+    "With --flashmoa-asyncep the experts are in other memory, and weights cannot be updated in "
     "place. Restart the engine with the new weights, or run it without --flashmoa-asyncep."
 )
 
@@ -89,7 +89,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     )
 
 
-def _choose_storage(options: Options) -> Callable[[Sequence[Experts]], list[ExpertSource]]:
+def _choose_storage(options: Options) -> Store:
     """Return the function that stores experts where ``--flashmoa-asyncep`` says.
 
     Raises: SystemExit if another process has this replica's place in its group.
@@ -101,25 +101,32 @@ def _choose_storage(options: Options) -> Callable[[Sequence[Experts]], list[Expe
     if options.asyncep == "h2d":
         return store_on_host
 
+    def refusal(error: Exception) -> SystemExit:
+        return SystemExit(f"--flashmoa-asyncep {options.asyncep}: {str(error).rstrip('.')}.")
+
     try:
         replica = Replica(options.asyncep_group, *options.replica())
         # Loading the weights takes long, so a rank that is taken is reported before that.
         exchange = ShareExchange(replica)
     except (ReplicaError, ValueError) as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
 
-    def divide_among_replicas(layers: Sequence[Experts]) -> list[ExpertSource]:
+    def divide_among_replicas(
+        layers: Sequence[Experts], gpu: CudaDevice | None
+    ) -> list[PackedExperts]:
         try:
-            return share_experts(layers, replica, exchange, options.asyncep_wait)
+            return share_experts(
+                layers,
+                gpu,
+                replica=replica,
+                exchange=exchange,
+                on_device=options.on_device(),
+                wait=options.asyncep_wait,
+            )
         except ReplicaError as error:
-            raise _refusal(error) from error
+            raise refusal(error) from error
 
     return divide_among_replicas
-
-
-def _refusal(error: Exception) -> SystemExit:
-    """Return the exception that ends a replica's start because of ``error``."""
-    return SystemExit(f"--flashmoa-asyncep d2d: {str(error).rstrip('.')}.")
 
 
 def problem(arguments: Any, options: Options) -> str | None:
@@ -140,8 +147,8 @@ def problem(arguments: Any, options: Options) -> str | None:
             f"--flashmoa-asyncep does not go with --moe-a2a-backend {arguments.moe_a2a_backend}, "
             "which computes with the experts' tensors itself; choose another one."
         )
-    if options.asyncep == "d2d":
-        return _replica_problem(arguments, options)
+    if options.asyncep != "h2d" and (reason := _replica_problem(arguments, options)):
+        return reason
     if arguments.device == "cuda" and not RELEASE.graphs_are_off(arguments):
         return (
             f"--flashmoa-asyncep needs {RELEASE.NO_GRAPHS}: a graph would look for experts where "
@@ -163,9 +170,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _replica_problem(arguments: Any, options: Options) -> str | None:
-    mode = "--flashmoa-asyncep d2d"
-    if arguments.device != "cpu":
-        return f"{mode}: {ONLY_CPUS}."
+    mode = f"--flashmoa-asyncep {options.asyncep}"
     try:
         options.replica()
     except ValueError as error:

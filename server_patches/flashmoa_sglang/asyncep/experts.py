@@ -1,19 +1,20 @@
-"""The experts of one layer: their tensors, their layout in a slot, their storage on the host."""
+"""The experts of one layer: their tensors, their layout in a slot, where they are stored."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from flashmoa_sglang.asyncep.cuda import pinned_memory
+from flashmoa_sglang.asyncep import host_memory
+from flashmoa_sglang.asyncep.cuda import CudaDevice
 
 # Kernels may require that a weight's address is a multiple of this.
-_ALIGNMENT = 256
+ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Packing:
         for name, tensor in tensors.items():
             _check_no_overlap(name, tensor)
             places[name] = Place(end, tensor.dtype, tuple(tensor.shape), tensor.stride())
-            end += -(-places[name].bytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-places[name].bytes // ALIGNMENT) * ALIGNMENT
         return cls(places, end)
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -86,8 +87,6 @@ def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
 
 # A quantisation keeps at least one bit of sixteen.
 _LEAST_REPACKED = 16
-# Bytes in one copy. Other copies to the device wait only for the current piece, not for a layer.
-_PIECE = 64 << 20
 
 
 class Experts:
@@ -103,7 +102,12 @@ class Experts:
         self._weight_sizes: dict[str, int] = {}
 
     def move_to_host(self) -> None:
-        """Move the parameters to host memory before their weights are loaded."""
+        """Move the parameters to host memory before their weights are loaded.
+
+        Raises: SystemExit if the host has no room for them.
+        """
+        size = sum(p.nbytes for p in self.layer.parameters(recurse=False) if not is_lazy(p))
+        host_memory.require(size, "the next layer's experts need")
         for name, parameter in self.layer.named_parameters(recurse=False):
             parameter.data = parameter.data.to("cpu")
             # Lazy parameters have no size before they are loaded.
@@ -162,51 +166,82 @@ class Experts:
         self.bind({name: t.new_empty(()).expand(t.shape) for name, t in self.tensors().items()})
 
 
-class StoredBytes(NamedTuple):
-    """How many bytes of a layer's experts are stored where, apart from slots.
+class Where(Enum):
+    """Where bytes of experts are stored, apart from slots.
 
-    ``on_host``: in this process. ``share``: the part that this replica stores for all replicas.
-    ``at_peers``: the parts that the other replicas store.
+    Bytes ``ON_HOST`` are in host memory, those of the ``SHARE`` in this replica's memory on its
+    device, and those ``AT_PEERS`` on the devices of the other replicas.
     """
 
-    on_host: int = 0
-    share: int = 0
-    at_peers: int = 0
+    ON_HOST = "on_host"
+    SHARE = "share"
+    AT_PEERS = "at_peers"
+
+    @property
+    def channel(self) -> str:
+        """The way from there to the device; copies on different ways run at the same time."""
+        return "pcie" if self is Where.ON_HOST else "nvlink"
 
 
-class ExpertSource(ABC):
-    """Copies the experts of one layer into a slot, where they are laid out as in ``packing``."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The bytes of a layer's packed experts from ``start`` on, and the memory that has them."""
 
-    experts: Experts
-    packing: Packing
-    stored: StoredBytes
-
-    @abstractmethod
-    def fill(self, memory: torch.Tensor) -> None:
-        """Copy the experts into a slot's memory; with CUDA, enqueue that on the current stream."""
+    start: int
+    memory: torch.Tensor
+    where: Where
 
 
-class HostExperts(ExpertSource):
-    """Experts packed into one piece of host memory, which is pinned if a GPU copies from it."""
+class PackedExperts:
+    """The experts of one layer, laid out as in a slot.
 
-    def __init__(self, experts: Experts) -> None:
+    Attributes:
+        packing: the layout.
+        runs: where all bytes of it are stored.
+    """
+
+    def __init__(self, experts: Experts, allocate: Callable[[int], torch.Tensor]) -> None:
+        """Pack the loaded experts into memory of the host, and free their own tensors.
+
+        Args: allocate: returns so many bytes (uint8) of memory.
+        """
         self.experts = experts
         tensors = experts.tensors()
         self.packing = Packing.of(tensors)
-        size = self.packing.bytes
-        on_gpu = experts.device.type == "cuda"
-        self._memory = pinned_memory(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
-        self.packing.fill(self._memory, tensors)
-        self.stored = StoredBytes(on_host=self.packing.bytes)
-        # This frees the layer's own tensors.
-        experts.bind(self.packing.views(self._memory))
+        memory = allocate(self.packing.bytes)
+        self.packing.fill(memory, tensors)
+        experts.bind(self.packing.views(memory))
+        self.runs = [Run(0, memory, Where.ON_HOST)]
 
-    def fill(self, memory: torch.Tensor) -> None:
-        pieces = memory[: self.packing.bytes].split(_PIECE)
-        for piece, source in zip(pieces, self._memory.split(_PIECE), strict=True):
-            piece.copy_(source, non_blocking=True)
+    @property
+    def channels(self) -> set[str]:
+        """The ways on which the runs come to the device."""
+        return {run.where.channel for run in self.runs}
+
+    def copies(
+        self, slot: torch.Tensor, channel: str
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield, for each run that comes on this way, its place in a slot and its bytes."""
+        for run in self.runs:
+            if run.where.channel == channel:
+                yield slot[run.start : run.start + run.memory.nbytes], run.memory
+
+    def free(self) -> None:
+        """Free the packed experts, so that other runs can take their place."""
+        self.experts.free()
+        self.runs = []
+
+    def stored(self, where: Where) -> int:
+        """Return how many bytes are stored somewhere."""
+        return sum(run.memory.nbytes for run in self.runs if run.where is where)
 
 
-def store_on_host(layers: Sequence[Experts]) -> list[ExpertSource]:
-    """Store the experts of these layers in this process's host memory."""
-    return [HostExperts(experts) for experts in layers]
+def allocate_on_host(size: int) -> torch.Tensor:
+    """Allocate ``size`` bytes (uint8) of zeros on the host."""
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[PackedExperts]:
+    """Store the experts of these layers in host memory, pinned if a GPU copies from it."""
+    allocate = allocate_on_host if gpu is None else gpu.pinned_memory
+    return [PackedExperts(experts, allocate) for experts in layers]

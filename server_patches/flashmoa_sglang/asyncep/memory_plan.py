@@ -1,4 +1,4 @@
-"""How ``--flashmoa-asyncep h2d`` divides a GPU's memory: ``make_plan``, arithmetic without a GPU.
+"""How ``--flashmoa-asyncep`` divides a GPU's memory: ``make_plan``, arithmetic without a GPU.
 
 The weights that stay on the device, the KV pool and the tensors of the largest forward share the
 memory. The sizes follow from the model's ``config.json`` and from the tensors that SGLang makes.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _GIB = 1 << 30
 # Bytes that CUDA's context and libraries take before the weights are loaded: twice the usual.
 CONTEXT = 2 * _GIB
+# Bytes for the buffers of NCCL and of SGLang's all-reduce, with tensor parallelism.
+COMMUNICATION = _GIB
 # Factor for the allocator's fragments and the kernels' workspaces.
 _MARGIN = 1.5
 # Bytes for the logits of a forward of many short prompts, whatever the forward's length.
@@ -104,6 +106,29 @@ class ModelSizes:
             fp8=quantization == "fp8",
         )
 
+    def of_rank(self, ranks: int) -> ModelSizes:
+        """Return the sizes on each GPU of tensor parallelism, which divides heads and experts.
+
+        Raises: ValueError if they cannot be divided.
+        """
+        if self.heads % ranks or self.width % ranks:
+            raise ValueError(
+                f"{self.heads} heads and experts of width {self.width} are not divisible by "
+                f"{ranks} (--tp-size)"
+            )
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            width=self.width // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+        )
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of the experts that are copied: of all layers but the first."""
+        return self.expert_bytes * (self.layers - 1)
+
     @property
     def expert_bytes(self) -> int:
         """The bytes of all experts of one layer."""
@@ -151,7 +176,7 @@ class Plan:
         slots: layers whose experts the device holds besides the first layer's.
         forward: tokens of the largest forward.
         fraction: share of the free memory for weights and KV (``--mem-fraction-static``).
-        weights, on_host: weights on the device, and experts in pinned host memory.
+        weights: on each GPU, with its share of experts.
         peak: what a forward of ``forward`` tokens needs for its tensors.
         left: what the fraction leaves for forwards.
         pool: tokens in the KV pool.
@@ -161,7 +186,6 @@ class Plan:
     forward: int
     fraction: float
     weights: int
-    on_host: int
     peak: int
     left: int
     pool: int
@@ -174,12 +198,14 @@ def make_plan(
     forward: int | None = None,
     fraction: float | None = None,
     slots: int | None = None,
+    share: float = 0.0,
 ) -> Plan:
     """Return the plan with the most slots of two and, with these, the longest forward that fits.
 
     Args:
         free: bytes of the device's memory that are free before the server starts.
         forward, fraction, slots: are taken as they are, where they are given.
+        share: which part of the copied experts stays on this device for all replicas.
 
     Raises: ValueError if nothing fits, or the model has no experts to copy.
     """
@@ -189,7 +215,7 @@ def make_plan(
     # A forward that the user wants so long need not be followed by another at once.
     forwards_in_pool = 1 if forward else _FORWARDS_IN_POOL
     plans = [
-        _divide(sizes, usable, tokens, fraction, count)
+        _divide(sizes, usable, tokens, fraction, count, share)
         for count in ([slots] if slots else _SLOTS)
         for tokens in ([forward] if forward else _FORWARDS)
     ]
@@ -207,20 +233,24 @@ def make_plan(
 
 
 def _divide(
-    sizes: ModelSizes, usable: int, forward: int, fraction: float | None, slots: int
+    sizes: ModelSizes,
+    usable: int,
+    forward: int,
+    fraction: float | None,
+    slots: int,
+    share: float,
 ) -> Plan:
     peak = sizes.peak_bytes(forward)
     if fraction is None:
         fraction = max(0.0, math.floor(100 * (1 - _room(peak) / usable)) / 100)
     held = sizes.expert_bytes * min(sizes.layers, 1 + slots)
-    weights = sizes.other_bytes + held
+    weights = sizes.other_bytes + held + round(sizes.copied_bytes * share)
     left = round(usable * (1 - fraction))
     return Plan(
         slots=slots,
         forward=forward,
         fraction=fraction,
         weights=weights,
-        on_host=sizes.expert_bytes * (sizes.layers - 1),
         peak=peak,
         left=left,
         pool=max(0, usable - left - weights) // sizes.kv_bytes_per_token,

@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 import torch
 
 from flashmoa_sglang.asyncep.cuda import CudaDevice
-from flashmoa_sglang.asyncep.experts import Experts, ExpertSource
+from flashmoa_sglang.asyncep.experts import Experts, PackedExperts, Where
 from flashmoa_sglang.asyncep.layer_guard import LayerGuard
 from flashmoa_sglang.asyncep.slots import ForwardClock, SlotCopier, SlotRotation, StreamCopier
 from flashmoa_sglang.saturation import LayerTimes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Stores the loaded experts of layers off the device, which is this GPU, if there is one.
+Store = Callable[[Sequence[Experts], CudaDevice | None], list[PackedExperts]]
 # The numbers of experts for which sgl_kernel's copy_to_gpu_no_ce works, in every release.
 _WITHOUT_COPY = (64, 72)
 
@@ -33,8 +35,8 @@ class ExpertMemory:
         layers, slots: number of layers with experts, and of slots on the device.
         resident: size of the first layer's experts, which stay on the device.
         in_slots: size of the slots.
-        on_host: size of the other layers' experts in this process's host memory.
-        share, at_peers: size of the parts that this replica and the other replicas store for all.
+        on_host: size of the other layers' experts in host memory, which replicas have in common.
+        share, at_peers: size of the parts on this replica's and on the other replicas' devices.
         misses: how often a layer began whose experts were neither in a slot nor being copied.
     """
 
@@ -66,7 +68,7 @@ class ExpertOffloader:
         moe_layer: type,
         computing: str,
         slots: int,
-        store: Callable[[Sequence[Experts]], list[ExpertSource]],
+        store: Store,
         *,
         whole: bool = True,
         open_gpu: Callable[[torch.device], CudaDevice | None] = CudaDevice.of,
@@ -79,7 +81,7 @@ class ExpertOffloader:
         self._whole = whole
         self._guard = LayerGuard(moe_layer)
         self._experts: list[Experts] = []
-        self._sources: list[ExpertSource] = []
+        self._sources: list[PackedExperts] = []
         self._resident = 0
         self._slots: list[torch.Tensor] = []
         self._rotation: SlotRotation | None = None
@@ -121,13 +123,16 @@ class ExpertOffloader:
             return
         first, *others = self._experts
         self._resident = sum(t.nbytes for t in first.tensors().values())
-        self._sources = self._store_experts(others)
+        device = first.device
+        gpu = self._open_gpu(device)
+        self._sources = self._store_experts(others, gpu)
         self._rotation = SlotRotation(len(others), self._wanted_slots)
         size = max(source.packing.bytes for source in self._sources)
-        device, count = first.device, len(self._rotation.slots)
+        count = len(self._rotation.slots)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-        gpu = self._open_gpu(device)
-        self._copier = StreamCopier(gpu, count) if gpu is not None else SlotCopier()
+        if gpu is not None:
+            channels = set[str]().union(*(source.channels for source in self._sources))
+            self._copier = StreamCopier(gpu, count, channels)
         for slot, layer in enumerate(self._rotation.slots):
             self._fetch(slot, layer)
         self._wrap(first.layer, lambda: None, lambda _: None)
@@ -151,7 +156,9 @@ class ExpertOffloader:
             "device."
         )
 
-    def _store_experts(self, others: Sequence[Experts]) -> list[ExpertSource]:
+    def _store_experts(
+        self, others: Sequence[Experts], gpu: CudaDevice | None
+    ) -> list[PackedExperts]:
         if any(experts.are_missing() for experts in others):
             raise SystemExit(
                 "--flashmoa-asyncep does not go with this model's quantisation: SGLang keeps the "
@@ -160,7 +167,7 @@ class ExpertOffloader:
         for experts in others:
             experts.return_shared_tensors()
         try:
-            return self._store(others)
+            return self._store(others, gpu)
         except ValueError as error:
             raise SystemExit(
                 f"--flashmoa-asyncep does not go with this model's quantisation: {error}. Start "
@@ -169,16 +176,16 @@ class ExpertOffloader:
 
     def memory(self) -> ExpertMemory:
         """Return where the experts are now."""
-        stored = [source.stored for source in self._sources]
+        stored = {
+            where.value: sum(source.stored(where) for source in self._sources) for where in Where
+        }
         return ExpertMemory(
             layers=len(self._experts),
             slots=len(self._slots),
             resident=self._resident,
             in_slots=sum(slot.nbytes for slot in self._slots),
-            on_host=sum(layer_bytes.on_host for layer_bytes in stored),
-            share=sum(layer_bytes.share for layer_bytes in stored),
-            at_peers=sum(layer_bytes.at_peers for layer_bytes in stored),
             misses=self._rotation.misses if self._rotation is not None else 0,
+            **stored,
         )
 
     def time_next(self, tokens: int) -> None:
@@ -199,7 +206,8 @@ class ExpertOffloader:
         SGLang's kernel for this takes only a few numbers of experts and raises for others.
         """
         count = self._experts[0].layer.num_local_experts if self._experts else 0
-        return any(source.stored.on_host for source in self._sources) and count in _WITHOUT_COPY
+        from_host = any(source.stored(Where.ON_HOST) for source in self._sources)
+        return from_host and count in _WITHOUT_COPY
 
     def _wrap(self, layer: Any, before: Callable[[], T], after: Callable[[T], None]) -> None:
         """Call ``before`` and ``after`` around the layer's computation, and mark when it runs."""
@@ -249,4 +257,4 @@ class ExpertOffloader:
         if self._clock is None:
             self._copier.fetch(*arguments)
         else:
-            self._clock.copies.append(self._copier.timed_fetch(*arguments))
+            self._clock.copies.extend(self._copier.timed_fetch(*arguments))

@@ -1,9 +1,9 @@
 """Replicas of one model on one machine, and how each gets the others' shares of the experts.
 
 Every replica listens on a Unix socket in Linux's abstract namespace (unix(7)), which is not a file
-and disappears with the process. A peer that connects introduces itself and gets a file descriptor
-of the share. After that the two processes do not depend on each other. A replica that has ended can
-be started again, and then asks for the shares again.
+and disappears with the process. A peer that connects introduces itself and gets file descriptors of
+a share. After that the two processes do not depend on each other. A replica that has ended can be
+started again, and then asks for the shares again: first for its own, which the others still use.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 logger = logging.getLogger(__name__)
 
-ONLY_CPUS = "d2d is for CPUs; on GPUs SGLang has --dwdp-size, from 0.5.18 on"
+# The place of shares that are on no GPU.
+CPU = "cpu"
+# A share has a segment on a device, and one in host memory.
+_SEGMENTS = 2
 _MESSAGE_BYTES = 4096
 _ANSWER_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
@@ -47,15 +51,33 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The segments of a replica's share, by their file descriptors.
+
+    ``place``: the UUID of the GPU that has the segment on a device, or ``CPU``.
+    """
+
+    place: str
+    descriptors: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """Message with which replicas introduce themselves.
 
-    ``experts`` is a digest of all experts as they were loaded.
+    Attributes:
+        experts: digest of all experts as they were loaded.
+        on_device: which part of each share is on a device.
+        share: the rank whose share is asked for, or comes with this message.
+        place: where that share is; in a question, the replica's own device.
     """
 
     rank: int
     size: int
     experts: str
+    on_device: float
+    share: int
+    place: str
 
     @classmethod
     def parse(cls, message: bytes) -> Introduction:
@@ -87,6 +109,17 @@ class Introduction:
                 f"replicas {other.rank} and {self.rank} have not loaded the same experts: start "
                 "all of a group with the same model, dtype and quantization"
             )
+        if other.on_device != self.on_device:
+            return (
+                f"replica {other.rank} was started for {other.on_device:g} of the experts on "
+                f"devices and replica {self.rank} for {self.on_device:g}: --flashmoa-asyncep and "
+                "--flashmoa-asyncep-on-device must be the same in all of them"
+            )
+        if (other.place == CPU) != (self.place == CPU):
+            return (
+                f"replicas {other.rank} and {self.rank} run on a GPU and on a CPU: start all of a "
+                "group on GPUs of this machine"
+            )
         return None
 
 
@@ -102,7 +135,8 @@ class ShareExchange:
         self._refused = threading.Event()
         self._thread: threading.Thread | None = None
         self._own: Introduction | None = None
-        self._share: int | None = None
+        # By rank, what this replica has stored or got, to give it to others.
+        self._shares: dict[int, Share] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(replica.address)
@@ -115,33 +149,49 @@ class ShareExchange:
                 "choose another --flashmoa-asyncep-group"
             ) from error
 
-    def offer(self, share: int, experts: str) -> None:
+    def introduce(self, experts: str, place: str, on_device: float) -> None:
+        """Say what this replica has loaded, as in ``Introduction``, before the other calls."""
+        rank, size = self._replica.rank, self._replica.size
+        self._own = Introduction(rank, size, experts, on_device, rank, place)
+
+    def find(self) -> Share | None:
+        """Return this replica's share if another one has it, from the time before a restart.
+
+        Raises: ReplicaError if one of the replicas refuses the other.
+        """
+        rank = self._replica.rank
+        for peer in range(self._replica.size):
+            if peer != rank:
+                try:
+                    share = self._ask(peer, rank)
+                except (ConnectionError, TimeoutError, BlockingIOError):
+                    continue
+                if share is not None:
+                    return share
+        return None
+
+    def offer(self, share: Share) -> None:
         """Give this replica's share to every replica that asks from now on.
 
-        Args:
-            share: file descriptor of the share; :meth:`close` closes it.
-            experts: digest of all experts.
+        From now on, :meth:`close` closes the share's descriptors.
         """
-        self._share = share
-        self._own = Introduction(self._replica.rank, self._replica.size, experts)
+        self._shares[self._replica.rank] = share
         self._socket.listen()
-        self._thread = threading.Thread(target=self._serve, args=(self._own, share), daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def obtain(self, rank: int, deadline: float) -> int:
-        """Wait for the share of a replica, which may be this one.
+    def obtain(self, rank: int, deadline: float) -> Share:
+        """Wait for the share of another replica; :meth:`close` closes its descriptors.
 
         Args: deadline: when to stop waiting, in :func:`time.monotonic`'s seconds.
-        Returns: a file descriptor, for the caller to close.
-        Raises: ReplicaError at the deadline, or if one of the replicas refuses another;
-            RuntimeError if this replica has not offered its own share before.
+        Raises: ReplicaError at the deadline, or if one of the replicas refuses another.
         """
-        if self._own is None:
-            raise RuntimeError("a replica offers its own share first")
         warned = False
         while True:
             try:
-                return self._ask(self._own, rank)
+                if (share := self._ask(rank, rank)) is not None:
+                    self._shares[rank] = share
+                    return share
             except (ConnectionError, TimeoutError, BlockingIOError):
                 pass  # That replica does not listen yet, or has ended.
             if not warned:
@@ -157,15 +207,16 @@ class ShareExchange:
                 )
 
     def close(self) -> None:
-        """Stop offering the share."""
+        """Stop giving shares to others."""
         if self._thread is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()
         self._socket.close()
-        if self._share is not None:
-            os.close(self._share)
+        for share in self._shares.values():
+            for descriptor in share.descriptors:
+                os.close(descriptor)
 
-    def _serve(self, own: Introduction, share: int) -> None:
+    def _serve(self) -> None:
         while True:
             try:
                 peer, _ = self._socket.accept()
@@ -176,40 +227,53 @@ class ShareExchange:
                 return
             with peer:
                 try:
-                    self._answer(peer, own, share)
+                    self._answer(peer)
                 except (OSError, ReplicaError) as error:
                     text = "%s could not give its share to another replica: %s"
                     logger.warning(text, self._replica, error)
 
-    def _answer(self, peer: socket.socket, own: Introduction, share: int) -> None:
+    def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(_ANSWER_SECONDS)
         _check_user(peer)
         message = peer.recv(_MESSAGE_BYTES)
         if not message:  # The peer has disconnected.
             return
-        problem = own.problem(Introduction.parse(message))
+        own, question = self._introduction(), Introduction.parse(message)
+        problem, share = own.problem(question), self._shares.get(question.share)
+        if problem or share is None:
+            answer, descriptors = own, []
+        else:
+            answer = replace(own, share=question.share, place=share.place)
+            descriptors = share.descriptors
         # The peer is answered first, because the problem ends this process if it is still starting.
-        socket.send_fds(peer, [own.encode()], [] if problem else [share])
+        socket.send_fds(peer, [answer.encode()], descriptors)
         if problem:
             logger.error("%s has refused another replica: %s", self._replica, problem)
             self._problem = problem
             self._refused.set()
 
-    def _ask(self, own: Introduction, rank: int) -> int:
-        group, size = self._replica.group, self._replica.size
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-            peer.settimeout(_ANSWER_SECONDS)
-            peer.connect(Replica(group, rank, size).address)
-            _check_user(peer)
-            peer.send(own.encode())
-            message, shares, _, _ = socket.recv_fds(
-                peer, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+    def _ask(self, peer: int, rank: int) -> Share | None:
+        """Ask a replica for the share of a rank; return ``None`` if it does not have it."""
+        own = self._introduction()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.connect(replace(self._replica, rank=peer).address)
+            _check_user(connection)
+            connection.send(replace(own, share=rank).encode())
+            message, descriptors, _, _ = socket.recv_fds(
+                connection, _MESSAGE_BYTES, _SEGMENTS, socket.MSG_CMSG_CLOEXEC
             )
         if not message:
-            raise ConnectionResetError(f"replica {rank} ended")
-        if problem := own.problem(Introduction.parse(message)):
+            raise ConnectionResetError(f"replica {peer} ended")
+        answer = Introduction.parse(message)
+        if problem := own.problem(answer):
             raise ReplicaError(problem)
-        return shares[0]
+        return Share(answer.place, descriptors) if answer.share == rank else None
+
+    def _introduction(self) -> Introduction:
+        if self._own is None:
+            raise RuntimeError("a replica says first what it has loaded")
+        return self._own
 
 
 def _check_user(peer: socket.socket) -> None:

@@ -1,169 +1,194 @@
 """Divides each layer's experts among replicas, which copy the others' shares from their memory.
 
 A replica takes no part in another replica's copies, and shares never change (MoE-Prefill §6.2, with
-one-sided copies instead of an all-gather). A share is a memfd of Linux (memfd_create(2)). Each
-process that maps it keeps it alive, and the kernel frees it with the last of them; it has no name
-that would have to be unlinked, and a container's limit on /dev/shm does not apply. Its seals
-(fcntl(2), "File Sealing") forbid every process to change or to truncate it, so that a reader
-depends on no other process.
+one-sided copies instead of an all-gather). A share has a section on the replica's device, a section
+in host memory, or both, each in a segment of its own. Where the device is a CPU, both are in host
+memory.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import mmap
-import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoa_sglang.asyncep.experts import Experts, ExpertSource, Packing, StoredBytes
-from flashmoa_sglang.asyncep.replicas import ONLY_CPUS, Replica, ReplicaError, ShareExchange
-
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def create_segment(pieces: Iterable[torch.Tensor]) -> int:
-    """Write pieces (uint8, on the CPU) into a sealed memfd.
-
-    Return its file descriptor, for the caller to close.
-    """
-    segment = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with open(segment, "wb", closefd=False) as file:
-            for piece in pieces:
-                file.write(memoryview(piece.numpy()))  # pyright: ignore[reportArgumentType]
-        fcntl.fcntl(segment, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(segment)
-        raise
-    return segment
-
-
-def map_segment(segment: int, size: int) -> torch.Tensor:
-    """Map a segment of ``size`` bytes (uint8); the map stays valid when the descriptor is closed.
-
-    Raises: ValueError if the segment has another size, or a process could still change it.
-    """
-    if (actual_size := os.fstat(segment).st_size) != size:
-        raise ValueError(
-            f"the segment has {actual_size} bytes instead of {size}; start all replicas with "
-            "the same model and version of flashmoa-sglang"
-        )
-    if fcntl.fcntl(segment, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ValueError(
-            "the segment is not sealed, so that it could still change; start all replicas "
-            "with the same version of flashmoa-sglang"
-        )
-    # Copy on write, although nothing is written: torch requires writable memory.
-    return torch.frombuffer(mmap.mmap(segment, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-
-
-def expert_rows(count: int, rank: int, size: int) -> slice:
-    """Return which of a layer's ``count`` experts replica ``rank`` of ``size`` stores."""
-    return slice(count * rank // size, count * (rank + 1) // size)
+from flashmoa_sglang.asyncep.cuda import CudaDevice
+from flashmoa_sglang.asyncep.experts import (
+    ALIGNMENT,
+    Experts,
+    PackedExperts,
+    Run,
+    Where,
+    allocate_on_host,
+)
+from flashmoa_sglang.asyncep.replicas import CPU, Replica, ReplicaError, Share, ShareExchange
+from flashmoa_sglang.asyncep.segments import GpuSegment, HostSegment, map_segment
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one layer that one replica stores: some rows of its tensors, packed."""
+class Section:
+    """The part of a replica's share that is in one segment.
 
-    rows: slice
-    packing: Packing
-
-
-class SharedExperts(ExpertSource):
-    """Copies the experts of one layer from the parts that the replicas store.
-
-    Raises: ReplicaError if there are fewer experts than replicas.
+    Attributes:
+        on_device: whether that is on the replica's device, and not in host memory.
+        parts: the bytes of each layer's packed experts.
     """
 
-    def __init__(self, experts: Experts, replica: Replica) -> None:
-        self.experts = experts
-        tensors = experts.tensors()
-        self.packing = Packing.of(tensors)
-        count = next(iter(tensors.values())).shape[0]
-        if count < replica.size:
+    on_device: bool
+    parts: Sequence[slice]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [part.stop - part.start for part in self.parts]
+
+
+def divide(layers: Sequence[int], replica: Replica, on_device: float) -> list[Section]:
+    """Return the sections of a replica's share, without empty ones.
+
+    Args:
+        layers: bytes of each layer's packed experts.
+        on_device: which part of a share is on the device, from 0 to 1.
+    """
+
+    def bound(size: int, rank: int) -> int:
+        return size if rank == replica.size else _align(size * rank // replica.size)
+
+    shares = [(bound(size, replica.rank), bound(size, replica.rank + 1)) for size in layers]
+    middles = [
+        end if on_device == 1 else start + _align(int((end - start) * on_device))
+        for start, end in shares
+    ]
+    starts, ends = zip(*shares, strict=True)
+    sections = [
+        Section(True, list(map(slice, starts, middles))),
+        Section(False, list(map(slice, middles, ends))),
+    ]
+    return [section for section in sections if sum(section.sizes)]
+
+
+def _align(size: int) -> int:
+    return size // ALIGNMENT * ALIGNMENT
+
+
+class Sharing:
+    """Stores one replica's share of the experts of these layers, and maps the others' shares.
+
+    Args: on_device: which part of each share is on its replica's device, the rest in host memory.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PackedExperts],
+        gpu: CudaDevice | None,
+        replica: Replica,
+        on_device: float,
+    ) -> None:
+        self._layers = layers
+        self._gpu = gpu
+        self._rank = replica.rank
+        sizes = [layer.packing.bytes for layer in layers]
+        self._sections = [
+            divide(sizes, replace(replica, rank=rank), on_device) for rank in range(replica.size)
+        ]
+
+    def store(self) -> tuple[Share, list[torch.Tensor]]:
+        """Write this replica's share, and free the layers. Return the share and its memories.
+
+        Raises: ReplicaError if the device has no memory for it.
+        """
+        sections = self._sections[self._rank]
+        try:
+            segments = [self._new_segment(section) for section in sections]
+        except ValueError as error:
             raise ReplicaError(
-                f"a layer of {count} experts cannot be shared by {replica.size} replicas; start at "
-                f"most {count}"
-            )
-        rows_of_ranks = [expert_rows(count, rank, replica.size) for rank in range(replica.size)]
-        self.parts = [
-            Part(rows, Packing.of({name: tensor[rows] for name, tensor in tensors.items()}))
-            for rows in rows_of_ranks
-        ]
-        share = self.parts[replica.rank].packing.bytes
-        self.stored = StoredBytes(
-            share=share, at_peers=sum(part.packing.bytes for part in self.parts) - share
-        )
-        self._views: list[dict[str, torch.Tensor]] = []
+                f"the device cannot store this replica's share: {error}; start more replicas, or "
+                "leave more in host memory with --flashmoa-asyncep hybrid"
+            ) from error
+        for number, layer in enumerate(self._layers):
+            (packed,) = layer.runs
+            for segment, section in zip(segments, sections, strict=True):
+                segment.append(packed.memory[section.parts[number]])
+            layer.free()
+        memories = [segment.finish() for segment in segments]
+        place = CPU if self._gpu is None else self._gpu.place
+        return Share(place, [segment.descriptor for segment in segments]), memories
 
-    def pack(self) -> torch.Tensor:
-        """Return all loaded experts of the layer in one piece of memory."""
-        memory = torch.zeros(self.packing.bytes, dtype=torch.uint8)
-        self.packing.fill(memory, self.experts.tensors())
-        return memory
+    def _new_segment(self, section: Section) -> HostSegment | GpuSegment:
+        size = sum(section.sizes)
+        if section.on_device and self._gpu is not None:
+            return GpuSegment(size, self._gpu)
+        return HostSegment(size, self._gpu)
 
-    def pack_part(self, rank: int, packed: torch.Tensor) -> torch.Tensor:
-        """Return the part of a replica, from the packed experts of the layer."""
-        part = self.parts[rank]
-        memory = torch.zeros(part.packing.bytes, dtype=torch.uint8)
-        tensors = self.packing.views(packed)
-        part.packing.fill(memory, {name: tensor[part.rows] for name, tensor in tensors.items()})
-        return memory
+    def map(self, rank: int, share: Share) -> list[torch.Tensor]:
+        """Map the share of a replica.
 
-    def read_from(self, memories: Sequence[torch.Tensor]) -> None:
-        """Read the parts, in the order of ranks, from these pieces of memory from now on."""
-        self._views = [
-            part.packing.views(memory) for part, memory in zip(self.parts, memories, strict=True)
-        ]
+        Raises: ReplicaError if it cannot be used.
+        """
+        try:
+            return [
+                self._gpu.map_share(descriptor, sum(section.sizes), share.place)
+                if section.on_device and self._gpu is not None
+                else map_segment(descriptor, sum(section.sizes), self._gpu)
+                for section, descriptor in zip(self._sections[rank], share.descriptors, strict=True)
+            ]
+        except ValueError as error:
+            raise ReplicaError(f"the share of replica {rank} cannot be used: {error}") from error
 
-    def fill(self, memory: torch.Tensor) -> None:
-        slot = self.packing.views(memory)
-        for part, tensors in zip(self.parts, self._views, strict=True):
-            for name, tensor in tensors.items():
-                slot[name][part.rows].copy_(tensor)
+    def read_from(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy the layers from the memories of these shares, in the order of ranks, from now on."""
+        for layer in self._layers:
+            layer.free()
+        for rank, memories in enumerate(shares):
+            device = Where.SHARE if rank == self._rank else Where.AT_PEERS
+            for section, memory in zip(self._sections[rank], memories, strict=True):
+                where = device if section.on_device else Where.ON_HOST
+                pieces = memory.split(section.sizes)
+                for layer, part, piece in zip(self._layers, section.parts, pieces, strict=True):
+                    if piece.nbytes:
+                        layer.runs.append(Run(part.start, piece, where))
 
 
 def share_experts(
-    layers: Sequence[Experts], replica: Replica, exchange: ShareExchange, wait: float
-) -> list[ExpertSource]:
+    layers: Sequence[Experts],
+    gpu: CudaDevice | None,
+    *,
+    replica: Replica,
+    exchange: ShareExchange,
+    on_device: float,
+    wait: float,
+) -> list[PackedExperts]:
     """Store and offer a replica's share of the experts of these layers, and get the others' shares.
 
     Args: wait: seconds to wait for the other replicas.
-    Raises: ReplicaError if the experts are not on CPUs, or a share cannot be obtained or mapped.
+    Raises: ReplicaError if a share cannot be stored, obtained or mapped.
     """
-    if any(experts.device.type != "cpu" for experts in layers):
-        raise ReplicaError(ONLY_CPUS)
-    shared_layers = [SharedExperts(experts, replica) for experts in layers]
-    digest = hashlib.blake2b(digest_size=16)
-
-    def pack_parts() -> Iterator[torch.Tensor]:
-        # One layer after the other is packed and freed, so that no second copy of all is needed.
-        for shared in shared_layers:
-            packed = shared.pack()
-            digest.update(repr(shared.packing).encode())
-            digest.update(memoryview(packed.numpy()))  # pyright: ignore[reportArgumentType]
-            yield shared.pack_part(replica.rank, packed)
-            shared.experts.free()
-
-    segment = create_segment(pack_parts())
-    exchange.offer(segment, digest.hexdigest())
+    packed = [PackedExperts(experts, allocate_on_host) for experts in layers]
+    sharing = Sharing(packed, gpu, replica, on_device)
+    exchange.introduce(_digest(packed), CPU if gpu is None else gpu.place, on_device)
+    # If this replica was running before, the others still use its share.
+    if share := exchange.find():
+        own = sharing.map(replica.rank, share)
+    else:
+        share, own = sharing.store()
+    exchange.offer(share)
     deadline = time.monotonic() + wait
-    memories: list[Sequence[torch.Tensor]] = []
-    for rank in range(replica.size):
-        sizes = [shared.parts[rank].packing.bytes for shared in shared_layers]
-        segment = exchange.obtain(rank, deadline)
-        try:
-            memories.append(map_segment(segment, sum(sizes)).split(sizes))
-        except ValueError as error:
-            raise ReplicaError(f"the share of replica {rank} cannot be used: {error}") from error
-        finally:
-            os.close(segment)
-    for shared, pieces in zip(shared_layers, zip(*memories, strict=True), strict=True):
-        shared.read_from(pieces)
-    return list(shared_layers)
+    sharing.read_from(
+        [
+            own if rank == replica.rank else sharing.map(rank, exchange.obtain(rank, deadline))
+            for rank in range(replica.size)
+        ]
+    )
+    return packed
+
+
+def _digest(layers: Sequence[PackedExperts]) -> str:
+    """Return a digest of all experts and their layout."""
+    digest = hashlib.blake2b(digest_size=16)
+    for layer in layers:
+        (packed,) = layer.runs
+        digest.update(repr(layer.packing).encode())
+        digest.update(memoryview(packed.memory.numpy()))  # pyright: ignore[reportArgumentType]
+    return digest.hexdigest()

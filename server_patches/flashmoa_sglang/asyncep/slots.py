@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from flashmoa_sglang.asyncep.cuda import CudaDevice
-from flashmoa_sglang.asyncep.experts import ExpertSource
+from flashmoa_sglang.asyncep.experts import PackedExperts
 from flashmoa_sglang.saturation import LayerTimes
+
+Marks = tuple[Any, Any]
 
 
 class SlotRotation:
@@ -70,9 +73,11 @@ class SlotCopier:
     return. A mark is a point in that order, to measure the time between two of them.
     """
 
-    def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
+    def fetch(self, slot: int, memory: torch.Tensor, source: PackedExperts) -> None:
         """Copy experts into a slot, after all computation that has been enqueued with the slot."""
-        source.fill(memory)
+        for channel in source.channels:
+            for target, run in source.copies(memory, channel):
+                target.copy_(run)
 
     def wait(self, slot: int) -> None:
         """Delay all computation that is enqueued from now on until the slot has been filled."""
@@ -84,11 +89,11 @@ class SlotCopier:
         """Return a mark at this point of the computation."""
         return time.perf_counter()
 
-    def timed_fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> tuple[Any, Any]:
-        """Do the same as ``fetch``. Return marks at the beginning and at the end of the copy."""
+    def timed_fetch(self, slot: int, memory: torch.Tensor, source: PackedExperts) -> list[Marks]:
+        """Do the same as ``fetch``. Return marks before and after the copies on each way."""
         before = self.mark()
         self.fetch(slot, memory, source)
-        return before, self.mark()
+        return [(before, self.mark())]
 
     def seconds(self, earlier: Any, later: Any) -> float:
         """Return the time between two marks; wait until both have been reached."""
@@ -96,34 +101,41 @@ class SlotCopier:
 
 
 class StreamCopier(SlotCopier):
-    """Copies on its own CUDA stream, from pinned memory.
+    """Copies on CUDA streams of its own, one for each way, from pinned memory and other devices.
 
     Create it after the slots. It records what the current stream has enqueued, so that the first
     copies wait for whatever used that memory before: the caching allocator reuses blocks.
+
+    Args: channels: the ways on which experts come to the device.
     """
 
-    def __init__(self, gpu: CudaDevice, slots: int) -> None:
+    def __init__(self, gpu: CudaDevice, slots: int, channels: Iterable[str]) -> None:
         self._gpu = gpu
-        self._stream = gpu.new_stream()
-        self._filled_events = [gpu.new_event() for _ in range(slots)]
+        self._streams = {channel: gpu.new_stream() for channel in sorted(channels)}
+        self._filled_events = [
+            {channel: gpu.new_event() for channel in self._streams} for _ in range(slots)
+        ]
         self._used_events = [gpu.new_event() for _ in range(slots)]
         for slot in range(slots):
             self.note_use(slot)
 
-    def fetch(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
-        self._wait_until_free(slot)
-        self._copy(slot, memory, source)
+    def fetch(self, slot: int, memory: torch.Tensor, source: PackedExperts) -> None:
+        for channel in self._streams:
+            self._wait_until_free(slot, channel)
+            self._copy(slot, channel, memory, source)
 
-    def _wait_until_free(self, slot: int) -> None:
-        self._stream.wait_event(self._used_events[slot])
+    def _wait_until_free(self, slot: int, channel: str) -> None:
+        self._streams[channel].wait_event(self._used_events[slot])
 
-    def _copy(self, slot: int, memory: torch.Tensor, source: ExpertSource) -> None:
-        with self._gpu.on(self._stream):
-            source.fill(memory)
-        self._filled_events[slot].record(self._stream)
+    def _copy(self, slot: int, channel: str, memory: torch.Tensor, source: PackedExperts) -> None:
+        stream = self._streams[channel]
+        for target, run in source.copies(memory, channel):
+            self._gpu.copy(stream, target, run)
+        self._filled_events[slot][channel].record(stream)
 
     def wait(self, slot: int) -> None:
-        self._gpu.current_stream().wait_event(self._filled_events[slot])
+        for event in self._filled_events[slot].values():
+            self._gpu.current_stream().wait_event(event)
 
     def note_use(self, slot: int) -> None:
         self._used_events[slot].record(self._gpu.current_stream())
@@ -131,14 +143,15 @@ class StreamCopier(SlotCopier):
     def mark(self) -> torch.cuda.Event:
         return self._mark_on(self._gpu.current_stream())
 
-    def timed_fetch(
-        self, slot: int, memory: torch.Tensor, source: ExpertSource
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        # The copy's time begins when the slot is free; the wait before that is computing time.
-        self._wait_until_free(slot)
-        before = self._mark_on(self._stream)
-        self._copy(slot, memory, source)
-        return before, self._mark_on(self._stream)
+    def timed_fetch(self, slot: int, memory: torch.Tensor, source: PackedExperts) -> list[Marks]:
+        marks: list[Marks] = []
+        for channel, stream in self._streams.items():
+            # The copy's time begins when the slot is free; the wait before that is computing time.
+            self._wait_until_free(slot, channel)
+            before = self._mark_on(stream)
+            self._copy(slot, channel, memory, source)
+            marks.append((before, self._mark_on(stream)))
+        return marks
 
     def _mark_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = self._gpu.new_event(timed=True)
@@ -162,7 +175,7 @@ class ForwardClock:
 
     Attributes:
         starts, ends: marks before and after each layer's computation with its experts.
-        copies: the two marks of each copy that was enqueued in this forward.
+        copies: marks before and after each layer's copies on one way, as enqueued in this forward.
     """
 
     def __init__(self, tokens: int, copier: SlotCopier, *, copies_overlap: bool) -> None:
@@ -171,7 +184,7 @@ class ForwardClock:
         self._copies_overlap = copies_overlap
         self.starts: list[Any] = []
         self.ends: list[Any] = []
-        self.copies: list[tuple[Any, Any]] = []
+        self.copies: list[Marks] = []
 
     def times(self) -> LayerTimes | None:
         """Return the forward's times; ``None`` if it had fewer than two layers or copied nothing.

@@ -159,12 +159,13 @@ class Replicas:
         self._engines = engines
         self._model = model
         self.group = uuid.uuid4().hex
+        self.mode = ["d2d"]
         self.running: dict[int, LocalEngine] = {}
 
     async def start(self, place: str, model: Path | None = None, *more: str) -> LocalEngine:
         """Begin to start the replica ``RANK/SIZE``."""
         rank = int(place[0])
-        flags = ["--flashmoa-asyncep", "d2d", "--flashmoa-asyncep-group", self.group]
+        flags = ["--flashmoa-asyncep", *self.mode, "--flashmoa-asyncep-group", self.group]
         flags += ["--flashmoa-asyncep-replica", place, "--max-total-tokens", "12000"]
         model = model or self._model
         self.running[rank] = await self._engines.start(
@@ -207,9 +208,16 @@ async def replicas(engines: LocalEngines, experts_model: Path) -> AsyncGenerator
     assert replicas.sockets() == []
 
 
+@pytest.mark.parametrize("on_device", [1, 0.25])
 async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
-    replicas: Replicas, reference: Reference, experts_text: Path
+    replicas: Replicas,
+    reference: Reference,
+    experts_text: Path,
+    tmp_path: Path,
+    on_device: float,
 ) -> None:
+    if on_device < 1:
+        replicas.mode = ["hybrid", "--flashmoa-asyncep-on-device", str(on_device)]
     second = await replicas.start("1/2")
     await replicas.wait_for_share(1)
     first = await replicas.start("0/2")
@@ -227,9 +235,10 @@ async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     for engine in (first, second):
         async with EngineClient(engine.url, timeout=60) as client:
             memory = (await client.info()).kv[0].experts
-        assert memory is not None and memory.misses == 0 and memory.on_host == 0
+        assert memory is not None and memory.misses == 0
         assert (memory.resident, memory.in_slots) == (LAYER_BYTES, 2 * LAYER_BYTES)
-        assert (memory.share, memory.at_peers) == (others // 2, others // 2)
+        assert memory.share == memory.at_peers == others // 2 * on_device
+        assert memory.on_host == others * (1 - on_device)
 
     # A replica that is stopped does not delay the other.
     os.killpg(second.pid, signal.SIGSTOP)
@@ -254,8 +263,8 @@ async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     assert replicas.listening_ranks() == ["0"]
 
     # Only a replica of the same model can take the place of the one that was killed.
-    build(experts_text.parent / "other", [experts_text], EXPERTS, seed=1)
-    await replicas.start("1/2", experts_text.parent / "other")
+    build(tmp_path / "other", [experts_text], EXPERTS, seed=1)
+    await replicas.start("1/2", tmp_path / "other")
     await replicas.check_failure(1, "have not loaded the same experts")
     await replicas.start("0/2")
     await replicas.check_failure(0, "runs already")

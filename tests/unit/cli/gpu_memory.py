@@ -78,7 +78,7 @@ def budget(argv: list[str], model: str, total: int, taken: int, sees: bool) -> B
         ):
             arguments = sglang_arguments.prepare_server_args(rest)
         config = arguments.get_model_config()
-        weights = _weight_bytes(config.hf_config, options)
+        weights = _weight_bytes(config.hf_config, options, arguments.tp_size)
         fraction = arguments.mem_fraction_static
         if problem := _plugin_problem(arguments, options):
             return Budget(problem, fraction, weights)
@@ -105,7 +105,7 @@ def budget(argv: list[str], model: str, total: int, taken: int, sees: bool) -> B
 def _options(argv: list[str], free: int | None) -> Generator[tuple[list[str], Options]]:
     """Add what the plugin chooses, and split arguments into SGLang's and the plugin's options."""
     with mock.patch.dict(os.environ):
-        argv = choices.add_choices(argv, lambda _: _known(free))
+        argv = choices.add_choices(argv, lambda _: _known(free), host_bytes=1 << 50)
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(None, parser)
         _, rest = parser.parse_known_args(argv)
@@ -127,8 +127,8 @@ def _plugin_problem(arguments: Any, options: Options) -> str | None:
     return asyncep.problem(arguments, options)
 
 
-def _weight_bytes(config: Any, options: Options) -> int:
-    """Return how many bytes the loaded model's weights take on the device."""
+def _weight_bytes(config: Any, options: Options, ranks: int) -> int:
+    """Return how many bytes the loaded model's weights take on each of so many devices."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     layers: dict[str, int] = {}
@@ -138,11 +138,16 @@ def _weight_bytes(config: Any, options: Options) -> int:
         if experts:
             layers[before] = layers.get(before, 0) + parameter.nbytes
         else:
-            others += parameter.nbytes
+            # Routers and norms are whole on each device.
+            divided = any(part in name for part in ("_proj", "embed_tokens", "lm_head"))
+            others += parameter.nbytes // (ranks if divided else 1)
+    first, *copied = [size // ranks for size in layers.values()] or [0]
     if options.asyncep == "off":
-        return others + sum(layers.values())
-    first, *copied = layers.values()
-    return others + first + options.asyncep_slots * max(copied)
+        return others + first + sum(copied)
+    share = 0.0
+    if options.asyncep != "h2d":
+        share = sum(copied) * options.on_device() / options.replica()[1]
+    return others + first + options.asyncep_slots * max(copied) + round(share)
 
 
 def _pool_tokens(arguments: Any, config: Any, before: int, after: int) -> int:
@@ -167,7 +172,7 @@ def _pool_tokens(arguments: Any, config: Any, before: int, after: int) -> int:
         ),
         mock.patch.object(kv_cache_configurator, "get_world_group", lambda: alone),
         mock.patch.object(kv_cache_configurator, "configured_pp_size", lambda: 1),
-        _one_device(),
+        _ranks(arguments.tp_size),
     ):
         left = KVCacheConfigurator._profile_available_bytes(kv, before / _GIB)
         return KVCacheConfigurator.config_from_budget(kv, left).max_total_num_tokens
@@ -175,7 +180,7 @@ def _pool_tokens(arguments: Any, config: Any, before: int, after: int) -> int:
 
 def _bytes_per_token(arguments: Any, config: Any) -> int:
     """Return how many bytes the KV of one token takes in all layers."""
-    with _one_device():
+    with _ranks(arguments.tp_size):
         kv = _configurator(arguments, config)
         pool: Any = pool_configurator.create_memory_pool_configurator(kv)
         return pool._cell_size
@@ -214,9 +219,9 @@ def _configurator(arguments: Any, config: Any) -> Any:
 
 
 @contextmanager
-def _one_device() -> Generator[None]:
-    alone = SimpleNamespace(attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1)
-    with mock.patch.object(pool_configurator, "get_parallel", lambda: alone):
+def _ranks(ranks: int) -> Generator[None]:
+    parallel = SimpleNamespace(attn_tp_size=ranks, attn_dcp_size=1, attn_cp_size=1)
+    with mock.patch.object(pool_configurator, "get_parallel", lambda: parallel):
         yield
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoa_sglang.asyncep.memory_plan import ModelSizes, make_plan
+from flashmoa_sglang.asyncep.memory_plan import COMMUNICATION, ModelSizes, make_plan
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]
@@ -253,6 +253,33 @@ def test_sglang_divides_the_memory_as_the_plugin_has_reckoned(
     assert budget["weights"] == pytest.approx(plan.weights, rel=1e-4)
     assert budget["tokens"] == pytest.approx(plan.pool, rel=1e-3)
     assert budget["left"] == pytest.approx(plan.left, rel=1e-3)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("more", "ranks", "share"),
+    [
+        ("--tp 2", 2, 0.0),
+        ("--tp 4", 4, 0.0),
+        ("--flashmoa-asyncep d2d --flashmoa-asyncep-replica 1/8", 1, 1 / 8),
+        ("--flashmoa-asyncep hybrid --flashmoa-asyncep-replica 0/4", 1, 1 / 8),
+    ],
+)
+def test_sglang_divides_the_memory_of_each_gpu_as_the_plugin_has_reckoned(
+    gpu_memory: GpuMemory, gpu: str, more: str, ranks: int, share: float
+) -> None:
+    model = "Qwen/Qwen3-30B-A3B"
+    free = (GPUS[gpu] << 20) - (COMMUNICATION if ranks > 1 else 0)
+    plan = make_plan(ModelSizes.read(COPIED[model]).of_rank(ranks), free, share=share)
+    arguments = ("--flashmoa-asyncep", "h2d", *shlex.split(more))
+    budget = gpu_memory.budget(Command("", model, arguments), gpu)
+    assert budget["problem"] is None
+    assert (budget["fraction"], budget["forward"]) == (plan.fraction, plan.forward)
+    assert budget["weights"] == pytest.approx(plan.weights, rel=1e-4)
+    # What is set aside for communication is divided, too, by SGLang.
+    spare = round(COMMUNICATION * plan.fraction) if ranks > 1 else 0
+    kv = ModelSizes.read(COPIED[model]).of_rank(ranks).kv_bytes_per_token
+    assert budget["tokens"] == pytest.approx(plan.pool + spare // kv, rel=1e-3)
 
 
 @pytest.mark.parametrize("graphs", ["--disable-cuda-graph", "--cuda-graph-backend-decode=disabled"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
 
 
 class FakeStream:
@@ -54,33 +57,63 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """Has the methods of ``CudaDevice``.
+    """Has the methods of ``CudaDevice``. What processes share is in real segments of host memory.
+
+    Args:
+        place: the GPU's name.
+        reaches: the GPUs whose memory this one can read, besides its own.
 
     Attributes:
         main: the stream on which layers compute.
         streams: all streams, ``main`` first.
+        pinned: the pinned host memory.
     """
 
-    def __init__(self) -> None:
-        self.main = self._current = FakeStream()
+    def __init__(self, place: str = "GPU-0", reaches: Iterable[str] = ()) -> None:
+        self.place = place
+        self._reaches = {place, *reaches}
+        self.main = FakeStream()
         self.streams = [self.main]
+        self.pinned: list[torch.Tensor] = []
 
     def new_stream(self) -> FakeStream:
         self.streams.append(FakeStream())
         return self.streams[-1]
 
     def current_stream(self) -> FakeStream:
-        return self._current
-
-    @contextmanager
-    def on(self, stream: FakeStream) -> Generator[None]:
-        before, self._current = self._current, stream
-        yield
-        self._current = before
+        return self.main
 
     def new_event(self, *, timed: bool = False) -> Any:
         del timed
         return FakeEvent()
+
+    def copy(self, stream: FakeStream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy, as two pieces."""
+        half = source.nbytes // 2
+        for part in (slice(0, half), slice(half, None)):
+            stream.enqueue(lambda part=part: target[part].copy_(source[part]))
+
+    def synchronize(self) -> None:
+        self.run()
+
+    def pinned_memory(self, size: int) -> torch.Tensor:
+        memory = torch.zeros(size, dtype=torch.uint8)
+        self.pin(memory)
+        return memory
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinned.append(memory)
+
+    def allocate_share(self, size: int) -> tuple[int, torch.Tensor]:
+        descriptor = os.memfd_create(self.place)
+        os.ftruncate(descriptor, size)
+        return descriptor, self.map_share(descriptor, size, self.place)
+
+    def map_share(self, descriptor: int, size: int, place: str) -> torch.Tensor:
+        if place not in self._reaches:
+            raise ValueError(f"{self.place} cannot read the memory of {place}")
+        assert os.fstat(descriptor).st_size == size
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
     def run(self, choices: Sequence[int] = ()) -> None:
         """Do all that was enqueued.

@@ -1,49 +1,17 @@
-"""What ``flashmoa serve --flashmoa-asyncep h2d`` chooses by itself. No GPU has run it yet."""
+"""What ``flashmoa serve --flashmoa-asyncep`` chooses by itself. No GPU has run it yet."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang import serve
 from flashmoa_sglang.asyncep import choices
 from flashmoa_sglang.releases import RELEASE
 
-ROOT = Path(__file__).parents[3]
-MODEL = str(ROOT / "examples/models/qwen3-30b-a3b")
-GRAPHS = RELEASE.NO_GRAPHS.split()
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ASYNCEP", "ASYNCEP_SLOTS", "KV_CACHE"):
-        # After this, monkeypatch also undoes values that the arguments set.
-        monkeypatch.setenv(f"FLASHMOA_{name}", "")
-        monkeypatch.delenv(f"FLASHMOA_{name}")
-
-
-def h100(_: object) -> int:
-    return 81559 << 20
-
-
-def choose(
-    given: str,
-    model: str = MODEL,
-    free_memory: Callable[[Any], int] | None = h100,
-    read_config: Callable[[Any], dict[str, Any]] | None = None,
-) -> list[str]:
-    """Return the arguments that are chosen on an H100 in addition to those that are given."""
-    argv = ["--model-path", model, "--flashmoa-asyncep", "h2d", *shlex.split(given)]
-    result = choices.add_choices(argv, free_memory, read_config)
-    # The user's arguments come last and prevail.
-    assert result[len(result) - len(argv) :] == argv
-    return result[: len(result) - len(argv)]
+from tests.unit.plugin.asyncep_choosing import GRAPHS, MODEL, QWEN3_235B, choose, h100
 
 
 def test_everything_is_chosen_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,20 +56,69 @@ def test_what_the_user_gives_is_not_chosen_but_reckoned_with(given: str, chosen:
             assert argument.partition("=")[0] not in text
 
 
-def test_where_all_is_given_the_model_is_not_read() -> None:
-    def read_config(_: object) -> dict[str, Any]:
-        raise AssertionError
-
+def test_where_all_is_given_an_unknown_model_is_not_mentioned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = "--chunked-prefill-size 8192 --max-prefill-tokens 8192 --mem-fraction-static 0.5"
-    assert choose(given, read_config=read_config) == GRAPHS
+    assert choose(given, model=str(tmp_path)) == GRAPHS
+    assert "is not divided" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "on_host"),
+    [
+        ("--flashmoa-asyncep d2d --flashmoa-asyncep-replica 0/2", 32.7, None),
+        ("--flashmoa-asyncep d2d --flashmoa-asyncep-replica 7/8", 12.9, None),
+        ("--flashmoa-asyncep hybrid --flashmoa-asyncep-replica 0/2", 19.5, 26.4),
+        (
+            "--flashmoa-asyncep hybrid --flashmoa-asyncep-on-device 0.25 "
+            "--flashmoa-asyncep-replica 1/2",
+            12.9,
+            39.7,
+        ),
+    ],
+)
+def test_a_replicas_share_is_reckoned_with(
+    given: str, weights: float, on_host: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--chunked-prefill-size" in choose(given)
+    said = capsys.readouterr().err
+    assert f"{weights} GiB of weights stay on the device" in said
+    assert ("pinned" not in said) if on_host is None else (f"{on_host} GiB of host memory" in said)
+
+
+def test_a_share_that_leaves_no_room_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--quantization fp8 --flashmoa-asyncep d2d --flashmoa-asyncep-replica 0/2"
+    assert choose(given, read_config=lambda _: QWEN3_235B) == GRAPHS
+    assert "are for weights (117.8 GiB)" in capsys.readouterr().err
+    given = given.replace("0/2", "0/8")
+    assert "--mem-fraction-static" in choose(given, read_config=lambda _: QWEN3_235B)
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "fraction"), [("--tp 2", 3.1, "0.81"), ("--tp 4 --dp 2", 1.6, "0.83")]
+)
+def test_tensor_parallelism_divides_weights_and_forwards(
+    given: str, weights: float, fraction: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose(given)[-2:] == ["--mem-fraction-static", fraction]
+    said = capsys.readouterr().err
+    assert f"{weights} GiB of weights stay" in said and "52.9 GiB of host memory are pin" in said
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("--tp 2", "that is reckoned for one GPU only"),
-        ("--pp-size 2", "that is reckoned for one GPU only"),
-        ("--data-parallel-size 2", "that is reckoned for one GPU only"),
+        ("--tp 3", "32 heads and experts of width 768 are not divisible by 3 (--tp-size)"),
+        ("--pp-size 2", "that is not reckoned for --pp-size"),
+        ("--tp 2 --ep 2", "that is not reckoned for --ep-size"),
+        ("--nnodes 2 --tp 16", "that is not reckoned for --nnodes"),
+        ("--tp 2 --dp 2 --enable-dp-attention", "that is not reckoned for --enable-dp-attention"),
+        ("--moe-a2a-backend deepep", "that is not reckoned for --moe-a2a-backend"),
+        (
+            "--flashmoa-asyncep d2d",
+            "--flashmoa-asyncep-replica must be RANK/SIZE",
+        ),
         ("--chunked-prefill-size -1", "without chunks, a forward may be as long as the longest"),
         ("--flashmoa-kv-cache off", "without chunks, a forward may be as long as the longest"),
         ("--max-prefill-tokens 128k", "128k tokens is not a plain number above 0"),
@@ -145,103 +162,7 @@ def test_a_model_of_the_hub_is_read_by_its_name() -> None:
     assert "--mem-fraction-static" in chosen
 
 
-def test_without_h2d_nothing_is_chosen_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_asyncep_nothing_is_chosen_or_said(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model-path", MODEL]
-    assert choices.add_choices(argv) == argv
-    assert choices.add_choices([*argv, "--flashmoa-asyncep", "d2d"])[:2] == argv
+    assert choices.add_choices(argv, h100) == argv
     assert capsys.readouterr().err == ""
-
-
-def test_a_file_of_arguments_leaves_all_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
-    assert choose("--config server.yaml") == []
-    said = capsys.readouterr().err
-    assert "nothing is chosen, because what server.yaml (--config) says is read only later" in said
-    assert f"give {RELEASE.NO_GRAPHS} and --chunked-prefill-size" in said
-
-
-def test_on_a_cpu_nothing_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(choices, "lacks_accelerator", lambda: True)
-    assert choose("", free_memory=None) == []
-    assert "nothing is chosen, because no GPU is used" in capsys.readouterr().err
-
-
-@pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that puts a shell script in nvidia-smi's place."""
-    monkeypatch.setattr(choices, "lacks_accelerator", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def install(script: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-
-    return install
-
-
-@pytest.mark.parametrize(
-    ("visible", "given", "device"),
-    [
-        (None, "", "0"),
-        (None, "--base-gpu-id 3", "3"),
-        ("2,5", "", "2"),
-        ("2,GPU-5f", "--base-gpu-id 1", "GPU-5f"),
-    ],
-)
-def test_nvidia_smi_is_asked_for_the_gpu_that_is_used(
-    smi: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    visible: str | None,
-    given: str,
-    device: str,
-) -> None:
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    smi(f'[ "$1 $2 $3" = "-i {device} --query-gpu=memory.free" ] && echo 81559')
-    assert "0.77" in choose(given, free_memory=None)
-
-
-@pytest.mark.parametrize(
-    ("script", "visible", "problem"),
-    [
-        (None, "", "nvidia-smi does not tell the memory of GPU 0 ("),
-        ("exit 6", "", "nvidia-smi does not tell the memory of GPU 0 ("),
-        ("echo '[N/A]'", "", "nvidia-smi does not tell the memory of GPU 0 ("),
-        ("echo 81559", "7", "CUDA_VISIBLE_DEVICES has no GPU number 1 (--base-gpu-id)"),
-    ],
-)
-def test_a_gpu_whose_memory_is_not_known_is_left_to_the_user(
-    smi: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    script: str | None,
-    visible: str,
-    problem: str,
-) -> None:
-    if script:
-        smi(script)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert choose("--base-gpu-id 1" if visible else "", free_memory=None) == []
-    assert f"nothing is chosen, because {problem}" in capsys.readouterr().err
-
-
-def test_the_server_reads_what_is_chosen(
-    smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def prepare_server_args(argv: list[str]) -> None:
-        raise SystemExit(" ".join(argv))
-
-    for name, attributes in {
-        "plugins": {"load_plugins": lambda: None},
-        "entrypoints.http_server": {"launch_server": None},
-        "server_args": {"prepare_server_args": prepare_server_args},
-    }.items():
-        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**attributes))
-    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    smi("echo 81559")
-    given = ["--model-path", MODEL, "--flashmoa-asyncep", "h2d"]
-    with pytest.raises(SystemExit, match=r"--mem-fraction-static 0\.77 .*--flashmoa-asyncep h2d"):
-        serve.serve(given)

@@ -72,7 +72,7 @@ def test_the_weights_are_those_of_the_model(model: str, parameters: float, host:
     linear = sizes.layers * sizes.expert_bytes + sizes.other_bytes - 2 * embeddings
     counted = linear / (1 if sizes.fp8 else 2) + embeddings
     assert counted == pytest.approx(parameters, rel=0.005)
-    assert plan_for("H200", model).on_host == pytest.approx(host, rel=0.01)
+    assert sizes.copied_bytes == pytest.approx(host, rel=0.01)
 
 
 @given(free=st.integers(8 << 30, 300 << 30), model=st.sampled_from(list(MODELS)))
@@ -174,6 +174,60 @@ def test_the_table_of_the_documentation_is_computed() -> None:
     assert [line for line in documented if line.startswith(("| H100", "| H200"))] == rows
 
 
+def test_the_table_of_replicas_in_the_documentation_is_computed() -> None:
+    documented = (ROOT / "docs" / "asyncep.md").read_text().splitlines()
+    rows = [
+        row_of_replicas(model, replicas, on_device)
+        for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B-FP8", "Qwen3-235B-A22B")
+        for replicas in (2, 8)
+        for on_device in (1.0, 0.5)
+    ]
+    assert [line for line in documented if line.startswith(("| 2 x", "| 8 x"))] == rows
+
+
+def row_of_replicas(model: str, replicas: int, on_device: float) -> str:
+    sizes = ModelSizes.read(MODELS[model])
+    copied = sizes.copied_bytes
+    cells: tuple[object, ...] = (
+        f"{replicas} x H100",
+        model,
+        "d2d" if on_device == 1 else "hybrid",
+        f"{copied * on_device / replicas / 1e9:.1f} GB",
+    )
+    try:
+        plan = plan_for("H100", model, share=on_device / replicas)
+    except ValueError:
+        cells += ("does not fit", "", "", "", "")
+    else:
+        cells += (
+            f"{plan.weights / 1e9:.1f} GB",
+            f"{copied * (1 - on_device) / 1e9:.0f} GB",
+            f"{plan.forward:,}",
+            plan.fraction,
+            f"{plan.pool // 1000:,},000 tokens",
+        )
+    return f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def test_a_share_takes_the_place_of_kv() -> None:
+    sizes = ModelSizes.read(QWEN3_30B)
+    alone, shared = (plan_for("H200", "Qwen3-30B-A3B", share=share) for share in (0.0, 0.5))
+    assert shared.weights - alone.weights == sizes.copied_bytes // 2
+    assert (shared.forward, shared.fraction) == (alone.forward, alone.fraction)
+    kv = (alone.pool - shared.pool) * sizes.kv_bytes_per_token
+    assert kv == pytest.approx(sizes.copied_bytes / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_of_tensor_parallelism_have_all_weights_together(ranks: int) -> None:
+    sizes = ModelSizes.read(QWEN3_235B)
+    of_rank = sizes.of_rank(ranks)
+    assert ranks * of_rank.copied_bytes == sizes.copied_bytes
+    # Routers and norms, and with more ranks than heads of KV these, are on each of them.
+    assert 0 < ranks * of_rank.other_bytes - sizes.other_bytes < 0.1 * ranks * sizes.other_bytes
+    assert of_rank.kv_heads == max(1, 4 // ranks)
+
+
 def row(gpu: str, model: str) -> str:
     plan = plan_for(gpu, model)
     cells = (
@@ -181,7 +235,7 @@ def row(gpu: str, model: str) -> str:
         model,
         plan.slots,
         f"{plan.weights / 1e9:.1f} GB",
-        f"{plan.on_host / 1e9:.0f} GB",
+        f"{ModelSizes.read(MODELS[model]).copied_bytes / 1e9:.0f} GB",
         f"{plan.forward:,}",
         f"{plan.peak / 2**30:.1f} GiB",
         plan.fraction,

@@ -15,8 +15,9 @@ from functools import partial
 import pytest
 import torch
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.replicas import Replica, ReplicaError, ShareExchange
-from flashmoa_sglang.asyncep.sharing import create_segment, expert_rows, map_segment, share_experts
+from flashmoa_sglang.asyncep.replicas import CPU, Replica, ReplicaError, Share, ShareExchange
+from flashmoa_sglang.asyncep.segments import HostSegment, map_segment
+from flashmoa_sglang.asyncep.sharing import Sharing, divide, share_experts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,36 +50,52 @@ class Layer(torch.nn.Module):
         return [tensor.clone() for tensor in (self.w13_weight, self.w13_scale, self.zeros)]
 
 
-def start(stack: ExitStack, replica: Replica, seed: int = 0) -> tuple[ExpertOffloader, list[Layer]]:
+def start(
+    stack: ExitStack, replica: Replica, seed: int = 0, on_device: float = 1.0
+) -> tuple[ExpertOffloader, list[Layer]]:
     """Start a replica of a model; return when the others have started."""
     exchange = stack.enter_context(closing(ShareExchange(replica)))
-    store = partial(share_experts, replica=replica, exchange=exchange, wait=WAIT)
+    store = partial(
+        share_experts, replica=replica, exchange=exchange, on_device=on_device, wait=WAIT
+    )
     offloader = ExpertOffloader(Layer, "compute", 2, store)
     layers = offloader.wrap_modules(Layer(seed + number) for number in range(LAYERS))
     offloader.post_init()
     return offloader, layers
 
 
-@given(st.integers(1, 40), st.data())
-def test_every_expert_has_one_holder(count: int, data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, count))
-    shares = [list(range(count))[expert_rows(count, rank, size)] for rank in range(size)]
-    assert [expert for share in shares for expert in share] == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+@given(
+    layers=st.lists(st.integers(1, 40).map(lambda count: 256 * count), min_size=1, max_size=4),
+    size=st.integers(1, 9),
+    on_device=st.floats(0, 1),
+)
+def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: float) -> None:
+    stored: list[set[int]] = [set() for _ in layers]
+    for rank in range(size):
+        for section in divide(layers, Replica("group", rank, size), on_device):
+            assert sum(section.sizes) > 0
+            assert on_device > 0 if section.on_device else on_device < 1
+            for blocks, part in zip(stored, section.parts, strict=True):
+                assert part.start % 256 == part.stop % 256 == 0
+                new = set(range(part.start // 256, part.stop // 256))
+                assert not blocks & new
+                blocks |= new
+    assert [256 * len(blocks) for blocks in stored] == layers
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, EXPERTS])
-def test_every_replica_computes_with_all_experts(group: str, size: int) -> None:
+@pytest.mark.parametrize("on_device", [0.4, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 3, EXPERTS + 1])
+def test_every_replica_computes_with_all_experts(group: str, size: int, on_device: float) -> None:
     expected = [Layer(number).compute() for number in range(LAYERS)]
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
         replicas = [Replica(group, rank, size) for rank in range(size)]
-        started = list(pool.map(partial(start, stack), replicas))
+        started = list(pool.map(partial(start, stack, on_device=on_device), replicas))
         for offloader, layers in started:
             for number in [*range(LAYERS), *range(LAYERS), 2, 1]:
                 for actual, right in zip(layers[number].compute(), expected[number], strict=True):
                     assert torch.equal(actual, right)
             memory = offloader.memory()
-            assert memory.on_host == 0 and memory.slots == 2
+            assert memory.slots == 2 and (memory.on_host > 0) == (on_device < 1)
         shares = [offloader.memory().share for offloader, _ in started]
         for share, (offloader, _) in zip(shares, started, strict=True):
             assert offloader.memory().at_peers == sum(shares) - share
@@ -123,6 +140,26 @@ def test_replicas_of_groups_of_different_sizes_refuse_each_other(group: str) -> 
             assert "--flashmoa-asyncep-replica must give one number" in message
 
 
+def test_replicas_that_leave_other_parts_in_host_memory_refuse_each_other(group: str) -> None:
+    with ExitStack() as stack:
+        first = partial(start, stack, Replica(group, 0, 2))
+        second = partial(start, stack, Replica(group, 1, 2), on_device=0.25)
+        for message in both_failures(first, second):
+            assert "--flashmoa-asyncep-on-device must be the same" in message
+
+
+def test_a_replica_on_a_gpu_and_one_on_a_cpu_refuse_each_other(group: str) -> None:
+    with ExitStack() as stack:
+        exchanges = [
+            stack.enter_context(closing(ShareExchange(Replica(group, rank, 2)))) for rank in (0, 1)
+        ]
+        for exchange, place in zip(exchanges, (CPU, "GPU-5f"), strict=True):
+            exchange.introduce("digest", place, 1.0)
+            exchange.offer(Share(place, []))
+        with pytest.raises(ReplicaError, match="run on a GPU and on a CPU"):
+            exchanges[0].obtain(1, time.monotonic() + WAIT)
+
+
 def test_a_running_replica_refuses_others_and_keeps_running(group: str) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         with ExitStack() as ends:
@@ -143,14 +180,16 @@ def test_a_rank_that_runs_already_is_refused(group: str) -> None:
 
 def test_waiting_for_a_replica_ends(group: str) -> None:
     with closing(ShareExchange(Replica(group, 0, 2))) as exchange:
-        exchange.offer(create_segment([torch.zeros(4, dtype=torch.uint8)]), "digest")
+        exchange.introduce("digest", CPU, 1.0)
+        exchange.offer(Share(CPU, []))
         with pytest.raises(ReplicaError, match="waited too long for replica 1"):
             exchange.obtain(1, time.monotonic())
 
 
 def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
     with closing(ShareExchange(Replica(group, 0, 2))) as exchange, ExitStack() as stack:
-        exchange.offer(create_segment([torch.zeros(4, dtype=torch.uint8)]), "digest")
+        exchange.introduce("digest", CPU, 1.0)
+        exchange.offer(Share(CPU, []))
         stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         stranger.bind(Replica(group, 1, 2).address)
         stranger.listen()
@@ -164,39 +203,38 @@ def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
                 asking.result()
 
 
-def test_fewer_experts_than_replicas_are_refused(group: str) -> None:
-    with ExitStack() as stack, pytest.raises(ReplicaError, match="cannot be shared by 6"):
-        start(stack, Replica(group, 0, EXPERTS + 1))
-
-
 def test_a_share_of_another_size_is_not_called_a_problem_of_the_quantisation(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = ShareExchange.offer
+    map_share = Sharing.map
 
-    def offer_less(self: ShareExchange, share: int, experts: str) -> None:
-        os.close(share)
-        offer(self, create_segment([torch.zeros(1, dtype=torch.uint8)]), experts)
+    def map_less(self: Sharing, rank: int, share: Share) -> list[torch.Tensor]:
+        os.ftruncate(descriptor := os.memfd_create("test"), 1)
+        with open(descriptor):
+            return map_share(self, rank, Share(CPU, [descriptor]))
 
-    monkeypatch.setattr(ShareExchange, "offer", offer_less)
-    with ExitStack() as stack, pytest.raises(ReplicaError, match="share of replica 0 cannot"):
-        start(stack, Replica(group, 0, 1))
+    monkeypatch.setattr(Sharing, "map", map_less)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(start, stack, Replica(group, rank, 2)) for rank in range(2)]
+        for replica in started:
+            with pytest.raises(ReplicaError, match=r"share of replica \d cannot .* has 1 bytes"):
+                replica.result()
 
 
 def test_a_sealed_segment_stays_as_it_is() -> None:
-    segment = create_segment(
-        [torch.arange(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.uint8)]
-    )
+    segment = HostSegment(5)
+    segment.append(torch.arange(3, dtype=torch.uint8))
+    segment.append(torch.full((2,), 9, dtype=torch.uint8))
+    memory = segment.finish()
     with pytest.raises(PermissionError):
-        os.pwrite(segment, b"other", 0)
+        os.pwrite(segment.descriptor, b"other", 0)
     with pytest.raises(PermissionError):
-        os.ftruncate(segment, 1)
+        os.ftruncate(segment.descriptor, 1)
     with pytest.raises(PermissionError):
-        mmap.mmap(segment, 5, access=mmap.ACCESS_WRITE)
-    memory = map_segment(segment, 5)
+        mmap.mmap(segment.descriptor, 5, access=mmap.ACCESS_WRITE)
     with pytest.raises(ValueError, match="5 bytes instead of 6"):
-        map_segment(segment, 6)
-    os.close(segment)
+        map_segment(segment.descriptor, 6)
+    os.close(segment.descriptor)
     assert memory.tolist() == [0, 1, 2, 9, 9]
 
 

@@ -58,6 +58,8 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-asyncep-group", "two words"),
         ("--flashmoa-asyncep-group", "a" * 65),
         ("--flashmoa-asyncep-wait", "0"),
+        ("--flashmoa-asyncep-on-device", "1"),
+        ("--flashmoa-asyncep-on-device", "0"),
         ("--flashmoa-saturation", "-1"),
         ("--flashmoa-saturation", "0.5"),
         ("--flashmoa-saturation-wait", "61"),
@@ -120,7 +122,13 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(asyncep="d2d"), {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
         (Options(asyncep="d2d"), {}, "must be RANK/SIZE"),
         (Options(asyncep="d2d", asyncep_replica="0/2"), {}, None),
-        (Options(asyncep="d2d", asyncep_replica="0/2"), {"device": "cuda"}, "--dwdp-size"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), on_gpu("disabled", "disabled"), None),
+        (
+            Options(asyncep="d2d", asyncep_replica="0/2"),
+            on_gpu("full", "disabled"),
+            f"needs {RELEASE.NO_GRAPHS}",
+        ),
+        (Options(asyncep="hybrid"), {}, "--flashmoa-asyncep hybrid: --flashmoa-asyncep-replica"),
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"dp_size": 2}, "a server for each"),
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
     ],
@@ -135,3 +143,10 @@ def test_arguments_that_do_not_go_with_asyncep_are_refused(
     defaults |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
     message = problem(SimpleNamespace(**defaults | arguments), options)
     assert (expected in message) if expected and message else message == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "part"), [("off", 0.0), ("h2d", 0.0), ("d2d", 1.0), ("hybrid", 0.3)]
+)
+def test_the_mode_decides_which_part_of_the_experts_devices_have(mode: str, part: float) -> None:
+    assert Options(asyncep=mode, asyncep_on_device=0.3).on_device() == part

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 
 import aiohttp
 import anyio
@@ -23,10 +23,6 @@ from flashmoa.router.metrics import RouterMetrics
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # The usage of a streamed answer is within this many bytes of its end.
 _USAGE_BYTES = 4096
-_HANGS = "it no longer answers"
-
-# Makes contexts whose body is cancelled if the engine hangs.
-HangScope = Callable[[], AbstractContextManager[anyio.CancelScope]]
 
 
 class AnswerObserver:
@@ -72,7 +68,6 @@ async def forward(
     engine: str,
     observer: AnswerObserver,
     stack: AsyncExitStack,
-    hang_scope: HangScope = anyio.CancelScope,
 ) -> Response:
     """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
 
@@ -87,18 +82,15 @@ async def forward(
     Raises: EngineLost if there is no answer.
     """
     try:
-        with hang_scope() as waiting:
-            answer, content = await connections.exchange(
-                call.method, engine + call.target, call.headers, call.body, call.retry_rule
-            )
-        if waiting.cancelled_caught:
-            raise EngineLost(_HANGS)
+        answer, content = await connections.exchange(
+            call.method, engine + call.target, call.headers, call.body, call.retry_rule
+        )
     except EngineLost as error:
         observer.end("lost")
         raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
     stack.callback(answer.close)
     if content is None:
-        return RelayedStream(answer, observer, stack.pop_all(), hang_scope)
+        return RelayedStream(answer, observer, stack.pop_all())
     if answer.ok:
         observer.receive(content)
     observer.end("answered" if answer.ok else "refused")
@@ -113,24 +105,17 @@ class RelayedStream(StreamingResponse):
         answer: aiohttp.ClientResponse,
         observer: AnswerObserver,
         stack: AsyncExitStack,
-        hang_scope: HangScope,
     ) -> None:
         self._pieces = self._read(answer)
         super().__init__(self._pieces, answer.status, select_forwarded_headers(answer.headers))
         self._observer = observer
         self._stack = stack
-        self._hang_scope = hang_scope
         self._ending = "left"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with while_connected(Request(scope, receive)):
-                with self._hang_scope() as waiting:
-                    await self.stream_response(send)
-                if waiting.cancelled_caught:
-                    self._ending = "lost"
-                    end = _make_error_event(_HANGS)
-                    await send({"type": "http.response.body", "body": end, "more_body": False})
+                await self.stream_response(send)
         finally:
             await self._release()
 

@@ -21,6 +21,7 @@ from flashmoa.router.errors import EngineLost
 from flashmoa.router.metrics import RouterMetrics
 
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_EVENT_END = b"\n\n"
 # The usage of a streamed answer is within this many bytes of its end.
 _USAGE_BYTES = 4096
 
@@ -38,6 +39,9 @@ class AnswerObserver:
 class PlacementObserver(AnswerObserver):
     """Learns from an answer that its prompt is computed, and how much of it was cached.
 
+    The first piece of an answer shows that a prompt is computed. A list of prompts is computed as
+    its events come, of which a streamed list of scores has one for each of its items.
+
     Args:
         placement: the request's placement, if it has one.
     """
@@ -51,12 +55,14 @@ class PlacementObserver(AnswerObserver):
         self._tail = b""
 
     def receive(self, content: bytes) -> None:
-        if self._placement is not None and not self._tail:
-            self._placement.finish_prefill()
+        if self._placement is not None and self._placement.items_left > 0:
+            self._placement.finish_prefill(max(content.count(_EVENT_END), not self._tail))
         # An answer without streaming is a single piece, and its usage may be anywhere in it.
         self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 
     def end(self, ending: str) -> None:
+        if ending == "answered" and self._placement is not None:
+            self._placement.finish_prefill()
         if ending == "answered" and (cached := _CACHED_TOKENS.search(self._tail)):
             self._metrics.count_cached(self._engine, int(cached[1]))
         self._metrics.count_ending(self._engine, ending)

@@ -120,6 +120,12 @@ class EngineMonitor:
         for place in engine.places:
             self._dispatcher.join(place, traits)
         logger.info("%s answers; its work is counted in %s", engine.url, engine.unit)
+        if not engine.events:
+            text = (
+                "%s publishes no KV events, so an answer without streaming counts as work until it "
+                "is complete; start the engine with --kv-events-config if such answers are long"
+            )
+            logger.warning(text, engine.url)
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""

@@ -77,7 +77,9 @@ class RouterMetrics(_Metrics):
         self._waiting.set(self._dispatcher.waiting)
         for engine in self._engines:
             self._up.labels(engine.url).set(engine.is_up)
-            for place in engine.places if self._policy is not None and engine.is_up else ():
+            if self._policy is None or not engine.is_up:
+                continue
+            for place in engine.places:
                 self._load.labels(place).set(self._policy.load(place))
                 self._saturated.labels(place).set(self._policy.is_saturated(place))
                 self._blocks.labels(place).set(self._policy.cached_blocks(place))

@@ -187,7 +187,7 @@ def _text(question: Mapping[str, Any]) -> str:
     return json.dumps([question.get("tools"), question.get("messages")]) if question else ""
 
 
-def _token_ids(body: Mapping[str, Any]) -> list[Sequence[int]] | None:
+def _token_ids(body: Mapping[str, Any]) -> list[list[int]] | None:
     """Return the token ids of the prompt if the request contains them.
 
     Of a list, they are those of the first prompt, and then those of each other one without what it
@@ -213,12 +213,14 @@ def _list_blocks(prompts: Sequence[Sequence[int]], salt: str) -> Blocks:
 def _count_prompts(body: Mapping[str, Any]) -> int:
     """Return the number of prompts in a request's list; 1 if it has no list."""
     for name in ("items", "documents", "input", "input_ids", "text", "prompt"):
-        if isinstance(value := body.get(name), list):
-            return 1 if _are_token_ids(value) else len(cast("list[Any]", value))
+        value: object = body.get(name)
+        if isinstance(value, list):
+            prompts = cast("list[Any]", value)
+            return 1 if _are_token_ids(prompts) else len(prompts)
     return 1
 
 
-def _are_lists_of_token_ids(value: object) -> TypeGuard[list[Sequence[int]]]:
+def _are_lists_of_token_ids(value: object) -> TypeGuard[list[list[int]]]:
     return (
         isinstance(value, list)
         and bool(cast("list[Any]", value))
@@ -226,7 +228,7 @@ def _are_lists_of_token_ids(value: object) -> TypeGuard[list[Sequence[int]]]:
     )
 
 
-def _are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     """Return whether a value is the token ids of one prompt, small enough to be hashed."""
     if not isinstance(value, list):
         return False

@@ -74,6 +74,9 @@ BENCHMARKS = {
         "routing.benchmark",
         "routing policies on simulated engines, and routers on real ones (MoE-Prefill Table 2)",
     ),
+    "router_load": Benchmark(
+        "routing.load", "requests per second through flashmoa router, before stub engines"
+    ),
     "prefill_only": Benchmark(
         "prefill.benchmark",
         "one generated token against scores, on one engine and on two (MoE-Prefill Table 2)",

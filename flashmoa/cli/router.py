@@ -162,13 +162,6 @@ def _make_parser() -> argparse.ArgumentParser:
         default=10_000,
         help="the most requests that wait for an engine (%(default)s)",
     )
-    add(
-        "--hung-seconds",
-        type=float,
-        default=40.0,
-        help="seconds until an engine that accepts connections but does not answer counts as gone "
-        "(%(default)g)",
-    )
     return parser
 
 
@@ -193,7 +186,6 @@ def _make_router_options(parsed: argparse.Namespace) -> RouterOptions:
         tokenize=_TOKENIZE[parsed.tokenize],
         max_body_bytes=parsed.max_body_bytes,
         max_waiting=parsed.max_waiting,
-        hung_seconds=parsed.hung_seconds,
     )
 
 

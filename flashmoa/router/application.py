@@ -31,7 +31,7 @@ from flashmoa.router.client_requests import (
 from flashmoa.router.connections import open_connections
 from flashmoa.router.dispatcher import Dispatcher, Placement
 from flashmoa.router.engine_pool import EnginePool, merge_info
-from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
+from flashmoa.router.engines import EngineMonitor, RoutedEngine, split_place
 from flashmoa.router.errors import EngineLost, NoEngine
 from flashmoa.router.forwarding import PlacementObserver, forward
 from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
@@ -63,8 +63,6 @@ class RouterOptions:
         max_body_bytes: the largest body of a request.
         max_waiting: the most requests in the queue.
         watch_seconds: time between two probes of an engine.
-        hung_seconds: how long an engine that accepts connections may leave them unanswered before
-            it counts as gone.
     """
 
     engines: Sequence[str]
@@ -76,7 +74,6 @@ class RouterOptions:
     max_body_bytes: int = 32 << 20
     max_waiting: int = 10_000
     watch_seconds: float = 2.0
-    hung_seconds: float = 40.0
 
 
 def application(options: RouterOptions) -> Starlette:
@@ -130,20 +127,17 @@ class _Router:
                 config=options.model_config,
                 saturation_margin=options.saturation_margin,
                 interval=options.watch_seconds,
-                hung_seconds=options.hung_seconds,
             )
             self._prompts = PromptHasher(http, self._tokenizes)
             self._pool = EnginePool(self._connections, self._engines)
-            self._pollers = {url: PrefillPoller(probing, url) for url in self._engines}
             async with anyio.create_task_group() as group:
                 # The server accepts requests only after every engine was probed.
                 async with anyio.create_task_group() as first_probes:
                     for engine in self._engines.values():
                         first_probes.start_soon(self._monitor.probe, engine)
-                for url, engine in self._engines.items():
+                for engine in self._engines.values():
                     group.start_soon(self._monitor.run, engine)
                     group.start_soon(self._follow_events, engine)
-                    group.start_soon(self._pollers[url].run)
                 yield
                 group.cancel_scope.cancel()
 
@@ -154,10 +148,12 @@ class _Router:
 
     async def _follow_events(self, engine: RoutedEngine) -> None:
         await engine.described.wait()
-        blocks = EngineBlocks(self._dispatcher, engine.url, len(engine.events))
+        ranks_each = len(engine.events) // engine.ranks
+        tables = [EngineBlocks(self._dispatcher, place, ranks_each) for place in engine.places]
         async with anyio.create_task_group() as group:
-            for source in engine.events:
-                group.start_soon(KvEventSubscriber(blocks, source).run)
+            for rank, source in enumerate(engine.events):
+                table = tables[rank % engine.ranks]
+                group.start_soon(KvEventSubscriber(table, source).run)
 
     async def send_by_policy(self, call: ForwardedRequest) -> Response:
         """Send a request with a prompt to the engine that has its prompt stream, if it has one.
@@ -166,15 +162,15 @@ class _Router:
         prompt stream is only a hint, because the request contains its whole prompt.
         """
         body = parse_body(call.body)
-        stream_engine = None
+        stream_place = None
         if isinstance(stream := body.get("prompt_stream_id"), str):
             with suppress(NoEngine):  # The request itself may wait for an engine.
-                stream_engine = await self._pool.engine_of_stream(stream, call.api_key)
+                stream_place = await self._pool.place_of_stream(stream, call.api_key)
 
         async def send() -> Response:
-            nonlocal stream_engine
-            engine, stream_engine = stream_engine, None
-            return await self._place(body, call, engine)
+            nonlocal stream_place
+            place, stream_place = stream_place, None
+            return await self._place(body, call, place)
 
         return await self._try_engines(send)
 
@@ -199,32 +195,34 @@ class _Router:
         return await send()
 
     async def _place(
-        self, body: Mapping[str, Any], call: ForwardedRequest, engine: str | None
+        self, body: Mapping[str, Any], call: ForwardedRequest, place: str | None
     ) -> Response:
-        """Send a request to ``engine``, which has its prompt stream, or as the policy decides."""
+        """Send a request to ``place``, which has its prompt stream, or as the policy decides."""
         async with AsyncExitStack() as stack:
-            if engine is not None:
+            if place is not None:
                 blocks = self._prompts.known_blocks(body)
-                placement = stack.enter_context(self._dispatcher.place_at(engine, blocks))
+                placement = stack.enter_context(self._dispatcher.place_at(place, blocks))
             else:
                 blocks = await self._prompts.blocks(body, self._pool.next_engine(), call.api_key)
                 placement = await stack.enter_async_context(self._dispatcher.place(blocks))
-                if not body.get("stream") and not self._engines[placement.engine].events:
-                    stack.enter_context(self._pollers[placement.engine].follow(placement))
             self._metrics.count_prompt(placement.engine, blocks.length)
             answer = await self._send(call, placement.engine, placement, stack.pop_all())
         if call.path in _REFUSED_WHILE_DRAINING and answer.status_code == 503:
-            await self._monitor.recheck(self._engines[placement.engine])
-            if not self._engines[placement.engine].is_up:
+            engine = self._engine_at(placement.engine)
+            await self._monitor.recheck(engine)
+            if not engine.is_up:
                 raise EngineLost(f"{placement.engine}: it is shutting down", reached=False)
         if call.path == STREAMS:
             self._pool.remember_stream(parse_object(answer.body).get("id"), placement.engine)
         return answer
 
+    def _engine_at(self, place: str) -> RoutedEngine:
+        return self._engines[split_place(place)[0]]
+
     async def _send(
         self,
         call: ForwardedRequest,
-        engine: str,
+        place: str,
         placement: Placement | None = None,
         stack: AsyncExitStack | None = None,
     ) -> Response:
@@ -232,25 +230,25 @@ class _Router:
 
         Raises: EngineLost if the engine does not answer.
         """
-        hang_scope = self._engines[engine].hang_scope
-        observer = PlacementObserver(self._metrics, engine, placement)
+        url, rank = split_place(place)
+        observer = PlacementObserver(self._metrics, place, placement)
         async with stack or AsyncExitStack() as stack:
             try:
-                return await forward(self._connections, call, engine, observer, stack, hang_scope)
+                return await forward(self._connections, call.on_rank(rank), url, observer, stack)
             except EngineLost:
                 # The engine may still answer, if only this connection has broken.
-                await self._monitor.recheck(self._engines[engine])
-                self._prompts.forget(engine)
+                await self._monitor.recheck(self._engines[url])
+                self._prompts.forget(url)
                 raise
 
     async def send_to_stream(self, call: ForwardedRequest) -> Response:
         """Send a request about a prompt stream to its engine, which checks the client's key."""
         stream = call.path.split("/")[2]
-        engine = await self._pool.engine_of_stream(stream, call.api_key)
-        if engine is None:
+        place = await self._pool.place_of_stream(stream, call.api_key)
+        if place is None:
             message = f"no engine has a prompt stream {stream!r}; open a new one"
             return make_error_response(404, message, "unknown_stream")
-        answer = await self._send(call, engine)
+        answer = await self._send(call, place)
         if call.method == "DELETE" and answer.status_code == 200:
             self._pool.forget_stream(stream)
         return answer
@@ -263,14 +261,14 @@ class _Router:
         """Empty every engine's cache."""
         replies = await self._pool.ask_all("POST", call.target, call.api_key)
         for engine, reply in replies.items():
-            if reply.status_code == 200:
-                self._dispatcher.clear_blocks(engine)
+            for place in self._engines[engine].places if reply.status_code == 200 else ():
+                self._dispatcher.clear_blocks(place)
         return max(replies.values(), key=lambda reply: reply.status_code)
 
     async def describe(self, call: ForwardedRequest) -> Response:
         """Answer with the abilities that the engines share, and the router's own state."""
         infos = await self._pool.get_objects("/flashmoa/info", call.api_key)
-        names = ("url", "is_up", "unit", "saturation")
+        names = ("url", "is_up", "ranks", "unit", "saturation")
         engines = [{name: getattr(e, name) for name in names} for e in self._engines.values()]
         state = {"engines": engines, "waiting": self._dispatcher.waiting}
         return make_json_response({**merge_info(infos), "router": state})

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Self, cast
 from urllib.parse import quote
@@ -53,6 +53,8 @@ _MAX_NESTING = 200
 _TOO_DEEP = f"a body may nest lists and objects at most {_MAX_NESTING} levels deep; flatten it"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_VISIBLE_ASCII = re.compile(rb"[^\x21-\x7e]")
+# SGLang's own name; the plugin reads it on every route.
+_RANK_HEADER = "x-data-parallel-rank"
 _UNFORWARDED_HEADERS = {
     # These headers concern one connection.
     "connection",
@@ -118,6 +120,12 @@ class ForwardedRequest:
         """
         headers = {name.lower(): value for name, value in self.headers.items()}
         return {"authorization": headers["authorization"]} if "authorization" in headers else {}
+
+    def on_rank(self, rank: int | None) -> ForwardedRequest:
+        """Return the request for a data-parallel rank; ``None`` leaves the choice as it is."""
+        if rank is None:
+            return self
+        return replace(self, headers={**self.headers, _RANK_HEADER: str(rank)})
 
     @classmethod
     def from_client(cls, request: Request, body: bytes) -> Self:

@@ -16,15 +16,25 @@ from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 
 @dataclass(slots=True)
 class Placement:
-    """Assigns a request to an engine, until the request ends."""
+    """Assigns a request to an engine, until the request ends.
+
+    Attributes:
+        items_left: number of its prompts that are not reported to be computed.
+    """
 
     request: str
     engine: str
+    items_left: int
     _dispatcher: Dispatcher
 
-    def finish_prefill(self) -> None:
-        """Report that the request's prompt is computed; harmless to repeat."""
-        self._dispatcher.finish_prefill(self.request)
+    def finish_prefill(self, items: int | None = None) -> None:
+        """Report that the request's prompt is computed; harmless to repeat.
+
+        Args: items: of a request with a list, how many more of its prompts; by default, all.
+        """
+        if self.items_left > 0:
+            self.items_left -= self.items_left if items is None else items
+            self._dispatcher.finish_prefill(self.request, items)
 
 
 @dataclass(slots=True)
@@ -82,8 +92,8 @@ class Dispatcher:
         """Place requests again, after the blocks of one or more reports were added and removed."""
         self._route()
 
-    def finish_prefill(self, request: str) -> None:
-        self._policy.finish_prefill(request)
+    def finish_prefill(self, request: str, items: int | None = None) -> None:
+        self._policy.finish_prefill(request, items)
         self._route()
 
     @asynccontextmanager
@@ -96,7 +106,7 @@ class Dispatcher:
         """
         request = str(next(self._names))
         try:
-            yield Placement(request, await self._wait(request, blocks), self)
+            yield Placement(request, await self._wait(request, blocks), blocks.items, self)
         finally:
             self._queue.pop(request, None)
             self._end(request)
@@ -111,7 +121,7 @@ class Dispatcher:
         if engine in self._engines:
             self._policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
         try:
-            yield Placement(request, engine, self)
+            yield Placement(request, engine, blocks.items, self)
         finally:
             self._end(request)
 
@@ -119,7 +129,8 @@ class Dispatcher:
         if len(self._queue) >= self._max_waiting:
             raise QueueFull(len(self._queue))
         entry = self._queue[request] = _QueueEntry(WaitingRequest(request, blocks))
-        self._route()
+        # Even if all engines are full, one may take this request, but none of the others.
+        self._route(None if self._policy.takes_requests() else entry)
         await entry.decided.wait()
         if entry.engine is None:
             raise NoEngine
@@ -129,13 +140,17 @@ class Dispatcher:
         self._policy.end(request)
         self._route()
 
-    def _route(self) -> None:
-        """Wake the requests whose engine is decided, or all of them if no engine is left."""
-        if not self._queue or (self._engines and not self._policy.takes_requests()):
+    def _route(self, only: _QueueEntry | None = None) -> None:
+        """Wake the requests whose engine is decided, or all of them if no engine is left.
+
+        Args: only: the only request for which an engine may be found.
+        """
+        if not self._queue or (self._engines and not only and not self._policy.takes_requests()):
             return
         decided: Mapping[str, str | None] = dict.fromkeys(self._queue)
         if self._engines:
-            decided = self._policy.route([entry.waiting for entry in self._queue.values()])
+            entries = self._queue.values() if only is None else [only]
+            decided = self._policy.route([entry.waiting for entry in entries])
         for request, engine in decided.items():
             entry = self._queue.pop(request)
             entry.engine = engine

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from flashmoa.router.client_requests import STREAMS, RetryRule, parse_object
 from flashmoa.router.connections import Connections
-from flashmoa.router.engines import RoutedEngine
+from flashmoa.router.engines import RoutedEngine, split_place
 from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
 
 _MAX_REMEMBERED_STREAMS = 100_000
@@ -22,7 +22,7 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class EnginePool:
-    """Sends requests to the engines that are up, and remembers the engines of prompt streams.
+    """Sends requests to the engines that are up, and remembers the places of prompt streams.
 
     It asks every engine for a stream that it does not remember, for example after a restart.
     """
@@ -30,7 +30,7 @@ class EnginePool:
     def __init__(self, connections: Connections, engines: Mapping[str, RoutedEngine]) -> None:
         self._connections = connections
         self._engines = engines
-        self._stream_engines: OrderedDict[str, str] = OrderedDict()
+        self._stream_places: OrderedDict[str, str] = OrderedDict()
         self._turn = itertools.count()
 
     def urls_up(self) -> list[str]:
@@ -43,18 +43,20 @@ class EnginePool:
             raise NoEngine
         return urls[next(self._turn) % len(urls)]
 
-    def remember_stream(self, stream: object, engine: str) -> None:
-        """Remember the engine of a prompt stream; ignore a ``stream`` that is not a string."""
+    def remember_stream(self, stream: object, place: str) -> None:
+        """Remember the place of a prompt stream; ignore a ``stream`` that is not a string."""
         if isinstance(stream, str):
-            self._stream_engines[stream] = engine
-        while len(self._stream_engines) > _MAX_REMEMBERED_STREAMS:
-            self._stream_engines.popitem(last=False)
+            self._stream_places[stream] = place
+        while len(self._stream_places) > _MAX_REMEMBERED_STREAMS:
+            self._stream_places.popitem(last=False)
 
     def forget_stream(self, stream: str) -> None:
-        self._stream_engines.pop(stream, None)
+        self._stream_places.pop(stream, None)
 
-    async def engine_of_stream(self, stream: str, headers: Mapping[str, str]) -> str | None:
-        """Return the engine that has a prompt stream, or ``None`` if no engine has it.
+    async def place_of_stream(self, stream: str, headers: Mapping[str, str]) -> str | None:
+        """Return the place of a prompt stream, or ``None`` if no engine has it.
+
+        It is the engine's URL if the router does not know the stream's rank.
 
         Args:
             headers: the client's API key.
@@ -63,9 +65,9 @@ class EnginePool:
             NoEngine: if no engine answers.
             AllEnginesRefused: if every engine refuses the API key.
         """
-        if (engine := self._stream_engines.get(stream)) is not None:
-            if self._engines[engine].is_up:
-                return engine
+        if (place := self._stream_places.get(stream)) is not None:
+            if self._engines[split_place(place)[0]].is_up:
+                return place
             self.forget_stream(stream)
         if not (stream.isascii() and stream.isalnum()):
             return None
@@ -138,6 +140,7 @@ def merge_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         **infos[0],
         **limits,
+        "data_parallel_ranks": 1,  # The router chooses among them itself.
         "capabilities": sorted(capabilities),
         "prompt_streams": sum(info.get("prompt_streams", 0) for info in infos),
         "kv": [rank for info in infos for rank in info.get("kv", [])],

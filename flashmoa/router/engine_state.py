@@ -62,24 +62,26 @@ class BlockTable:
                 if block not in self._committed:
                     self._index.discard(block, self.engine)
 
-    def commit(self, hashes: Sequence[int]) -> int:
+    def commit(self, hashes: Sequence[int]) -> tuple[int, int]:
         """Add blocks to the cache as the most recently used ones.
 
         A prompt's last blocks count as older than its first ones, because an engine evicts the end
-        of a prompt before its beginning. Return how many of the blocks were only pending before.
+        of a prompt before its beginning. Return how many of the blocks were only pending before,
+        and how many were unknown.
         """
-        fulfilled = 0
+        fulfilled = unknown = 0
         for block in reversed(hashes):
             if block in self._committed:
                 del self._committed[block]
             elif block in self._pending:
                 fulfilled += 1
             else:
+                unknown += 1
                 self._index.add(block, self.engine)
             self._committed[block] = None
         while self.capacity is not None and len(self._committed) > self.capacity:
             self._forget(next(iter(self._committed)))
-        return fulfilled
+        return fulfilled, unknown
 
     def evict(self, hashes: Iterable[int]) -> None:
         """Remove blocks from the cache."""
@@ -121,11 +123,13 @@ class PrefillLoad:
         self.tokens = 0
         # The next token and the end of each prompt with work left, by request in order of arrival.
         self._left: dict[str, tuple[int, int]] = {}
+        # Those requests that are lists of prompts.
+        self._lists: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def add(self, request: str, start: int, end: int) -> None:
+    def add(self, request: str, start: int, end: int, *, is_list: bool = False) -> None:
         """Add a request whose tokens ``start`` to ``end`` are to be computed.
 
         Raises: ValueError if the request was added already.
@@ -134,24 +138,36 @@ class PrefillLoad:
             raise ValueError(f"request {request!r} is counted already; end it first")
         if start < end:
             self._left[request] = (start, end)
+            if is_list:
+                self._lists[request] = None
             self.total += self.measure.work(start, end)
             self.tokens += end - start
 
-    def subtract_computed(self, tokens: int) -> None:
-        """Subtract prompt tokens that the engine has computed."""
-        while tokens > 0 and self._left:
-            request, (start, end) = next(iter(self._left.items()))
+    def subtract_computed(self, tokens: int, *, of_lists: bool = False) -> None:
+        """Subtract prompt tokens that the engine has computed, perhaps of lists only."""
+        requests = self._lists if of_lists else self._left
+        while tokens > 0 and requests:
+            request = next(iter(requests))
+            start, end = self._left[request]
             computed = min(tokens, end - start)
             tokens -= computed
-            self.total -= self.measure.work(start, start + computed)
-            self.tokens -= computed
-            if start + computed == end:
-                del self._left[request]
-            else:
-                self._left[request] = (start + computed, end)
+            self.advance(request, start + computed)
+
+    def advance(self, request: str, position: int) -> None:
+        """Subtract a request's tokens before ``position``, unless they were subtracted before."""
+        start, end = self._left.get(request, (0, 0))
+        position = min(position, end)
+        if start >= position:
+            return
+        self.total -= self.measure.work(start, position)
+        self.tokens -= position - start
+        if position < end:
+            self._left[request] = (position, end)
+        else:
+            del self._left[request]
+            self._lists.pop(request, None)
 
     def remove(self, request: str) -> None:
         """Subtract what is left of a request; harmless to repeat."""
-        if (left := self._left.pop(request, None)) is not None:
-            self.total -= self.measure.work(*left)
-            self.tokens -= left[1] - left[0]
+        if request in self._left:
+            self.advance(request, self._left[request][1])

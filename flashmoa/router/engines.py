@@ -1,11 +1,10 @@
-"""Monitor engines (`EngineMonitor`), and ask whether prompts are computed (`PrefillPoller`)."""
+"""Monitor engines and their data-parallel ranks (`EngineMonitor`)."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import httpx
 
 from flashmoa.router.blocks import BLOCK_TOKENS
 from flashmoa.router.client_requests import parse_object
-from flashmoa.router.dispatcher import Dispatcher, Placement
+from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.flops import Measure, TokenCount, UnknownShape, true_flops
 from flashmoa.router.kv_events import EventSource, parse_event_sources
 from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits
@@ -23,17 +22,10 @@ from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits
 logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 5.0
-# How long to wait between two probes of an engine that drops its connections.
-_DROPPED_SECONDS = 0.05
-# After this many unanswered requests for its settings, an engine joins without them.
-_MAX_SILENT = 6
 # The tokens of a forward and of a cache, if an engine does not report them.
 _BATCH_TOKENS, _CACHE_TOKENS = 8192, 1 << 20
-# How long to wait between two polls, and how much longer after a poll that failed.
-_POLL_SECONDS, _FAILED_POLL_SECONDS = 0.25, 5.0
-# How many snapshots after the first one are needed, because the first one may show a forward that
-# had begun before the request arrived.
-_LATER_SNAPSHOTS = 2
+# An engine's URL has no fragment, so this separates it from the number of a rank.
+_RANK_MARK = "#"
 
 
 @dataclass(slots=True)
@@ -43,37 +35,33 @@ class RoutedEngine:
     Attributes:
         is_up: whether requests are sent to it.
         unit: the unit in which its work is counted.
-        saturation: the threshold ``T`` in tokens; ``None`` if it takes every request.
+        saturation: the threshold ``T`` of each place in tokens; ``None`` if it takes every request.
+        ranks: the number of data-parallel ranks among which the router chooses; 1 if the engine
+            chooses itself, or has one.
         events: the publishers of its KV events, one for each data-parallel rank.
         described: set once ``events`` is known.
-        last_answer: when it last answered a probe, by the event loop's clock.
-        silences: how many times in a row it did not report its settings in time.
     """
 
     url: str
     is_up: bool = False
     unit: str = ""
     saturation: int | None = None
+    ranks: int = 1
     events: tuple[EventSource, ...] = ()
     described: anyio.Event = field(default_factory=anyio.Event)
-    last_answer: float = 0.0
-    silences: int = 0
-    _hang_scopes: set[anyio.CancelScope] = field(default_factory=set[anyio.CancelScope])
 
-    @contextmanager
-    def hang_scope(self) -> Generator[anyio.CancelScope]:
-        """Cancel the context's body if the engine hangs."""
-        with anyio.CancelScope() as scope:
-            self._hang_scopes.add(scope)
-            try:
-                yield scope
-            finally:
-                self._hang_scopes.discard(scope)
+    @property
+    def places(self) -> list[str]:
+        """The names under which the dispatcher knows the engine: one for each of its ranks."""
+        if self.ranks == 1:
+            return [self.url]
+        return [f"{self.url}{_RANK_MARK}{rank}" for rank in range(self.ranks)]
 
-    def cancel_waiting(self) -> None:
-        """Cancel everything that waits for this engine."""
-        for scope in self._hang_scopes:
-            scope.cancel()
+
+def split_place(place: str) -> tuple[str, int | None]:
+    """Return the URL of the engine at a place, and the rank; ``None`` if the engine chooses it."""
+    url, _, rank = place.partition(_RANK_MARK)
+    return url, int(rank) if rank else None
 
 
 class EngineMonitor:
@@ -91,14 +79,12 @@ class EngineMonitor:
         config: Mapping[str, Any] | None = None,
         saturation_margin: float = SATURATION_MARGIN,
         interval: float = 2.0,
-        hung_seconds: float = 40.0,
     ) -> None:
         self._http = http
         self._dispatcher = dispatcher
         self._config = config
         self._margin = saturation_margin
         self._interval = interval
-        self._hung_seconds = hung_seconds
 
     async def run(self, engine: RoutedEngine) -> None:
         """Probe an engine at intervals, until cancelled."""
@@ -107,31 +93,22 @@ class EngineMonitor:
             await anyio.sleep(self._interval)
 
     async def probe(self, engine: RoutedEngine) -> None:
-        """Ask once whether an engine answers, and let it join or leave."""
-        await self._update(engine, await self._answers(engine))
+        """Ask once whether an engine answers, and let it join or leave.
+
+        A silent engine stays as it is: it may be busy. That it hangs is for others to find out.
+        """
+        if (answers := await self._answers(engine)) is not None:
+            await self._update(engine, answers)
 
     async def recheck(self, engine: RoutedEngine) -> None:
-        """Probe an engine whose connection has broken until it is certain whether it answers."""
-        answers = None
-        with anyio.move_on_after(min(_PROBE_SECONDS, self._hung_seconds)):
-            # While an engine shuts down, it may still accept connections and drop them.
-            while (answers := await self._answers(engine)) is None:  # noqa: ASYNC110
-                await anyio.sleep(_DROPPED_SECONDS)
-        await self._update(engine, answers)
+        """Let an engine leave whose connection has broken, unless it answers a probe."""
+        await self._update(engine, bool(await self._answers(engine)))
 
-    async def _update(self, engine: RoutedEngine, answers: bool | None) -> None:
-        """Let an engine join or leave, given the result of :meth:`_answers`."""
+    async def _update(self, engine: RoutedEngine, answers: bool) -> None:
         if answers and not engine.is_up:
             await self._join(engine)
-        elif answers is False and engine.is_up:
+        elif engine.is_up and not answers:
             self._leave(engine)
-        elif answers is None and engine.is_up and self._hangs(engine):
-            self._leave(engine)
-            engine.cancel_waiting()
-
-    def _hangs(self, engine: RoutedEngine) -> bool:
-        # A busy engine answers late, or closes an idle connection, but not for longer than this.
-        return anyio.current_time() - engine.last_answer >= self._hung_seconds
 
     async def _join(self, engine: RoutedEngine) -> None:
         traits = await self._ask_traits(engine)
@@ -140,13 +117,21 @@ class EngineMonitor:
         engine.unit, engine.saturation = traits.measure.unit, traits.saturation
         engine.is_up = True
         engine.described.set()
-        self._dispatcher.join(engine.url, traits)
+        for place in engine.places:
+            self._dispatcher.join(place, traits)
         logger.info("%s answers; its work is counted in %s", engine.url, engine.unit)
+        if not engine.events:
+            text = (
+                "%s publishes no KV events, so an answer without streaming counts as work until it "
+                "is complete; start the engine with --kv-events-config if such answers are long"
+            )
+            logger.warning(text, engine.url)
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
         engine.is_up = False
-        self._dispatcher.leave(engine.url)
+        for place in engine.places:
+            self._dispatcher.leave(place)
         text = "%s is shutting down or does not answer; it gets no requests until it is ready again"
         logger.warning(text, engine.url)
 
@@ -158,50 +143,60 @@ class EngineMonitor:
         # ``/health`` would not do, because SGLang generates a token to answer it. An engine without
         # the plugin answers 404.
         try:
-            seconds = min(_PROBE_SECONDS, self._hung_seconds)
-            answer = await self._http.get(f"{engine.url}/health/ready", timeout=seconds)
-        except httpx.ConnectError:
-            return False  # If an engine has ended, its host refuses connections.
+            answer = await self._http.get(f"{engine.url}/health/ready", timeout=_PROBE_SECONDS)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            return False  # The engine has ended, or its host has.
         except httpx.RequestError:
             return None
-        engine.last_answer = anyio.current_time()
         return answer.status_code < 500
 
     async def _ask_traits(self, engine: RoutedEngine) -> EngineTraits | None:
         """Ask an engine for its settings. Return ``None`` if it is too busy to report them."""
-        info: dict[str, Any] = {}
         try:
-            answer = await self._http.get(f"{engine.url}/server_info", timeout=_PROBE_SECONDS)
-            engine.silences = 0
-            if answer.is_success:
-                info = parse_object(answer.content)
-            elif answer.status_code in (401, 403):
-                text = (
-                    "%s does not tell its settings without its API key, so defaults are used; "
-                    "start the router with --api-key KEY"
-                )
-                logger.warning(text, engine.url)
-        except httpx.HTTPError:
-            engine.silences += 1
-            if engine.silences < _MAX_SILENT:
-                return None
-        measure = self._choose_measure(info)
-        engine.events = parse_event_sources(engine.url, info)
-        # The settings are those of one data-parallel rank.
-        ranks = _positive(info, "dp_size", 1)
-        told = await self._ask_largest_forward(engine)
-        batch = ranks * (told or _positive(info, "chunked_prefill_size", _BATCH_TOKENS))
-        blocks = ranks * _positive(info, "max_total_num_tokens", _CACHE_TOKENS) // BLOCK_TOKENS
-        limit = int(self._margin * batch) if self._margin > 0 else None
-        return EngineTraits(measure, limit, blocks)
-
-    async def _ask_largest_forward(self, engine: RoutedEngine) -> int | None:
-        """Return how many tokens an engine's largest forward has, if it has the plugin."""
-        try:
-            answer = await self._http.get(f"{engine.url}/flashmoa/info", timeout=_PROBE_SECONDS)
+            settings = await self._http.get(f"{engine.url}/server_info", timeout=_PROBE_SECONDS)
+            own = await self._http.get(f"{engine.url}/flashmoa/info", timeout=_PROBE_SECONDS)
         except httpx.HTTPError:
             return None
-        return _positive(parse_object(answer.content), "largest_forward", 0) or None
+        if settings.status_code in (401, 403):
+            text = (
+                "%s does not tell its settings without its API key, so defaults are used; "
+                "start the router with --api-key KEY"
+            )
+            logger.warning(text, engine.url)
+        info, plugin = (
+            parse_object(answer.content) if answer.is_success else {} for answer in (settings, own)
+        )
+        engine.events = parse_event_sources(engine.url, info)
+        # The settings are those of one data-parallel rank.
+        unnamed_ranks = self._divide(engine, info, plugin)
+        forward = _positive(info, "chunked_prefill_size", _BATCH_TOKENS)
+        batch = unnamed_ranks * _positive(plugin, "largest_forward", forward)
+        tokens = unnamed_ranks * _positive(info, "max_total_num_tokens", _CACHE_TOKENS)
+        limit = int(self._margin * batch) if self._margin > 0 else None
+        return EngineTraits(self._choose_measure(info), limit, tokens // BLOCK_TOKENS)
+
+    def _divide(
+        self, engine: RoutedEngine, info: Mapping[str, Any], plugin: Mapping[str, Any]
+    ) -> int:
+        """Make each data-parallel rank a place if requests can name it.
+
+        Args: plugin: the engine's ``/flashmoa/info``; a plugin that tells its ranks lets every
+            request name one.
+
+        Return the number of ranks at each place.
+        """
+        told = _positive(plugin, "data_parallel_ranks", 0)
+        ranks = told or _positive(info, "dp_size", 1)
+        # Without events by rank it would be unknown which rank has a block.
+        can_name = told > 0 and len(engine.events) in (0, ranks)
+        engine.ranks = ranks if can_name else 1
+        if engine.ranks < ranks:
+            text = (
+                "%s chooses itself among its %d data-parallel ranks, so prompts may be computed on "
+                "several of them; requests name the rank on engines with this version's plugin"
+            )
+            logger.warning(text, engine.url, ranks)
+        return ranks // engine.ranks
 
     def _choose_measure(self, info: Mapping[str, Any]) -> Measure:
         try:
@@ -220,77 +215,3 @@ class EngineMonitor:
 def _positive(info: Mapping[str, Any], name: str, default: int) -> int:
     value = info.get(name)
     return value if isinstance(value, int) and value > 0 else default
-
-
-@dataclass(slots=True)
-class _FollowedRequest:
-    placement: Placement
-    # When the last snapshot was made, and how many distinct ones came after the first.
-    last_snapshot: float | None = None
-    later_snapshots: int = 0
-
-    def note_snapshot(self, made: float) -> bool:
-        """Count a snapshot. Return whether it certainly includes this request."""
-        self.later_snapshots += self.last_snapshot is not None and made > self.last_snapshot
-        self.last_snapshot = made
-        return self.later_snapshots >= _LATER_SNAPSHOTS
-
-
-class PrefillPoller:
-    """Asks one engine whether it has computed the prompts of requests without streaming.
-
-    The answer to such a request arrives only when all of it is decoded. That may take minutes, in
-    which the engine has room for other prompts. SGLang reports how many requests still wait
-    (``GET /v1/loads``), in snapshots that it makes between its forwards, and it begins requests
-    roughly in order.
-    """
-
-    def __init__(self, http: httpx.AsyncClient, engine: str) -> None:
-        self._http = http
-        self._url = f"{engine}/v1/loads?include=core"
-        # The keys are request names, in the order in which the requests were sent.
-        self._followed: dict[str, _FollowedRequest] = {}
-        self._added = anyio.Event()
-
-    @contextmanager
-    def follow(self, placement: Placement) -> Generator[None]:
-        """Report to the placement when its prompt is computed, until the context is left."""
-        self._followed[placement.request] = _FollowedRequest(placement)
-        self._added.set()
-        try:
-            yield
-        finally:
-            self._followed.pop(placement.request, None)
-
-    async def run(self) -> None:
-        """Poll the engine while there are requests to follow, until cancelled."""
-        while True:
-            self._added = anyio.Event()
-            if not self._followed:
-                await self._added.wait()
-            await anyio.sleep(_POLL_SECONDS)
-            if self._followed and not await self._poll():
-                await anyio.sleep(_FAILED_POLL_SECONDS)
-
-    async def _poll(self) -> bool:
-        try:
-            answer = await self._http.get(self._url)
-            loads: list[dict[str, Any]] = answer.raise_for_status().json()["loads"]
-            waiting = sum(int(load["num_waiting_reqs"]) for load in loads)
-            made = max(float(load["timestamp"]) for load in loads)
-        except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False
-        self.apply_snapshot(waiting, made)
-        return True
-
-    def apply_snapshot(self, waiting: int, made: float) -> None:
-        """Report the prompts that a snapshot shows to be computed.
-
-        Args:
-            waiting: number of requests whose prefill has not begun.
-            made: when the snapshot was made, in seconds by the engine's clock.
-        """
-        included = [request for request in self._followed.values() if request.note_snapshot(made)]
-        for request in included[: max(0, len(included) - waiting)]:
-            del self._followed[request.placement.request]
-            request.placement.finish_prefill()

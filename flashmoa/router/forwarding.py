@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 
 import aiohttp
 import anyio
@@ -21,12 +21,9 @@ from flashmoa.router.errors import EngineLost
 from flashmoa.router.metrics import RouterMetrics
 
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_EVENT_END = b"\n\n"
 # The usage of a streamed answer is within this many bytes of its end.
 _USAGE_BYTES = 4096
-_HANGS = "it no longer answers"
-
-# Makes contexts whose body is cancelled if the engine hangs.
-HangScope = Callable[[], AbstractContextManager[anyio.CancelScope]]
 
 
 class AnswerObserver:
@@ -42,6 +39,9 @@ class AnswerObserver:
 class PlacementObserver(AnswerObserver):
     """Learns from an answer that its prompt is computed, and how much of it was cached.
 
+    The first piece of an answer shows that a prompt is computed. A list of prompts is computed as
+    its events come, of which a streamed list of scores has one for each of its items.
+
     Args:
         placement: the request's placement, if it has one.
     """
@@ -55,12 +55,14 @@ class PlacementObserver(AnswerObserver):
         self._tail = b""
 
     def receive(self, content: bytes) -> None:
-        if self._placement is not None and not self._tail:
-            self._placement.finish_prefill()
+        if self._placement is not None and self._placement.items_left > 0:
+            self._placement.finish_prefill(max(content.count(_EVENT_END), not self._tail))
         # An answer without streaming is a single piece, and its usage may be anywhere in it.
         self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 
     def end(self, ending: str) -> None:
+        if ending == "answered" and self._placement is not None:
+            self._placement.finish_prefill()
         if ending == "answered" and (cached := _CACHED_TOKENS.search(self._tail)):
             self._metrics.count_cached(self._engine, int(cached[1]))
         self._metrics.count_ending(self._engine, ending)
@@ -72,7 +74,6 @@ async def forward(
     engine: str,
     observer: AnswerObserver,
     stack: AsyncExitStack,
-    hang_scope: HangScope = anyio.CancelScope,
 ) -> Response:
     """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
 
@@ -87,18 +88,15 @@ async def forward(
     Raises: EngineLost if there is no answer.
     """
     try:
-        with hang_scope() as waiting:
-            answer, content = await connections.exchange(
-                call.method, engine + call.target, call.headers, call.body, call.retry_rule
-            )
-        if waiting.cancelled_caught:
-            raise EngineLost(_HANGS)
+        answer, content = await connections.exchange(
+            call.method, engine + call.target, call.headers, call.body, call.retry_rule
+        )
     except EngineLost as error:
         observer.end("lost")
         raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
     stack.callback(answer.close)
     if content is None:
-        return RelayedStream(answer, observer, stack.pop_all(), hang_scope)
+        return RelayedStream(answer, observer, stack.pop_all())
     if answer.ok:
         observer.receive(content)
     observer.end("answered" if answer.ok else "refused")
@@ -113,24 +111,17 @@ class RelayedStream(StreamingResponse):
         answer: aiohttp.ClientResponse,
         observer: AnswerObserver,
         stack: AsyncExitStack,
-        hang_scope: HangScope,
     ) -> None:
         self._pieces = self._read(answer)
         super().__init__(self._pieces, answer.status, select_forwarded_headers(answer.headers))
         self._observer = observer
         self._stack = stack
-        self._hang_scope = hang_scope
         self._ending = "left"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with while_connected(Request(scope, receive)):
-                with self._hang_scope() as waiting:
-                    await self.stream_response(send)
-                if waiting.cancelled_caught:
-                    self._ending = "lost"
-                    end = _make_error_event(_HANGS)
-                    await send({"type": "http.response.body", "body": end, "more_body": False})
+                await self.stream_response(send)
         finally:
             await self._release()
 

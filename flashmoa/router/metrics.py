@@ -31,6 +31,9 @@ class _Metrics:
 class RouterMetrics(_Metrics):
     """Counts the requests and tokens of the router in front of several engines.
 
+    The label ``engine`` is an engine's URL, with the number of a data-parallel rank if the router
+    chooses one.
+
     Args:
         policy: the loads of its engines are exported if it is a :class:`PrefixAware` policy.
     """
@@ -74,10 +77,12 @@ class RouterMetrics(_Metrics):
         self._waiting.set(self._dispatcher.waiting)
         for engine in self._engines:
             self._up.labels(engine.url).set(engine.is_up)
-            if self._policy is not None and engine.is_up:
-                self._load.labels(engine.url).set(self._policy.load(engine.url))
-                self._saturated.labels(engine.url).set(self._policy.is_saturated(engine.url))
-                self._blocks.labels(engine.url).set(self._policy.cached_blocks(engine.url))
+            if self._policy is None or not engine.is_up:
+                continue
+            for place in engine.places:
+                self._load.labels(place).set(self._policy.load(place))
+                self._saturated.labels(place).set(self._policy.is_saturated(place))
+                self._blocks.labels(place).set(self._policy.cached_blocks(place))
         return generate_latest(self._registry)
 
 

@@ -52,7 +52,10 @@ class Policy:
         raise NotImplementedError
 
     def takes_requests(self) -> bool:
-        """Return whether some engine takes requests, so that it is of use to call :meth:`route`."""
+        """Return whether some engine takes any request.
+
+        If none does, only a request that has just come may find an engine (:meth:`route`).
+        """
         return True
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
@@ -80,8 +83,13 @@ class Policy:
         """Forget a request, whether its prompt is computed or not; harmless to repeat."""
         raise NotImplementedError
 
-    def finish_prefill(self, request: str) -> None:
-        """Record that a request's prompt is computed; harmless to repeat."""
+    def finish_prefill(self, request: str, items: int | None = None) -> None:
+        """Record that a request's prompt is computed; harmless to repeat.
+
+        Args:
+            items: of a request with a list, how many of its prompts are computed in addition to
+                those reported before; by default, all of them.
+        """
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
         """Record that an engine has cached blocks, and so has computed those that were pending."""

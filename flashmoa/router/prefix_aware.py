@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
+from flashmoa.router.choice import EngineCandidate, choose_engine
 from flashmoa.router.engine_state import BlockTable, PrefillLoad
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa.router.prefix_index import PrefixIndex
 
-
-@dataclass(frozen=True, slots=True)
-class EngineCandidate:
-    """Describes an engine from the point of view of one request.
-
-    Attributes:
-        engine: the engine's name.
-        matched: number of the request's tokens that the engine need not compute.
-        cost: work to compute the rest of the request on the engine.
-        load: the engine's outstanding work ``W``.
-        saturated: whether the engine has as many tokens to compute as it should have at most.
-        running: number of requests on the engine; decides between engines that are otherwise equal.
-        prefix_load: the part of ``load`` that computes the matched tokens.
-    """
-
-    engine: str
-    matched: int
-    cost: int
-    load: int
-    saturated: bool
-    running: int = 0
-    prefix_load: int = 0
-
-    @property
-    def delay(self) -> int:
-        """The work that precedes the request and does not compute its prefix."""
-        return self.load - self.prefix_load
-
-
-def choose_engine(
-    candidates: Iterable[EngineCandidate], patience: float = 0.0
-) -> EngineCandidate | None:
-    """Choose the engine with the longest match, and among equals the one with the least load.
-
-    Saturated engines are not chosen. Return ``None`` if the request should wait: either every
-    engine is saturated, or a saturated one is worth waiting for, because the work that it saves,
-    times ``patience``, is more than the additional delay there.
-
-    With ``patience`` 0 this is the paper's rule: a popular prefix spills over as soon as its engine
-    is saturated. If requests queue, that scatters every prefix, because the first engine with room
-    takes the head of the queue. Computing a prefix twice delays not only this request but every
-    later one, so a patience greater than 1 pays.
-    """
-    ordered = sorted(candidates, key=lambda c: (-c.matched, c.saturated, c.load, c.running))
-    best = next((candidate for candidate in ordered if not candidate.saturated), None)
-    if best is None:
-        return None
-    for better_match in ordered[: ordered.index(best)]:
-        saved = best.cost - better_match.cost
-        if patience and patience * saved > better_match.delay - best.load:
-            return None
-    return best
+# Short siblings may fill an engine up to so many times its threshold.
+_SIBLINGS_FILL = 2
 
 
 @dataclass(slots=True)
@@ -76,12 +27,21 @@ class _EngineState:
         limit = self.traits.saturation
         return limit is not None and self.load.tokens >= limit
 
+    @property
+    def takes_siblings(self) -> bool:
+        # So that not all of a burst's work is fixed to one engine while others get idle.
+        limit = self.traits.saturation
+        return limit is not None and self.load.tokens < _SIBLINGS_FILL * limit
+
 
 @dataclass(slots=True)
 class _PlacedRequest:
+    """A request on an engine: its first token to compute, and its prompts yet to be computed."""
+
     engine: _EngineState
     blocks: Blocks
-    is_computed: bool = False
+    start: int
+    items_left: int
 
 
 class PrefixAware(Policy):
@@ -94,11 +54,14 @@ class PrefixAware(Policy):
 
     Args:
         patience: how much delay a request accepts for work that is saved, see
-            :func:`choose_engine`; 0 is the paper's rule.
+            :func:`~flashmoa.router.choice.choose_engine`; 0 is the paper's rule.
         window: how many waiting requests are considered in each round: half of them at the head
             of the queue, the others anywhere in it, in turns. Later ones may overtake earlier ones.
         ageing: after how many placements of others a request that is held for its prefix has half
             the patience left; after twice as many, a third, and so on.
+        short: a request with at most so many tokens of its own after a prefix does not wait for the
+            engine that has, or will compute, the prefix: it is little more work there, and in the
+            engine's queue it shares what else it has in common with others.
         block_tokens: number of tokens in a block of the prompts'
             :class:`~flashmoa.router.blocks.Blocks`.
     """
@@ -109,11 +72,13 @@ class PrefixAware(Policy):
         patience: float = 8.0,
         window: int = 256,
         ageing: int = 1000,
+        short: int = 128,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         self._patience = patience
         self._window = window
         self._ageing = ageing
+        self._short = short
         self._index = PrefixIndex()
         # The first request after the head of the queue that the next round considers.
         self._turn = 0
@@ -186,16 +151,15 @@ class PrefixAware(Policy):
     def _place_until_saturated(
         self, queue: Sequence[WaitingRequest], placed: dict[str, str]
     ) -> list[WaitingRequest]:
-        """Place requests until every engine is saturated. Return those that must wait."""
+        """Place requests until engines are saturated. Return those that must wait."""
         held: list[WaitingRequest] = []
-        for index, waiting in enumerate(queue):
-            if not self.takes_requests():
-                return [*held, *queue[index:]]
+        for waiting in queue:
             candidates = self._candidates(waiting.blocks)
             chosen = choose_engine(candidates, self._patience_of(waiting.request))
             if chosen is None:
                 held.append(waiting)
-                self._held_since.setdefault(waiting.request, self._placements)
+                if self.takes_requests():
+                    self._held_since.setdefault(waiting.request, self._placements)
             else:
                 placed[waiting.request] = chosen.engine
                 self.admit(waiting, chosen.engine)
@@ -222,11 +186,12 @@ class PrefixAware(Policy):
         candidates: list[EngineCandidate] = []
         found_by_engine = self._index.match(blocks.hashes)
         strangers = [
-            (engine.load.total, len(engine.requests), name)
+            # Between idle engines, the emptier cache decides, so that all caches are used.
+            (engine.load.total, len(engine.requests), len(engine.table), name)
             for name, engine in self._engines.items()
             if engine.table.engine not in found_by_engine and not engine.is_saturated
         ]
-        least = min(strangers, key=lambda stranger: stranger[:2])[2] if strangers else None
+        least = min(strangers, key=lambda stranger: stranger[:3])[3] if strangers else None
         for name, engine in self._engines.items():
             found = found_by_engine.get(engine.table.engine, 0)
             if not found and name != least:
@@ -242,6 +207,9 @@ class PrefixAware(Policy):
                 saturated=engine.is_saturated,
                 running=len(engine.requests),
                 prefix_load=work(blocks.cached_tokens(committed), matched),
+                takes_sibling=bool(found)
+                and blocks.length - matched <= self._short
+                and engine.takes_siblings,
             )
             candidates.append(candidate)
         return candidates
@@ -254,15 +222,19 @@ class PrefixAware(Policy):
         state, blocks = self._engines[engine], waiting.blocks
         start = self.matched_tokens(engine, blocks) if cached is None else cached
         state.table.promise(blocks.hashes)
-        state.load.add(waiting.request, start, blocks.length)
+        state.load.add(waiting.request, start, blocks.length, is_list=blocks.items > 1)
         state.requests.add(waiting.request)
-        self._placed[waiting.request] = _PlacedRequest(state, blocks)
+        self._placed[waiting.request] = _PlacedRequest(state, blocks, start, blocks.items)
 
-    def finish_prefill(self, request: str) -> None:
+    def finish_prefill(self, request: str, items: int | None = None) -> None:
         placed = self._placed.get(request)
-        if placed is None or placed.is_computed:
+        if placed is None or placed.items_left <= 0:
             return
-        placed.is_computed = True
+        placed.items_left -= placed.items_left if items is None else items
+        if placed.items_left > 0:
+            left = (placed.blocks.length - placed.start) * placed.items_left // placed.blocks.items
+            placed.engine.load.advance(request, placed.blocks.length - left)
+            return
         placed.engine.load.remove(request)
         placed.engine.table.commit(placed.blocks.hashes)
         placed.engine.table.release(placed.blocks.hashes)
@@ -273,13 +245,16 @@ class PrefixAware(Policy):
             return
         placed.engine.requests.discard(request)
         placed.engine.load.remove(request)
-        if not placed.is_computed:
+        if placed.items_left > 0:
             placed.engine.table.release(placed.blocks.hashes)
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
         if (state := self._engines.get(engine)) is not None:
-            fulfilled = state.table.commit(tuple(hashes))
+            fulfilled, unknown = state.table.commit(tuple(hashes))
             state.load.subtract_computed(fulfilled * self._block_tokens)
+            # Of a list only the beginning is known. Unknown blocks may also be answers, or prompts
+            # of other clients, so the load of single prompts does not fall by them.
+            state.load.subtract_computed(unknown * self._block_tokens, of_lists=True)
 
     def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
         if (state := self._engines.get(engine)) is not None:

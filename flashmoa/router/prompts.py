@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import httpx
 
@@ -58,15 +59,21 @@ class PromptHasher:
     async def blocks(
         self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> Blocks:
-        """Return the blocks of the prompt in a request's body.
+        """Return the blocks of the prompt in a request's body, or of its list of prompts.
 
         Args:
             engine: URL of the engine that is asked to tokenise the prompt.
             headers: the client's API key.
         """
+        blocks = await self._find_blocks(body, engine, headers)
+        return replace(blocks, items=count) if (count := _count_prompts(body)) > 1 else blocks
+
+    async def _find_blocks(
+        self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
+    ) -> Blocks:
         salt = _salt(body)
-        if (tokens := _token_ids(body)) is not None:
-            return token_blocks(tokens, salt=salt)
+        if (prompts := _token_ids(body)) is not None:
+            return _list_blocks(prompts, salt)
         question, rest = _tokenize_body(body)
         key = blake2b(json.dumps([question, salt]).encode(), digest_size=16).digest()
         if (remembered := self._remembered.get(key)) is not None:
@@ -85,8 +92,8 @@ class PromptHasher:
         hashes of text would match none of those.
         """
         salt = _salt(body)
-        if (tokens := _token_ids(body)) is not None:
-            return token_blocks(tokens, salt=salt)
+        if (prompts := _token_ids(body)) is not None:
+            return _list_blocks(prompts, salt)
         question, rest = _tokenize_body(body)
         blocks = text_blocks(_text(question), salt=salt).with_further_text(rest)
         return Blocks((), blocks.length) if self._tokenize() else blocks
@@ -180,23 +187,54 @@ def _text(question: Mapping[str, Any]) -> str:
     return json.dumps([question.get("tools"), question.get("messages")]) if question else ""
 
 
-def _token_ids(body: Mapping[str, Any]) -> Sequence[int] | None:
-    """Return the prompt's token ids if the request contains them."""
+def _token_ids(body: Mapping[str, Any]) -> list[list[int]] | None:
+    """Return the token ids of the prompt if the request contains them.
+
+    Of a list, they are those of the first prompt, and then those of each other one without what it
+    shares with the first.
+    """
     for name in ("input_ids", "prompt", "input"):
-        if _are_token_ids(body.get(name)):
-            return body[name]
+        if _are_token_ids(value := body.get(name)):
+            return [value]
+        if _are_lists_of_token_ids(value):
+            return value
     shared, items = _scoring_list(body)
-    parts = [*shared, *items]
-    if parts and all(_are_token_ids(part) for part in parts):
-        return [token for part in parts for token in part]
+    if _are_lists_of_token_ids(parts := [*shared, *items]):
+        first = [token for part in parts[: len(shared) + 1] for token in part]
+        return [first, *parts[len(shared) + 1 :]]
     return None
 
 
-def _are_token_ids(value: object) -> bool:
+def _list_blocks(prompts: Sequence[Sequence[int]], salt: str) -> Blocks:
+    """Return the blocks of a list's first prompt, and the length of all of them."""
+    return replace(token_blocks(prompts[0], salt=salt), length=sum(map(len, prompts)))
+
+
+def _count_prompts(body: Mapping[str, Any]) -> int:
+    """Return the number of prompts in a request's list; 1 if it has no list."""
+    for name in ("items", "documents", "input", "input_ids", "text", "prompt"):
+        value: object = body.get(name)
+        if isinstance(value, list):
+            prompts = cast("list[Any]", value)
+            return 1 if _are_token_ids(prompts) else len(prompts)
+    return 1
+
+
+def _are_lists_of_token_ids(value: object) -> TypeGuard[list[list[int]]]:
+    return (
+        isinstance(value, list)
+        and bool(cast("list[Any]", value))
+        and all(map(_are_token_ids, cast("list[Any]", value)))
+    )
+
+
+def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     """Return whether a value is the token ids of one prompt, small enough to be hashed."""
     if not isinstance(value, list):
         return False
-    return all(type(item) is int and 0 <= item < 1 << 32 for item in cast("list[Any]", value))
+    ids = cast("list[Any]", value)
+    # This is in the path of every request; a loop would take longer than hashing the prompt.
+    return set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < 1 << 32))
 
 
 def _salt(body: Mapping[str, Any]) -> str:

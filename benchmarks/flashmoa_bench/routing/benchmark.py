@@ -3,7 +3,8 @@
 By default engines with the shape of Qwen3-235B-A22B are simulated, and the paper's mix of
 prefill-only requests, with synthetic texts, is replayed over 2 and over 8 of them. The policies are
 random, round robin, sglang-router's cache_aware, and FlashMoA's prefix_aware: with and without the
-engines' KV events, and with the paper's rule, by which no request waits for a saturated engine.
+engines' KV events, with the paper's rule, by which no request waits for a saturated engine, and in
+two routers that get requests in turn and know nothing of each other.
 Nothing is computed and nothing is timed; the same seed gives the same figures.
 
 With --engine and --router, running engines answer requests with one token each. Some requests are

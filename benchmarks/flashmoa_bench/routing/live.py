@@ -28,7 +28,7 @@ from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.prefill.mix import MixRequest
 from flashmoa_bench.routing.engines import Machine, replay
-from flashmoa_bench.routing.simulation import POLICIES, SILENT
+from flashmoa_bench.routing.simulation import POLICIES, SEVERAL, SILENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ async def _simulate(
     machine = Machine(measure, 1000.0, batch_tokens, blocks, reports=False)
     rows: list[RouterRow] = []
     # No simulated engine reports its blocks here, so SILENT would be the same as ``prefix_aware``.
-    for name in (name for name in POLICIES if name != SILENT):
+    for name in (name for name in POLICIES if name not in (SILENT, SEVERAL)):
         outcome = replay(
             requests,
             POLICIES[name](number),

@@ -20,8 +20,10 @@ from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
 from flashmoa_bench.routing.engines import Machine, ReplayOutcome, best_hit_rate, replay
+from flashmoa_bench.routing.several import SeveralRouters
 
 OURS, SILENT = "prefix_aware", "prefix_aware, no events"
+SEVERAL = "prefix_aware, two routers"
 PAPER = "prefix_aware, the paper's rule"
 # Qwen3-235B-A22B.
 SHAPE: dict[str, Any] = {
@@ -41,6 +43,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     PAPER: lambda _seed: PrefixAware(patience=0),
     SILENT: lambda _seed: PrefixAware(),
     OURS: lambda _seed: PrefixAware(),
+    SEVERAL: lambda _seed: SeveralRouters(2),
 }
 
 

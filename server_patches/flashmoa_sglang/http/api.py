@@ -121,6 +121,7 @@ class Api:
             "saturation": asdict(saturation) if (saturation := self._engine.saturation) else None,
             "prefills_wait_for": self._engine.waits_for,
             "largest_forward": self._engine.largest_forward(ranks),
+            "data_parallel_ranks": self._engine.data_parallel_ranks,
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
@@ -143,7 +144,11 @@ class Api:
         if self._engine.draining:
             raise EngineDraining(_SHUTS_DOWN)
         prefilled = await self._engine.prefill(
-            ids, terms=prompt.terms(self._engine.model["name"]), http_request=request
+            ids,
+            terms=replace(
+                prompt.terms(self._engine.model["name"]), dp_rank=self._named_rank(request)
+            ),
+            http_request=request,
         )
         return {
             "prompt_tokens": prefilled.prompt_tokens,
@@ -162,6 +167,7 @@ class Api:
         self._require_kv()
         body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
+        rank = self._named_rank(request)
         limits = self._table.limits
         buffer: TokenBuffer | None = None
         piece: str | list[int]
@@ -173,7 +179,8 @@ class Api:
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=buffer,
             terms=replace(
-                body.terms(self._engine.model["name"]), dp_rank=self._table.rank_for(piece)
+                body.terms(self._engine.model["name"]),
+                dp_rank=self._table.rank_for(piece) if rank is None else rank,
             ),
         )
         self._table.add(stream, piece)
@@ -212,6 +219,12 @@ class Api:
         stream = self._table.get(request.path_params["stream_id"])
         self._table.close(stream, "deleted")
         return {"id": stream.id, "freed_tokens": stream.prefilled}
+
+    def _named_rank(self, request: Request) -> int | None:
+        try:
+            return self._table.named_rank(request)
+        except ValueError as error:
+            raise MalformedRequest(str(error)) from error
 
     def _require_kv(self) -> None:
         """Refuse the request if this engine keeps no KV of prompts."""

@@ -1,13 +1,16 @@
-"""``choose_rank``: which data-parallel rank computes a new prompt stream.
+"""Which data-parallel rank computes a request: the one that it names, or that of its siblings.
 
 Ranks do not share KV. So streams that begin alike (of the agents of a team, or of the proposers of
-a mixture) are computed by one rank, unless it has far more streams than another rank.
+a mixture) are computed by one rank, unless it has far more streams than another rank. A router that
+knows what each rank has cached names the rank in a header, on every route; SGLang itself reads that
+header of chats and completions only.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flashmoa_sglang.http.token_buffer import common_length
 
@@ -19,6 +22,23 @@ _COMPARED_LENGTH = 2048
 _MAX_IMBALANCE = 16
 
 Prompt = str | Sequence[int]
+_HEADER = "x-data-parallel-rank"
+
+
+def read_rank(http_request: Any, ranks: int) -> int | None:
+    """Return the rank that an HTTP request names, or ``None``.
+
+    Raises: ValueError if there is no such rank.
+    """
+    named = http_request.headers.get(_HEADER) if http_request is not None else None
+    if named is None:
+        return None
+    if not (named.isascii() and named.isdecimal() and int(named) < ranks):
+        raise ValueError(
+            f"{_HEADER} must be a whole number below {ranks}, the number of data-parallel ranks, "
+            f"not {named!r}; leave it out to let the engine choose."
+        )
+    return int(named)
 
 
 def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Prompt) -> int:

@@ -170,13 +170,16 @@ def generate_request(
 ) -> Any:
     """Run ``TokenizerManager.generate_request`` for a client's request.
 
-    Raises: ValueError if a hint is malformed, a token id does not exist, or the client has set the
-        plugin's mark.
+    Raises: ValueError if a hint is malformed, a token id or the named data-parallel rank does not
+        exist, or the client has set the plugin's mark.
     """
     client_requests.check(obj, manager.model_config.vocab_size, manager.tokenizer)
     if not hasattr(obj, "stream"):  # This is a request for an embedding.
         return original(manager, obj, http_request)
     kv_free.check(obj)
+    rank = manager.flashmoa_table.named_rank(http_request)
+    if rank is not None:
+        obj.routed_dp_rank = rank
     expected_output = client_requests.read_hints(http_request).expected_output
     request = current() or bind(manager.flashmoa_table, http_request)
     if request is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.data_parallel import choose_rank
+from flashmoa_sglang.http.data_parallel import choose_rank, read_rank
 from flashmoa_sglang.http.errors import (
     EngineDraining,
     PromptTooLarge,
@@ -33,6 +33,7 @@ from flashmoa_sglang.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+    from typing import Any
 
     from flashmoa_sglang.http.engine import Engine
 
@@ -230,6 +231,13 @@ class StreamTable:
         """Put off a stream's expiry."""
         stream.deadline = time.monotonic() + stream.ttl_seconds
         self._handover.look()
+
+    def named_rank(self, http_request: Any) -> int | None:
+        """Return the data-parallel rank that a request's header names; ``None`` if it names none.
+
+        Raises: ValueError if there is no such rank.
+        """
+        return read_rank(http_request, self._engine.data_parallel_ranks)
 
     def rank_for(self, beginning: str | Sequence[int]) -> int | None:
         """Choose the data-parallel rank for a stream by its beginning; ``None`` with one rank."""

@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa.engine.local import LocalEngines, free_port
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import flush, generated, metric
+from tests.integration.router.http_calls import flush, generated, generation, metric
 from tests.integration.support import start_special_engine, wait_until_measured
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -37,6 +37,25 @@ async def wait_for_blocks(router: httpx.AsyncClient, blocks: int) -> None:
             await anyio.sleep(0.02)
 
 
+async def decode_beside_each_other(router: httpx.AsyncClient, document: str) -> None:
+    """Check that a long answer is no load once its prompt is computed, although it is not streamed.
+
+    The engine of the router counts as full with the document.
+    """
+    over: list[str] = []
+
+    async def ask(name: str, tokens: int) -> None:
+        await router.post("/generate", json=generation(f"{name} {document}", tokens, rid=name))
+        over.append(name)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask, "long", 4000)
+        await wait_for_blocks(router, 20)
+        await ask("short", 2)
+        assert over == ["short"]
+        group.cancel_scope.cancel()
+
+
 async def test_kv_events_fill_and_empty_an_engines_table(
     engines: LocalEngines, model: Path, words: Words, compiling: dict[str, str]
 ) -> None:
@@ -49,7 +68,7 @@ async def test_kv_events_fill_and_empty_an_engines_table(
         # The engine's own measurements at its start also fill its cache.
         await wait_until_measured(publisher)
         async with (
-            serve_router(make_options(publisher)) as router,
+            serve_router(make_options(publisher, saturation_margin=0.01)) as router,
             httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,
         ):
             # The router learns of requests of other clients once it is connected.
@@ -66,6 +85,8 @@ async def test_kv_events_fill_and_empty_an_engines_table(
                     await anyio.sleep(0.02)
             await generated(router, document, tokens=1)
             assert await metric(router, "flashmoa_router_cached_tokens_total") >= 300
+            await flush(router)
+            await decode_beside_each_other(router, document)
         # A router that starts later requests the events that it has missed.
         async with serve_router(make_options(publisher)) as later:
             await wait_for_blocks(later, 20)

@@ -1,9 +1,7 @@
-"""Test routers whose engines die, come back or hang."""
+"""Test routers whose engines die or come back."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +16,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.application import RouterOptions
 from flashmoa.router.policies import RoundRobin
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import generated, generation, metric, wait_for_metric
+from tests.integration.router.http_calls import generated, metric, wait_for_metric
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -110,45 +108,3 @@ async def test_engine_that_is_ending_gets_no_further_requests(
             for number in range(2):
                 await generated(router, words(10, 1090 + number))
             assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
-
-
-@pytest.mark.slow
-async def test_other_engine_serves_when_one_hangs(
-    engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
-) -> None:
-    hanging = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
-    up = f'flashmoa_router_engine_up{{engine="{hanging.url}"}}'
-    several = make_options(hanging, engine, policy=RoundRobin(), hung_seconds=0.5)
-    try:
-        async with serve_router(several) as router:
-            await wait_for_metric(router, up)
-            # Requests are sent until it is the engine's turn.
-            sent = f'flashmoa_router_prompt_tokens_total{{engine="{hanging.url}"}}'
-            while not await metric(router, sent):
-                await generated(router, words(10, 1072))
-            await generated(router, words(10, 1072))
-            ask, answers, events = generation(words(30, 1070), 2000, stream=True), [], []
-
-            async def stream() -> None:
-                async with router.stream("POST", "/generate", json=ask) as answer:
-                    async for line in answer.aiter_lines():
-                        events.append(line)
-                        if len(events) == 1:
-                            # The engine now accepts connections and answers none.
-                            os.killpg(hanging.pid, signal.SIGSTOP)
-                            group.start_soon(wait)
-                            group.start_soon(wait)
-
-            async def wait() -> None:
-                answers.append(await generated(router, words(30, 1071)))
-
-            async with anyio.create_task_group() as group:
-                group.start_soon(stream)
-            # The requests without an answer were sent again, and the stream ended with an error.
-            assert len(answers) == 2 and answers[0]["text"] == answers[1]["text"]
-            assert "The engine is gone" in "".join(events[-2:])
-            assert await metric(router, up) == 0
-            os.killpg(hanging.pid, signal.SIGCONT)
-            await wait_for_metric(router, up)
-    finally:
-        await hanging.stop()

@@ -19,7 +19,6 @@ from tests.integration.router.http_calls import (
     generation,
     metric,
     post_json,
-    wait_for_metric,
 )
 from tests.integration.support import start_special_engine, wait_until_idle
 
@@ -106,26 +105,6 @@ async def test_stream_and_its_request_stay_on_one_engine(
             unknown = await other.get("/prompt_streams/nobody")
             assert unknown.status_code == 404
             assert unknown.json()["error"]["code"] == "unknown_stream"
-
-
-async def test_decoding_engine_takes_more_requests(engine: LocalEngine, words: Words) -> None:
-    """The router learns that a prompt is computed although its long answer is not streamed."""
-    full = f'flashmoa_router_engine_saturated{{engine="{engine.url}"}}'
-    async with serve_router(make_options(engine, saturation_margin=0.01)) as router:
-        over: list[str] = []
-
-        async def ask(name: str, tokens: int) -> None:
-            await router.post("/generate", json=generation(words(300, 985), tokens, rid=name))
-            over.append(name)
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(ask, "long", 4000)
-            await wait_for_metric(router, full)
-            await ask("short", 2)
-            assert over == ["short"]
-            group.cancel_scope.cancel()
-    async with EngineClient(engine.url) as watching:
-        await wait_until_idle(watching)
 
 
 async def test_disconnect_aborts_the_request_at_the_engine(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from flashmoa_bench.prefill.mix import TABLE_2, MixRequest, mix
-from flashmoa_bench.routing import benchmark, live, simulation
+from flashmoa_bench.routing import benchmark, live, load, simulation
 from flashmoa_bench.routing.engines import Cache, Machine, best_hit_rate, replay
 
 from flashmoa.router.blocks import token_blocks
@@ -113,6 +113,7 @@ def test_the_benchmark_ranks_policies_and_saves_its_rows(
     speed = {policy: row["throughput"] for policy, row in rows.items()}
     assert speed["prefix_aware"] > speed["cache_aware"] > speed["random"]
     assert rows["prefix_aware"]["hit_rate"] > rows[simulation.PAPER]["hit_rate"]
+    assert rows["prefix_aware"]["hit_rate"] > rows[simulation.SEVERAL]["hit_rate"]
     assert rows["random"]["speedup"] == 1.0
     shown = capsys.readouterr().out
     assert all(name.split(",")[0] in shown for name in rows)
@@ -126,6 +127,17 @@ def test_a_live_round_has_requests_about_documents_and_others() -> None:
     )
     starts = [text[:300] for text in texts]
     assert sorted(starts.count(start) for start in set(starts)) == [1, 1, 1, 1, 3, 3]
+
+
+def test_requests_pass_through_real_routers_to_stub_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "load.json"
+    arguments = ["--routers", "2", "--connections", "4", "--seconds", "1", "--json", str(path)]
+    assert load.main(arguments) == 0
+    results = json.loads(path.read_text())["results"]
+    assert results["requests_per_second"] > 0 and results["cpu_ms_per_request"] > 0
+    assert "requests/s" in capsys.readouterr().out
 
 
 def test_a_running_router_is_given_as_name_and_url() -> None:

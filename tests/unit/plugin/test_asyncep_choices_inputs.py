@@ -142,6 +142,8 @@ def test_the_server_reads_what_is_chosen(
         "server_args": {"prepare_server_args": prepare_server_args},
     }.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**attributes))
+    # On 0.5.12 it would ask SGLang's platforms, which import what is replaced here.
+    monkeypatch.setattr(RELEASE, "server_arguments", lambda argv: argv)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     smi("echo 81559")
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 64 << 30)

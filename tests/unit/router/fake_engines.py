@@ -30,17 +30,23 @@ class FakeEngine:
         streams: the ids of its prompt streams.
         needs_key: whether it refuses requests without the right API key.
         text: what it answers and what it takes tokens for.
+        ranks: the number of data-parallel ranks that it tells.
 
     Attributes:
         requests: the requests that it accepted, except the router's own.
+        named_ranks: the rank that each of these requests named, if any.
         refuses: methods and paths that it answers as while it drains.
     """
 
-    def __init__(self, *streams: str, needs_key: bool = True, text: str = "yes") -> None:
+    def __init__(
+        self, *streams: str, needs_key: bool = True, text: str = "yes", ranks: int = 1
+    ) -> None:
         self._streams = streams
         self._needs_key = needs_key
         self._text = text
+        self._ranks = ranks
         self.requests: list[str] = []
+        self.named_ranks: list[str | None] = []
         self.refuses: set[tuple[str, str]] = set()
 
     def app(self) -> Starlette:
@@ -54,8 +60,11 @@ class FakeEngine:
             return make_json_response({"error": {"code": "draining", "message": "No."}}, 503)
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
             return make_json_response({"error": "Unauthorized"}, 401)
-        if path not in ("/health/ready", "/server_info", "/v1/loads", "/flashmoa/info"):
+        if path == "/flashmoa/info":
+            return make_json_response({"data_parallel_ranks": self._ranks})
+        if path not in ("/health/ready", "/server_info"):
             self.requests.append(f"{request.method} {path}")
+            self.named_ranks.append(request.headers.get("x-data-parallel-rank"))
         if path == STREAMS:
             count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}
             return make_json_response(count if request.method == "GET" else opened)

@@ -29,9 +29,11 @@ def prefixes(tokens: Sequence[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)}
 
 
-def policy(engines: int, measure: Measure, limit: int | None, patience: float = 0.0) -> PrefixAware:
+def policy(
+    engines: int, measure: Measure, limit: int | None, patience: float = 0.0, short: int = 0
+) -> PrefixAware:
     """Return the paper's policy for engines ``e0``, ``e1``, ..., or one with some patience."""
-    routing = PrefixAware(block_tokens=SIZE, patience=patience)
+    routing = PrefixAware(block_tokens=SIZE, patience=patience, short=short)
     for number in range(engines):
         routing.join(f"e{number}", EngineTraits(measure, limit))
     return routing

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashmoa.router.choice import EngineCandidate, choose_engine
 from flashmoa.router.flops import Measure, TokenCount
 from flashmoa.router.policies import EngineTraits, WaitingRequest
-from flashmoa.router.prefix_aware import EngineCandidate, choose_engine
 from tests.unit.router.support import FLOPS, MEASURES, blocks, place, policy
 
 CANDIDATES = st.lists(
@@ -22,6 +22,7 @@ CANDIDATES = st.lists(
         load=st.integers(0, 3),
         saturated=st.booleans(),
         running=st.integers(0, 2),
+        takes_sibling=st.booleans(),
     ),
     max_size=6,
 )
@@ -34,18 +35,30 @@ def test_choice_is_the_best_unsaturated_engine_unless_waiting_pays(
     chosen = choose_engine(candidates, patience)
     free = [one for one in candidates if not one.saturated]
     if not free:
-        assert chosen is None
+        takes = [one for one in candidates if one.takes_sibling and patience]
+        assert (chosen is None) == (not takes) and (chosen is None or chosen in takes)
         return
     longest = [one for one in free if one.matched == max(other.matched for other in free)]
     best = min(longest, key=lambda one: (one.load, one.running))
-    waits = patience > 0 and any(
-        one.saturated
+    worth_waiting = [
+        one
+        for one in candidates
+        if one.saturated
         and one.matched > best.matched
         and patience * (best.cost - one.cost) > one.load - best.load
-        for one in candidates
-    )
-    assert (chosen is None) == waits
-    if chosen is not None:
+    ]
+    if patience and worth_waiting:
+        most = max(one.matched for one in worth_waiting)
+        nearest = min((one.load, one.running) for one in worth_waiting if one.matched == most)
+        first = [
+            one
+            for one in worth_waiting
+            if one.matched == most and (one.load, one.running) == nearest
+        ]
+        assert any(one.takes_sibling == (chosen is not None) for one in first)
+        assert chosen is None or chosen in first
+    else:
+        assert chosen is not None
         assert (chosen.matched, chosen.load, chosen.running) == (
             best.matched, best.load, best.running
         )  # fmt: skip
@@ -128,6 +141,21 @@ def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
     routing.add_blocks("e0", blocks(document).hashes[:2])
     assert routing.load("e0") == 8
     assert routing.route(queue[:1]) == {"sibling": "e0"}
+
+
+def test_short_siblings_do_not_wait_for_a_full_engine_that_has_their_prefix() -> None:
+    routing = policy(2, TokenCount(), 18, patience=8.0, short=3)
+    document = [7] * 16
+    assert place(routing, "first", blocks([*document, 1, 1])) == "e0"
+    routing.admit(WaitingRequest("stranger", blocks([1] * 20)), "e1")
+    assert not routing.takes_requests()
+    # A long sibling waits, and so does a short prompt that shares nothing.
+    assert place(routing, "long", blocks([*document, *[5] * 8])) is None
+    assert place(routing, "other", blocks([3] * 4)) is None
+    siblings = [WaitingRequest(str(number), blocks([*document, 2, number])) for number in range(12)]
+    # Each is 2 tokens more, until e0 has twice as many as it should have; the last three wait.
+    assert routing.route(siblings) == {str(number): "e0" for number in range(9)}
+    assert routing.waiting_tokens("e0") == 36
 
 
 def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:

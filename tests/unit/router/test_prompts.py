@@ -61,17 +61,17 @@ async def test_prompt_of_scores_begins_with_the_query() -> None:
         prompts = PromptHasher(http, lambda: False)
         for name in ("items", "documents"):
             scored = await prompts.blocks({"query": query, name: documents}, "", {})
-            assert scored == text_blocks(query + "".join(documents))
+            assert scored == replace(text_blocks(query + "".join(documents)), items=2)
         objects = {"query": query, "documents": [{"text": text} for text in documents]}
         scored = await prompts.blocks(objects, "", {})
-        assert scored == text_blocks(query + "".join(documents))
+        assert scored == replace(text_blocks(query + "".join(documents)), items=2)
         for inputs in (documents, objects["documents"]):
             classified = await prompts.blocks({"labels": [query], "input": inputs}, "", {})
-            assert classified == text_blocks(query + "".join(documents))
+            assert classified == replace(text_blocks(query + "".join(documents)), items=2)
         one = await prompts.blocks({"query": query, "items": "b"}, "", {})
         assert one == text_blocks(query + "b")
-        tokens = {"query": [1] * 16, "items": [[1] * 8, [1] * 8]}
-        assert await prompts.blocks(tokens, "", {}) == PROMPT
+        tokens = {"query": [1] * 16, "items": [[1] * 16, [1] * 8]}
+        assert await prompts.blocks(tokens, "", {}) == replace(PROMPT, length=40, items=2)
         assert await prompts.blocks({"query": query}, "", {}) == text_blocks(query)
         assert await prompts.blocks({"query": [1] * 32}, "", {}) == PROMPT
         for odd in ({"items": ["b"]}, {"query": [[1]], "items": [["b"]]}):
@@ -83,7 +83,16 @@ async def test_objects_with_any_fields_are_documents() -> None:
     async with httpx.AsyncClient() as http:
         prompts = PromptHasher(http, lambda: False)
         scored = await prompts.blocks({"query": {"text": "q" * 80}, "documents": documents}, "", {})
-        assert scored == text_blocks("q" * 80 + "a" * 50 + "b" * 50 + "c" * 100)
+        text = "q" * 80 + "a" * 50 + "b" * 50 + "c" * 100
+        assert scored == replace(text_blocks(text), items=2)
+
+
+async def test_list_of_token_prompts_has_the_blocks_of_the_first_and_the_length_of_all() -> None:
+    async with httpx.AsyncClient() as http:
+        prompts = PromptHasher(http, lambda: False)
+        for name in ("input_ids", "prompt", "input"):
+            found = await prompts.blocks({name: [[1] * 32, [1] * 8, [2] * 4]}, "", {})
+            assert found == replace(PROMPT, length=44, items=3)
 
 
 async def test_only_the_beginning_of_a_long_list_is_tokenised_and_all_of_it_is_counted() -> None:
@@ -99,7 +108,8 @@ async def test_only_the_beginning_of_a_long_list_is_tokenised_and_all_of_it_is_c
         prompts = PromptHasher(http, lambda: True)
         for _ in range(2):
             blocks = await prompts.blocks({"query": "q" * 5000, "items": items}, "http://a", {})
-            assert blocks == replace(token_blocks([1] * 1000), length=1000 + (100_000 - 4096) // 4)
+            length = 1000 + (100_000 - 4096) // 4
+            assert blocks == replace(token_blocks([1] * 1000), length=length, items=100)
         messages = [{"role": "user", "content": "q"}]
         chat = await prompts.blocks({"messages": messages, "items": items}, "http://a", {})
         assert chat.length == 1000 + 25_000

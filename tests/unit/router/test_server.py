@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -18,7 +17,7 @@ from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_
 from flashmoa.router.connections import open_connections
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engine_pool import merge_info
-from flashmoa.router.engines import EngineMonitor, PrefillPoller, RoutedEngine
+from flashmoa.router.engines import EngineMonitor, RoutedEngine
 from flashmoa.router.errors import EngineLost, NoEngine, QueueFull
 from flashmoa.router.flops import TokenCount
 from flashmoa.router.kv_events import EventSource
@@ -55,6 +54,24 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     assert served == [2, 3] and dispatcher.waiting == 0
 
 
+async def test_short_sibling_overtakes_the_queue_of_a_full_engine() -> None:
+    dispatcher = Dispatcher(PrefixAware())
+    dispatcher.join("a", SMALL)
+    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            async with dispatcher.place(token_blocks([2] * 32)):
+                pass
+
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert dispatcher.waiting == 1
+        with anyio.fail_after(5):
+            async with dispatcher.place(token_blocks([1] * 33)) as place:
+                assert place.engine == "a" and dispatcher.waiting == 1
+        group.cancel_scope.cancel()
+
+
 async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.join("a", SMALL)
@@ -62,7 +79,7 @@ async def test_waiting_request_fails_if_no_engine_is_left() -> None:
 
     async def ask() -> None:
         try:
-            async with dispatcher.place(PROMPT) as place:
+            async with dispatcher.place(token_blocks([2] * 32)) as place:
                 outcomes.append(place.engine)
         except NoEngine:
             outcomes.append("none")
@@ -95,23 +112,7 @@ async def test_engine_too_busy_to_send_its_settings_is_asked_again() -> None:
     assert engine.is_up and engine.events == (EventSource("tcp://engine:7"),)
 
 
-async def test_engine_that_never_sends_its_settings_joins_after_some_attempts() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/server_info":
-            raise httpx.ReadTimeout("busy")
-        return httpx.Response(200, json={})
-
-    dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
-    probes = 0
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        monitor = EngineMonitor(http, dispatcher)
-        while not engine.is_up and probes < 20:
-            await monitor.probe(engine)
-            probes += 1
-    assert 1 < probes < 20 and list(dispatcher.engines) == ["http://engine"]
-
-
-async def test_draining_engine_gets_no_requests_and_finishes_those_that_it_has() -> None:
+async def test_draining_engine_gets_no_requests() -> None:
     status = 200
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -120,39 +121,42 @@ async def test_draining_engine_gets_no_requests_and_finishes_those_that_it_has()
 
     dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        monitor = EngineMonitor(http, dispatcher, hung_seconds=0)
+        monitor = EngineMonitor(http, dispatcher)
         await monitor.probe(engine)
-        with engine.hang_scope() as running:
-            for status in (503, 404, 503):  # A stock engine has no such route.
-                await monitor.probe(engine)
-                assert engine.is_up == (status == 404) == bool(dispatcher.engines)
-            await anyio.lowlevel.checkpoint()
-        assert not running.cancelled_caught
+        for status in (503, 404, 503):  # A stock engine has no such route.
+            await monitor.probe(engine)
+            assert engine.is_up == (status == 404) == bool(dispatcher.engines)
 
 
-async def test_requests_to_a_hung_engine_are_cancelled() -> None:
-    is_silent = False
+@pytest.mark.parametrize(
+    ("error", "stays", "stays_after_a_loss"),
+    [
+        (httpx.ReadTimeout("busy"), True, False),
+        (httpx.RemoteProtocolError("closed"), True, False),
+        (httpx.ConnectError("refused"), False, False),
+        (httpx.ConnectTimeout("its host is gone"), False, False),
+        (None, True, True),
+    ],
+)
+async def test_silent_engine_leaves_only_if_it_also_lost_a_connection(
+    error: Exception | None, stays: bool, stays_after_a_loss: bool
+) -> None:
+    failure: Exception | None = None
 
-    async def answer(_request: httpx.Request) -> httpx.Response:
-        if is_silent:
-            raise httpx.ReadTimeout("silence")
+    def answer(_request: httpx.Request) -> httpx.Response:
+        if failure is not None:
+            raise failure
         return httpx.Response(200, json={})
 
     dispatcher, engine = Dispatcher(PrefixAware()), RoutedEngine("http://engine")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        patient, monitor = (EngineMonitor(http, dispatcher, hung_seconds=s) for s in (60.0, 0.0))
-        await monitor.probe(engine)
-        is_silent = True
-        with engine.hang_scope() as waiting:
-            # A busy engine is silent, too, but only for a short time.
-            await patient.probe(engine)
-            assert engine.is_up
+        monitor = EngineMonitor(http, dispatcher)
+        for check, expected in ((monitor.probe, stays), (monitor.recheck, stays_after_a_loss)):
+            failure = None
             await monitor.probe(engine)
-            await anyio.sleep_forever()
-        assert waiting.cancelled_caught and not engine.is_up and not dispatcher.engines
-        is_silent = False
-        await monitor.probe(engine)
-    assert engine.is_up
+            failure = error
+            await check(engine)
+            assert engine.is_up == bool(dispatcher.engines) == expected
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ async def test_requests_to_a_hung_engine_are_cancelled() -> None:
     ],
 )
 @pytest.mark.parametrize("told", [None, 50])
-async def test_settings_of_one_rank_are_multiplied_by_the_ranks(
+async def test_settings_of_one_rank_are_multiplied_by_ranks_that_cannot_be_named(
     info: dict[str, int], saturation: int, blocks: int, told: int | None
 ) -> None:
     """An engine with the plugin tells its largest forward, which may be smaller than its chunks."""
@@ -202,24 +206,6 @@ async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
     assert policy.matched_tokens("a", other) == 32
     with dispatcher.place_at("gone", PROMPT) as place:
         place.finish_prefill()
-
-
-async def test_prompts_count_as_computed_when_a_later_snapshot_shows_fewer_waiting() -> None:
-    policy = PrefixAware()
-    dispatcher = Dispatcher(policy)
-    dispatcher.join("a", EngineTraits(TokenCount()))
-    async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
-        poller = PrefillPoller(http, "http://a")
-        for number in range(3):
-            place = await stack.enter_async_context(dispatcher.place(token_blocks([number] * 32)))
-            stack.enter_context(poller.follow(place))
-        loads: list[int] = []
-        # The first snapshot is older than the requests, the second one is the first again, and the
-        # last three show two, one and no waiting requests.
-        for waiting, made in ((0, 1.0), (0, 1.0), (0, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
-            poller.apply_snapshot(waiting, made)
-            loads.append(policy.load("a"))
-    assert loads == [96, 96, 96, 64, 32, 0]
 
 
 def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
@@ -269,7 +255,7 @@ def test_merged_info_has_the_abilities_of_all_engines() -> None:
     one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
-    assert merge_info([one, other]) == expected
+    assert merge_info([one, other]) == expected | {"data_parallel_ranks": 1}
 
 
 def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ def keep_busy(routing: PrefixAware, limit: int, long: int) -> None:
 
 
 def test_every_waiting_request_is_considered_some_time() -> None:
-    routing = PrefixAware(patience=1000.0, window=4, ageing=1 << 30, block_tokens=SIZE)
+    routing = PrefixAware(patience=1000.0, window=4, ageing=1 << 30, short=0, block_tokens=SIZE)
     keep_busy(routing, limit=20, long=40)
     # All of these wait for the engine that has their document, and fill the head of the queue.
     queue = [WaitingRequest(str(number), blocks([*DOCUMENT, number])) for number in range(9)]
@@ -30,7 +30,7 @@ def test_every_waiting_request_is_considered_some_time() -> None:
 
 
 def test_request_that_is_overtaken_again_and_again_loses_patience() -> None:
-    routing = PrefixAware(patience=8.0, ageing=5, block_tokens=SIZE)
+    routing = PrefixAware(patience=8.0, ageing=5, short=0, block_tokens=SIZE)
     keep_busy(routing, limit=40, long=100)
     held = WaitingRequest("held", blocks([*DOCUMENT, 1]))
     overtaken = 0

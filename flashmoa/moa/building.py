@@ -55,6 +55,8 @@ def check_parts(config: MixtureConfig) -> None:
     if kind == "mixture":
         sizes = Topology.of(widths, config.topology).cluster_sizes()
     check_quorums(_quorums(config, len(sizes)), sizes)
+    if any(layer.quorum is not None for layer in config.layers[len(sizes) :]):
+        raise ValueError("the last layer has a quorum, but nobody waits for its answers; remove it")
 
 
 def _quorums(config: MixtureConfig, layers: int) -> list[Quorum | None]:

@@ -5,6 +5,7 @@ send the next request when the last one is answered, with prompts and answers of
 row is played again with stock SGLang on the modelled GPU. An error is modelled over measured, less
 one. TTFT: mean time to the first token. TPOT: mean time between the tokens that follow. With
 several slowdowns, each row is played with each; their times, without the slowdown, should agree.
+Rows for which this machine is too slow are left out, and named.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from statistics import mean, median
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.modelled_gpus import (
     TOLERATED_SHARE,
@@ -125,24 +126,32 @@ async def _main(arguments: argparse.Namespace) -> None:
         tiny_model, "test", tokenizer_texts(arguments), model_cache(arguments)
     )
     compared: list[Compared] = []
+    left_out: list[str] = []
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(local_engines())
         bar = stack.enter_context(progress_bar(report.console))
         task = bar.add_task("rows", total=len(rows))
         for row in rows:
             bar.update(task, description=row.name)
-            compared += [
-                await _play(engines, f"hash:{model}", row, slowdown)
-                for slowdown in arguments.device_slowdown
-            ]
+            try:
+                compared += [
+                    await _play(engines, f"hash:{model}", row, slowdown)
+                    for slowdown in arguments.device_slowdown
+                ]
+            except EngineError as error:
+                report.console.print(f"{row.name} is left out: {error}", highlight=False)
+                left_out.append(row.name)
             bar.advance(task)
+    if not compared:
+        raise EngineError("no row could be played: give --rows other rows, or a faster machine")
     show(compared, report.console)
     report.save(
         {
             "rows": [
                 {**asdict(each), "ttft_error": each.ttft_error, "tpot_error": each.tpot_error}
                 for each in compared
-            ]
+            ],
+            "left_out": left_out,
         }
     )
 

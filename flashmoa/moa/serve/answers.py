@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -119,9 +120,9 @@ def without_urls(text: str, engines: Mapping[str, str]) -> str:
 
     Args: engines: the name of each URL.
     """
-    # One URL may be the beginning of another.
-    for url in sorted(engines, key=len, reverse=True):
-        text = text.replace(url, engines[url])
+    for url, name in engines.items():
+        # One URL may be the beginning of another: of another port or host.
+        text = re.sub(rf"{re.escape(url)}(?![\w-]|[.:]\w)", lambda _, name=name: name, text)
     return text
 
 

@@ -48,8 +48,10 @@ class ServedSystem:
         Raises: ConfigError, FlashMoAError as :meth:`MixtureConfig.build`.
         """
         unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if config.overlaps else {}
+        # This comes first, since it names the system where a URL is wrong.
+        system = await config.build(stack)
         engines = {url: f"engine {number}" for number, url in enumerate(_list_urls(config), 1)}
-        return cls(config.name, await config.build(stack), {**_TOOLS, **unsupported}, engines)
+        return cls(config.name, system, {**_TOOLS, **unsupported}, engines)
 
     def check(self, chat: ChatQuestion) -> None:
         """Refuse what the model cannot do. Raises: ChatRequestRefused"""
@@ -64,4 +66,6 @@ def _list_urls(config: MixtureConfig) -> list[str]:
     """Return the URLs of the engines, each once, as messages of errors have them."""
     models = [model for layer in config.layers for model in layer.models]
     urls = [url for model in (*models, *config.fallback.models) for url in model.urls]
+    if config.early_exit is not None and config.early_exit.embedder != "local":
+        urls.append(config.early_exit.embedder)
     return list(dict.fromkeys(map(engine_url, urls)))

@@ -101,6 +101,13 @@ def test_a_staircases_quorum_has_no_more_answers_than_proposers(tmp_path: Path) 
         read(tmp_path, text)
 
 
+def test_a_quorum_of_a_layer_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    quorum = "quorum = {answers = 1, seconds = 1}"
+    layers = f"layers = [{{models = ['small', 'small']}}, {{models = ['small'], {quorum}}}]"
+    with pytest.raises(ConfigError, match="the last layer has a quorum"):
+        read(tmp_path, f"{layers}\n{MODELS}")
+
+
 def test_a_model_that_nobody_uses_is_checked_too(tmp_path: Path) -> None:
     unused = '[models.unused]\nengine = "http://a"\ntemprature = 1\n'
     problem = "models.unused has no key 'temprature': did you mean 'temperature'"

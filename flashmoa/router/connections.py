@@ -19,9 +19,11 @@ from flashmoa.router.errors import EngineLost
 
 # An answer may take any time, because the router's clients decide how long they wait for it.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-# TCP probes show within half a minute that a host has vanished without closing its connections,
-# even while the router waits for a long answer.
-_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# TCP shows within half a minute that a host has vanished without closing its connections: probes,
+# while the router waits for a long answer, and a limit, while a request is not acknowledged.
+_PROBES = {
+    "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000
+}  # fmt: skip
 # Headers that aiohttp would add to the client's.
 _ADDED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)

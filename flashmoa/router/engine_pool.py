@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -19,6 +19,8 @@ _MAX_REMEMBERED_STREAMS = 100_000
 # The status of a stream that the engine had and no longer has.
 _GONE = 410
 _TIMEOUT_SECONDS = 60.0
+# How long a request waits to learn which engine has its prompt stream. It runs without, too.
+_LOOKUP_SECONDS = 5.0
 
 
 class EnginePool:
@@ -66,12 +68,20 @@ class EnginePool:
             AllEnginesRefused: if every engine refuses the API key.
         """
         if (place := self._stream_places.get(stream)) is not None:
-            if self._engines[split_place(place)[0]].is_up:
+            engine = self._engines[split_place(place)[0]]
+            # After a restart it may have fewer data-parallel ranks.
+            if engine.is_up and place in engine.places:
                 return place
             self.forget_stream(stream)
         if not (stream.isascii() and stream.isalnum()):
             return None
-        replies = await self.ask_all("GET", f"{STREAMS}/{stream}", headers)
+        replies = await self.ask_all(
+            "GET",
+            f"{STREAMS}/{stream}",
+            headers,
+            seconds=_LOOKUP_SECONDS,
+            enough=lambda reply: reply.status_code in (200, _GONE),
+        )
         for engine, reply in replies.items():
             if reply.status_code in (200, _GONE):
                 self.remember_stream(stream, engine)
@@ -99,9 +109,19 @@ class EnginePool:
         return [parse_object(reply.body) for reply in accepted]
 
     async def ask_all(
-        self, method: str, target: str, headers: Mapping[str, str]
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        *,
+        seconds: float = _TIMEOUT_SECONDS,
+        enough: Callable[[Response], bool] = lambda _: False,
     ) -> dict[str, Response]:
         """Send a request to all engines that are up. Return the replies by engine.
+
+        Args:
+            seconds: how long to wait for each.
+            enough: returns whether a reply is all that is wanted, so that no other is waited for.
 
         Raises: NoEngine if no engine replies.
         """
@@ -109,7 +129,7 @@ class EnginePool:
 
         async def ask(engine: str) -> None:
             try:
-                with anyio.move_on_after(_TIMEOUT_SECONDS):
+                with anyio.move_on_after(seconds):
                     # Reading a state and emptying a cache can both be repeated.
                     answer, content = await self._connections.exchange(
                         method, engine + target, headers, b"", RetryRule.ALWAYS
@@ -117,6 +137,8 @@ class EnginePool:
                     answer.close()
                     media_type = answer.content_type
                     replies[engine] = Response(content, answer.status, media_type=media_type)
+                    if enough(replies[engine]):
+                        group.cancel_scope.cancel()
             except EngineLost:
                 return
 

@@ -49,6 +49,8 @@ class RoutedEngine:
     ranks: int = 1
     events: tuple[EventSource, ...] = ()
     described: anyio.Event = field(default_factory=anyio.Event)
+    # Held while it joins, so that its ranks do not change meanwhile.
+    joining: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
     def places(self) -> list[str]:
@@ -111,9 +113,13 @@ class EngineMonitor:
             self._leave(engine)
 
     async def _join(self, engine: RoutedEngine) -> None:
-        traits = await self._ask_traits(engine)
-        if traits is None or engine.is_up:
-            return  # A later probe asks again, or another probe has let it join.
+        async with engine.joining:
+            # Another probe may have let it join.
+            traits = None if engine.is_up else await self._ask_traits(engine)
+            if traits is not None:
+                self._let_in(engine, traits)
+
+    def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
         engine.unit, engine.saturation = traits.measure.unit, traits.saturation
         engine.is_up = True
         engine.described.set()
@@ -157,6 +163,8 @@ class EngineMonitor:
             own = await self._http.get(f"{engine.url}/flashmoa/info", timeout=_PROBE_SECONDS)
         except httpx.HTTPError:
             return None
+        if own.status_code >= 500:
+            return None  # It has the plugin, which has not said how many ranks there are.
         if settings.status_code in (401, 403):
             text = (
                 "%s does not tell its settings without its API key, so defaults are used; "

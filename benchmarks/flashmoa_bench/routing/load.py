@@ -67,9 +67,10 @@ async def _measure(routers: int, connections: int, seconds: float) -> tuple[int,
             group.start_soon(listener.serve, _answer)
         with ExitStack() as stack:
             ports = [free_port() for _ in range(routers)]
-            started = [stack.enter_context(_start(urls, port)) for port in ports]
-            for process in started:
-                stack.callback(process.terminate)
+            started: list[subprocess.Popen[bytes]] = []
+            for port in ports:
+                started.append(stack.enter_context(_start(urls, port)))
+                stack.callback(started[-1].terminate)
             for port in ports:
                 await _wait_until_ready(port)
             cpu -= sum(map(_cpu_seconds, started))

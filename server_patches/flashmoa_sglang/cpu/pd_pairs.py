@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -22,12 +22,17 @@ def prepare_pd_pairs(server_args: Any) -> None:
     """Patch this process if it is a scheduler of a PD pair."""
     if server_args.disaggregation_mode in (None, "null"):
         return
+    _patch_scheduler()
+    if server_args.disaggregation_transfer_backend == "nixl":
+        _patch_nixl()
+
+
+@cache
+def _patch_scheduler() -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     scheduler_class: Any = Scheduler
     scheduler_class.on_idle = _sleep_if_busy(Scheduler.on_idle)
-    if server_args.disaggregation_transfer_backend == "nixl":
-        _patch_nixl()
 
 
 def _sleep_if_busy(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -46,6 +51,7 @@ def _sleep_if_busy(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return on_idle
 
 
+@cache
 def _patch_nixl() -> None:
     """Let nixl register the KV pool as host memory, and wait for events instead of polling.
 

@@ -278,8 +278,9 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
         if stream is not None and _publishes(scheduler, req):
             if state.shared is None:
                 RELEASE.publish(scheduler, req)
-            # Otherwise SGLang would go through the tree once more with the result.
-            req.skip_radix_cache_insert = True
+            # Otherwise SGLang would go through the tree once more with the result. It does so to
+            # write the KV to host memory.
+            req.skip_radix_cache_insert = not scheduler.enable_hierarchical_cache
             state.pins.replace(stream, pin_published(scheduler, req))
             state.streams.settle(req)
 

@@ -163,7 +163,8 @@ class QueuedTokens:
 def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
     """Give a request of a built batch KV that has been published since the batch was built.
 
-    Set its table row, prefix and lock as if it had matched that KV when the batch was built.
+    Set its table row, prefix and lock as if it had matched that KV when the batch was built. This
+    is for releases in which requests share within a forward, which 0.5.23 is not.
 
     Raises: AssertionError if the KV is not in the radix tree.
     """

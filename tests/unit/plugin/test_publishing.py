@@ -25,6 +25,7 @@ def scheduler(role: str, overlap: bool) -> Any:
         tree_cache=SimpleNamespace(),
         server_args=SimpleNamespace(disaggregation_mode=role),
         enable_overlap=overlap,
+        enable_hierarchical_cache=False,
         disable_radix_cache=False,
         page_size=1,
         chunked_req=None,

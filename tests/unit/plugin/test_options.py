@@ -94,6 +94,7 @@ def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list
         spec = find_spec("sglang")
         assert spec is not None and spec.origin is not None
         folder = Path(spec.origin).parent
+    assert folder.is_dir(), f"{folder} is missing: run make .cache/sglang/{release}/.ready"
     (source,) = (folder / "srt").rglob("server_args_config_parser.py")
     merger = runpy.run_path(str(source))["ConfigArgumentMerger"](parser)
     return merger.merge_config_with_args(["--config", str(file)])

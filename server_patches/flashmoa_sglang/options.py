@@ -199,6 +199,11 @@ class Options:
         return cls(**values)
 
 
+def is_own(argument: str) -> bool:
+    """Return whether an argument, without its ``--``, is one of the plugin's."""
+    return argument.startswith("flashmoa-")
+
+
 def is_given(name: str) -> bool:
     """Return whether the user has given an option, by its argument or in the environment."""
     return _environment_variable(name) in os.environ
@@ -229,8 +234,11 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser, prefix: str = 
         )
 
 
-class _EnvironmentAction(argparse.Action):
-    """Puts an argument into the environment, and checks it."""
+class _EnvironmentAction(argparse._StoreAction):
+    """Puts an argument into the environment, and checks it.
+
+    It is a kind of ``store``, because SGLang takes few others from a ``--config`` file.
+    """
 
     def __call__(
         self,
@@ -239,7 +247,12 @@ class _EnvironmentAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        os.environ[_environment_variable(self.dest.removeprefix("flashmoa_"))] = values
+        name = self.dest.removeprefix("flashmoa_")
+        choices = {option.name: option.metadata["choices"] for option in fields(Options)}
+        if "off" in choices[name]:
+            # In a file, YAML takes an unquoted on or off for a truth value.
+            values = {"true": "on", "false": "off"}.get(values.lower(), values)
+        os.environ[_environment_variable(name)] = values
         try:
             Options.from_environment()
         except ValueError as error:

@@ -28,6 +28,10 @@ _NOT_RECKONED: dict[str, Any] = {
     "pp": 1,
     "ep": 1,
     "nnodes": 1,
+    "attn_dp_size": 1,
+    "attn_cp_size": 1,
+    "moe_dp_size": 1,
+    "dcp_size": 1,
     "enable_dp_attention": False,
     "moe_a2a_backend": "none",
 }
@@ -99,10 +103,11 @@ def _read_config_file(argv: Sequence[str]) -> list[str]:
     try:
         file = argv[argv.index("--config") + 1]
         values: dict[str, Any] = yaml.safe_load(Path(file).read_text()) or {}
+        # None of the plugin's arguments is a flag.
         in_file = [
-            f"--{name}" if value is True else f"--{name}={value}"
+            f"--{name}" if value is True and not options.is_own(name) else f"--{name}={value}"
             for name, value in values.items()
-            if value is not False
+            if value is not False or options.is_own(name)
         ]
     except (AttributeError, IndexError, OSError, ValueError, yaml.YAMLError):
         # SGLang will end for the same reason, and say it.
@@ -133,6 +138,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, short in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp"), ("expert", "ep")):
         flags = f"--{name}-parallel-size", f"--{short}-size", f"--{short}"
         parser.add_argument(*flags, dest=short, type=int, default=1)
+    for name, short in (
+        ("attention-data", "attn-dp"),
+        ("attention-context", "attn-cp"),
+        ("moe-data", "moe-dp"),
+        ("decode-context", "dcp"),
+    ):
+        parser.add_argument(f"--{short}-size", f"--{name}-parallel-size", type=int, default=1)
     return parser.parse_known_args(argv)[0]
 
 
@@ -145,6 +157,8 @@ def _ask_nvidia_smi(command: argparse.Namespace) -> int:
         raise ValueError("no GPU is used")
     servers = 1 if command.enable_dp_attention else command.dp
     count = command.tp * command.pp * servers // command.nnodes
+    if count < 1:
+        raise ValueError(f"--nnodes {command.nnodes} machines are more than the GPUs (--tp-size)")
     first, step = command.base_gpu_id, command.gpu_id_step
     numbers = range(first, first + count * step, step)
     visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))

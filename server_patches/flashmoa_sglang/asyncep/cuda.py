@@ -145,7 +145,9 @@ class CudaDevice:
         address = _call("cuMemAddressReserve", whole, 0, 0, 0)
         _call("cuMemMap", address, whole, 0, handle, 0)
         access = driver.CUmemAccessDesc()
-        access.location = self._properties().location
+        # The location is a part of the properties' memory, which goes with their last reference.
+        properties = self._properties()
+        access.location = properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         _call("cuMemSetAccess", address, whole, [access], 1)
         _call("cuMemRelease", handle)

@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 
 _GIB = 1 << 30
+# What the kernel frees before it kills a process: cached files, and its own caches.
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def require(size: int, purpose: str, available: int | None = None) -> None:
@@ -46,6 +48,5 @@ def available_bytes(root: Path = Path("/")) -> int:
             statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
         except (OSError, ValueError):
             continue  # No limit, or not told here.
-        # The kernel frees cached files before it kills a process.
-        limits.append(limit - used + int(statistics.get("inactive_file", 0)))
+        limits.append(limit - used + sum(int(statistics.get(name, 0)) for name in _RECLAIMABLE))
     return max(0, min(limits))

@@ -154,21 +154,14 @@ class ShareExchange:
         rank, size = self._replica.rank, self._replica.size
         self._own = Introduction(rank, size, experts, on_device, rank, place)
 
-    def find(self) -> Share | None:
+    def find(self, deadline: float) -> Share | None:
         """Return this replica's share if another one has it, from the time before a restart.
 
-        Raises: ReplicaError if one of the replicas refuses the other.
+        Args: deadline: as of :meth:`obtain`, for replicas that run but do not answer.
+        Raises: ReplicaError at the deadline, or if one of the replicas refuses the other.
         """
-        rank = self._replica.rank
-        for peer in range(self._replica.size):
-            if peer != rank:
-                try:
-                    share = self._ask(peer, rank)
-                except (ConnectionError, TimeoutError, BlockingIOError):
-                    continue
-                if share is not None:
-                    return share
-        return None
+        peers = (peer for peer in range(self._replica.size) if peer != self._replica.rank)
+        return next(filter(None, (self._find_at(peer, deadline) for peer in peers)), None)
 
     def offer(self, share: Share) -> None:
         """Give this replica's share to every replica that asks from now on.
@@ -269,6 +262,20 @@ class ShareExchange:
         if problem := own.problem(answer):
             raise ReplicaError(problem)
         return Share(answer.place, descriptors) if answer.share == rank else None
+
+    def _find_at(self, peer: int, deadline: float) -> Share | None:
+        while True:
+            try:
+                return self._ask(peer, self._replica.rank)
+            except ConnectionRefusedError:  # That replica does not listen yet, or has ended.
+                return None
+            except (ConnectionError, TimeoutError, BlockingIOError) as error:
+                if time.monotonic() > deadline:
+                    raise ReplicaError(
+                        f"{self._replica} does not learn whether replica {peer} has its share, "
+                        f"because that does not answer: end replica {peer} if it hangs"
+                    ) from error
+            time.sleep(_RETRY_SECONDS)
 
     def _introduction(self) -> Introduction:
         if self._own is None:

@@ -80,10 +80,13 @@ class GpuSegment:
         self._end = 0
 
     def append(self, piece: torch.Tensor) -> None:
+        """Write a piece, and wait until that is done.
+
+        The caller may free the piece then, and other processes do not see this one's streams.
+        """
         start, self._end = self._end, self._end + piece.nbytes
         self._gpu.copy(self._gpu.current_stream(), self._memory[start : self._end], piece)
+        self._gpu.synchronize()
 
     def finish(self) -> torch.Tensor:
-        """Wait until everything has been written: other processes do not see this one's streams."""
-        self._gpu.synchronize()
         return self._memory

@@ -169,7 +169,7 @@ def share_experts(
     sharing = Sharing(packed, gpu, replica, on_device)
     exchange.introduce(_digest(packed), CPU if gpu is None else gpu.place, on_device)
     # If this replica was running before, the others still use its share.
-    if share := exchange.find():
+    if share := exchange.find(time.monotonic() + wait):
         own = sharing.map(replica.rank, share)
     else:
         share, own = sharing.store()

@@ -113,6 +113,11 @@ def test_tensor_parallelism_divides_weights_and_forwards(
         ("--pp-size 2", "that is not reckoned for --pp-size"),
         ("--tp 2 --ep 2", "that is not reckoned for --ep-size"),
         ("--nnodes 2 --tp 16", "that is not reckoned for --nnodes"),
+        ("--tp 2 --attn-dp-size 2", "that is not reckoned for --attn-dp-size"),
+        ("--tp 2 --attn-cp-size 2", "that is not reckoned for --attn-cp-size"),
+        ("--tp 2 --attention-context-parallel-size 2", "that is not reckoned for --attn-cp-size"),
+        ("--tp 2 --moe-dp-size 2", "that is not reckoned for --moe-dp-size"),
+        ("--tp 2 --dcp-size 2", "that is not reckoned for --dcp-size"),
         ("--tp 2 --dp 2 --enable-dp-attention", "that is not reckoned for --enable-dp-attention"),
         ("--moe-a2a-backend deepep", "that is not reckoned for --moe-a2a-backend"),
         (

@@ -47,6 +47,18 @@ def test_a_file_of_arguments_is_read_as_the_command_line(
     assert "not" not in capsys.readouterr().err.replace("is no expert", "")
 
 
+@pytest.mark.parametrize(("mode", "kv_cache"), [("off", "on"), ("h2d", "off")])
+def test_on_and_off_in_a_file_are_no_truth_values(
+    tmp_path: Path, mode: str, kv_cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(f"flashmoa-asyncep: {mode}\nflashmoa-kv-cache: {kv_cache}\n")
+    argv = ["--model-path", MODEL, "--config", str(file)]
+    result = choices.add_choices(argv, h100, host_bytes=64 << 30)
+    assert (result == argv) == (mode == "off")
+    assert ("without chunks" in capsys.readouterr().err) == (kv_cache == "off")
+
+
 @pytest.mark.parametrize("text", [None, "- a list", "a: [", "a: 1"])
 def test_a_file_of_arguments_that_cannot_be_read_is_left_to_sglang(
     tmp_path: Path, text: str | None
@@ -128,6 +140,15 @@ def test_a_gpu_whose_memory_is_not_known_is_left_to_the_user(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert choose("--base-gpu-id 1" if visible else "", free_memory=None) == []
     assert f"nothing is chosen, because {problem}" in capsys.readouterr().err
+
+
+def test_more_machines_than_gpus_are_named(
+    smi: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    smi("echo 81559")
+    assert choose("--nnodes 2", free_memory=None) == []
+    problem = "nothing is chosen, because --nnodes 2 machines are more than the GPUs"
+    assert problem in capsys.readouterr().err
 
 
 def test_the_server_reads_what_is_chosen(

@@ -27,6 +27,24 @@ libc_mmap.restype = ctypes.c_void_p
 libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
+class FakeProperties:
+    """An allocation's properties, whose location is valid only as long as they are."""
+
+    def __init__(self) -> None:
+        self.location = SimpleNamespace()
+
+    def __del__(self) -> None:
+        vars(self.location).clear()
+
+
+class FakeAccess:
+    """A description of an access, which copies the location that it is given."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_location = name == "location"
+        super().__setattr__(name, SimpleNamespace(**vars(value)) if is_location else value)
+
+
 class FakeDriver:
     """The functions of cuda-python's driver API that allocate, pass on and map memory.
 
@@ -55,10 +73,10 @@ class FakeDriver:
         return super().__getattribute__(name)
 
     def CUmemAllocationProp(self) -> Any:
-        return SimpleNamespace(location=SimpleNamespace())
+        return FakeProperties()
 
     def CUmemAccessDesc(self) -> Any:
-        return SimpleNamespace()
+        return FakeAccess()
 
     def cuMemGetAllocationGranularity(self, properties: Any, flag: int) -> tuple[int, int]:
         assert properties.type == "pinned" and flag == 1

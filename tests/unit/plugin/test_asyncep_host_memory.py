@@ -45,14 +45,17 @@ def write_group(root: Path, path: str, limit: str, used: int, cached: int) -> No
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+    tenth = cached // 10
+    (folder / "memory.stat").write_text(
+        f"anon 5\ninactive_file {6 * tenth}\nactive_file {3 * tenth}\nslab_reclaimable {tenth}\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("own", "limit_of_parent", "available"),
     [("/", "max", 600), ("/", "500", 300), ("/a/b", "max", 70), ("/a/b", "100", 50)],
 )
-def test_a_containers_limit_counts_without_the_files_that_it_has_cached(
+def test_a_containers_limit_counts_without_what_the_kernel_has_cached(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     own: str,

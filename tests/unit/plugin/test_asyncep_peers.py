@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from flashmoa_sglang.asyncep.replicas import ReplicaError
+from flashmoa_sglang.asyncep.segments import GpuSegment
 from flashmoa_sglang.asyncep.slots import StreamCopier
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +61,16 @@ def test_a_restarted_replica_gets_back_the_share_that_the_others_still_use() -> 
             assert torch.equal(kept.memory, mapped.memory)
             kept.memory[0] ^= 0xFF
     group.stop()
+
+
+def test_a_piece_may_be_freed_as_soon_as_it_is_in_the_segment() -> None:
+    gpu: Any = FakeGpu()
+    segment = GpuSegment(8, gpu)
+    for start in (0, 4):
+        segment.append(piece := torch.arange(start, start + 4, dtype=torch.uint8))
+        piece.fill_(99)
+    assert segment.finish().tolist() == list(range(8))
+    os.close(segment.descriptor)
 
 
 def test_gpus_that_do_not_reach_each_other_are_refused() -> None:

@@ -186,6 +186,39 @@ def test_waiting_for_a_replica_ends(group: str) -> None:
             exchange.obtain(1, time.monotonic())
 
 
+@pytest.mark.parametrize("failure", [TimeoutError, BlockingIOError, ConnectionResetError])
+def test_a_running_replica_that_does_not_answer_is_asked_again_for_the_old_share(
+    group: str, monkeypatch: pytest.MonkeyPatch, failure: type[OSError]
+) -> None:
+    def join(stack: ExitStack, rank: int) -> ShareExchange:
+        exchange = stack.enter_context(closing(ShareExchange(Replica(group, rank, 2))))
+        exchange.introduce("digest", CPU, 1.0)
+        return exchange
+
+    ask, left = ShareExchange._ask, 2
+
+    def ask_in_vain(exchange: ShareExchange, peer: int, rank: int) -> Share | None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise failure
+        return ask(exchange, peer, rank)
+
+    with ExitStack() as stays:
+        peer = join(stays, 1)
+        peer.offer(Share(CPU, []))
+        with ExitStack() as ends:
+            before = join(ends, 0)
+            before.offer(Share(CPU, []))
+            peer.obtain(0, time.monotonic() + WAIT)
+        again = join(stays, 0)
+        monkeypatch.setattr(ShareExchange, "_ask", ask_in_vain)
+        assert again.find(time.monotonic() + WAIT) == Share(CPU, [])
+        left = 1
+        with pytest.raises(ReplicaError, match="end replica 1 if it hangs"):
+            again.find(time.monotonic())
+
+
 def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
     with closing(ShareExchange(Replica(group, 0, 2))) as exchange, ExitStack() as stack:
         exchange.introduce("digest", CPU, 1.0)

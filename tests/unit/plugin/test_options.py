@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import runpy
 from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flashmoa_sglang.asyncep import problem
 from flashmoa_sglang.options import Options, add_arguments
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.releases import RELEASE, TESTED, installed
+
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -79,6 +85,48 @@ def test_an_invalid_value_is_refused_and_its_argument_named(
 def test_the_place_of_a_replica_is_read_from_its_argument(parser: argparse.ArgumentParser) -> None:
     parser.parse_args(["--flashmoa-asyncep-replica", "1/2", "--flashmoa-asyncep", "d2d"])
     assert Options.from_environment().replica() == (1, 2)
+
+
+def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list[str]:
+    """Return the arguments of a ``--config`` file by a release of SGLang."""
+    folder = ROOT / ".cache" / "sglang" / release / "sglang"
+    if release == installed():
+        spec = find_spec("sglang")
+        assert spec is not None and spec.origin is not None
+        folder = Path(spec.origin).parent
+    assert folder.is_dir(), f"{folder} is missing: run make .cache/sglang/{release}/.ready"
+    (source,) = (folder / "srt").rglob("server_args_config_parser.py")
+    merger = runpy.run_path(str(source))["ConfigArgumentMerger"](parser)
+    return merger.merge_config_with_args(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    "release",
+    [pytest.param(r, marks=[] if r == installed() else pytest.mark.slow) for r in TESTED],
+)
+def test_a_file_of_arguments_sets_what_the_command_line_sets(
+    parser: argparse.ArgumentParser, tmp_path: Path, release: str
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "flashmoa-schedule: sjf\nflashmoa-itl-budget: 1.5\nflashmoa-intra-turn: off\n"
+        "flashmoa-scoring: on\nflashmoa-kv-cache: off\nflashmoa-asyncep: hybrid\n"
+        "flashmoa-asyncep-slots: 3\nflashmoa-asyncep-replica: 0/2\n"
+    )
+    parser.parse_args(read_file(parser, release, file))
+    in_file = {key: value for key, value in os.environ.items() if key.startswith("FLASHMOA_")}
+    for name in in_file:
+        del os.environ[name]
+    given = (
+        "--flashmoa-schedule sjf --flashmoa-itl-budget 1.5 --flashmoa-intra-turn off "
+        "--flashmoa-scoring on --flashmoa-kv-cache off --flashmoa-asyncep hybrid "
+        "--flashmoa-asyncep-slots 3 --flashmoa-asyncep-replica 0/2"
+    )
+    parser.parse_args(given.split())
+    assert in_file.items() <= os.environ.items() and Options.from_environment().kv_cache == "off"
+    # What the command line gives prevails over the file.
+    parser.parse_args([*read_file(parser, release, file), "--flashmoa-asyncep-slots", "4"])
+    assert Options.from_environment().asyncep_slots == 4
 
 
 def graphs(decode: str, prefill: str) -> SimpleNamespace:

@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, stock: str, plugin: str, other: str, folder: Path) -> None:
         self._urls = {"stock": stock, "flashmoa": plugin, "streaming": plugin, "sjf": plugin}
-        self._urls |= {"fcfs": stock, "flashmoa_2": other, "writer": other}
+        self._urls |= {"fcfs": stock, "flashmoa-2": other, "writer": other}
         self._urls |= {"small": plugin, "medium": plugin, "large": plugin}
         self._urls |= {f"stock-{size}": stock for size in ("small", "medium", "large")}
         self._urls["stock-mixed"] = stock
@@ -196,8 +196,8 @@ async def test_workflows_without_stock_engines_measure_the_other_ways(benches: B
 
 async def test_prefill_only_measures_one_engine_and_several(benches: Bench) -> None:
     tiny = ["--scale", "0.0005", "--lengths", "0.05", "--concurrency", "8"]
-    found = await benches.run("prefill-only", ["fcfs", "flashmoa", "flashmoa_2"], *tiny)
-    mix, one, two = found["mix"], found["one engine"], found["two engines"]
+    found = await benches.run("prefill-only", ["fcfs", "flashmoa", "flashmoa-2"], *tiny)
+    mix, one, two = found["mix"], found["one engine"], found["2 engines"]
     assert [row["way"] for row in one] == ["fcfs", "flashmoa"]
     assert {row["way"] for row in two} >= {"round_robin", "flashmoa router"}
     for row in one + two:

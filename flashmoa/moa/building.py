@@ -56,7 +56,7 @@ def check_parts(config: MixtureConfig) -> None:
         sizes = Topology.of(widths, config.topology).cluster_sizes()
     check_quorums(_quorums(config, len(sizes)), sizes)
     if any(layer.quorum is not None for layer in config.layers[len(sizes) :]):
-        raise ValueError("the last layer has a quorum, but nobody waits for its answers; remove it")
+        raise ValueError("the last layer has a quorum, but no agent reads its answers; remove it")
 
 
 def _quorums(config: MixtureConfig, layers: int) -> list[Quorum | None]:

@@ -20,13 +20,17 @@ def cpu_seconds(leader: int) -> tuple[float, float]:
 
     Raises: OSError if there is no such process, or no ``/proc``.
     """
-    http = _cpu_seconds_of_process(_PROC / str(leader))
-    return http, sum(_cpu_seconds_of_process(process) for process in _schedulers(leader))
+    http = process_cpu_seconds(leader)
+    return http, sum(process_cpu_seconds(int(process.name)) for process in _schedulers(leader))
 
 
-def _cpu_seconds_of_process(process: Path) -> float:
+def process_cpu_seconds(process: int) -> float:
+    """Return the CPU seconds so far of the process with this id.
+
+    Raises: OSError if there is no such process, or no ``/proc``.
+    """
     # The name is in parentheses and may have spaces and parentheses itself.
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     ticks = int(fields[_PROGRAM_TICKS]) + int(fields[_KERNEL_TICKS])
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -9,13 +9,11 @@ the CPU time of a request is the more certain figure.
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
 
 import anyio
 import httpx
@@ -25,6 +23,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from flashmoa.engine.local import free_port
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.processes import process_cpu_seconds
 from flashmoa_bench.harness.report import Report
 
 _END = b"\r\n\r\n"
@@ -73,11 +72,11 @@ async def _measure(routers: int, connections: int, seconds: float) -> tuple[int,
                 stack.callback(started[-1].terminate)
             for port in ports:
                 await _wait_until_ready(port)
-            cpu -= sum(map(_cpu_seconds, started))
+            cpu -= sum(process_cpu_seconds(each.pid) for each in started)
             async with anyio.create_task_group() as clients:
                 for number in range(connections * routers):
                     clients.start_soon(_ask, ports[number % routers], number, seconds, counts)
-            cpu += sum(map(_cpu_seconds, started))
+            cpu += sum(process_cpu_seconds(each.pid) for each in started)
         group.cancel_scope.cancel()
     return sum(counts), cpu
 
@@ -99,12 +98,6 @@ async def _wait_until_ready(port: int) -> None:
                 except httpx.TransportError:
                     pass
                 await anyio.sleep(0.1)
-
-
-def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Return the CPU seconds of a process so far (proc(5), fields 14 and 15)."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _answer(stream: SocketStream) -> None:

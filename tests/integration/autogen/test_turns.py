@@ -21,7 +21,7 @@ from autogen_agentchat.teams import (
 )
 from autogen_agentchat.tools import AgentTool
 
-from flashmoa.autogen import SELECTOR_PROMPT, EngineUsage, FlashMoAChatCompletionClient, link
+from flashmoa.autogen import SELECTOR_PROMPT, FlashMoAChatCompletionClient, link
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkWaits
@@ -190,15 +190,14 @@ async def test_auto_link_links_a_team_without_a_call_of_link(
     engine: LocalEngine, guide: str
 ) -> None:
     events: list[Event] = []
-    # On a busy machine the engine may open the first stream after many tokens of its agent.
-    async with connected(engine, max_tokens=150, auto_link=True, listener=events.append) as client:
+    async with connected(engine, auto_link=True, listener=events.append) as client:
         assert client.dump_component().config["auto_link"] is True
         team = RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=4)
-        result = await team.run(task=guide[:600])
-        usages = [m.models_usage for m in result.messages[2:]]  # type: ignore[union-attr]
-        used = [usage.streamed_tokens for usage in usages if isinstance(usage, EngineUsage)]
-        assert len(used) == 3 and all(used), (used, events)
-        assert [call.agent for call in finished_calls(events)] == ["one", "two", "three", "one"]
+        await team.run(task=guide[:600])
+        finished = finished_calls(events)
+        assert [call.agent for call in finished] == ["one", "two", "three", "one"]
+        # How much the engine has computed ahead depends on what it has measured of its costs.
+        assert [call.status for call in finished] == [None, "hit", "hit", "hit"]
         alone = await agent(client, "alone").run(task="Go.")
         assert len(alone.messages) == 2
 

@@ -11,13 +11,11 @@ Rows for which this machine is too slow are left out, and named.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import mean, median
 
@@ -34,40 +32,18 @@ from flashmoa.engine.modelled_gpus import (
     read_device,
 )
 from flashmoa.engine.tiny_models import tiny_model
+from flashmoa_bench.devices.rows import Row, choose_rows, configuration_of, measured_rows
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
 from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
 
-_PACKAGE = "aiconfigurator_core"
-# Names of models in the rows whose configuration the package has by another name.
-_CONFIGURATIONS = {"meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}
-# Each client sends this many requests. The clients begin together, and as all requests are equal
-# they stay together, as they did on the GPUs.
+# Each client sends this many requests that count. As all are equal, clients that begin together
+# stay together.
 _WAVES = 3
 # A row for which this machine is too slow is played again, twice as slowly.
 _SLOWEST = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row: what was run on the GPU, and the times in seconds that were measured."""
-
-    model: str
-    gpu: str
-    tensor_parallel: int
-    clients: int
-    prompt: int
-    answer: int
-    ttft: float
-    tpot: float
-    weights: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        shape = f"{self.clients} x {self.prompt}+{self.answer}"
-        return f"{self.model.rpartition('/')[2]} {self.gpu} TP{self.tensor_parallel} {shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +88,11 @@ def main(arguments: Sequence[str]) -> int:
         metavar="K",
         help="factors of all times",
     )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="the clients get out of step first, by answers of different lengths",
+    )
     parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
     anyio.run(_main, parser.parse_args(arguments))
     return 0
@@ -135,7 +116,7 @@ async def _main(arguments: argparse.Namespace) -> None:
             bar.update(task, description=row.name)
             try:
                 compared += [
-                    await _play(engines, f"hash:{model}", row, slowdown)
+                    await _play(engines, f"hash:{model}", row, slowdown, arguments.apart)
                     for slowdown in arguments.device_slowdown
                 ]
             except EngineError as error:
@@ -156,45 +137,9 @@ async def _main(arguments: argparse.Namespace) -> None:
     )
 
 
-def measured_rows() -> list[Row]:
-    """Return the rows of dense models that SGLang served as one engine, in bfloat16 or FP8."""
-    table = Path(str(files(_PACKAGE))) / "systems" / "silicon_sample.csv"
-    with table.open(encoding="utf-8") as file:
-        return [
-            Row(
-                each["model_path"],
-                each["system"],
-                int(each["tp_size"]),
-                int(each["batch_size"]),
-                int(each["isl"]),
-                int(each["osl"]),
-                float(each["silicon_ttft_ms"]) / 1000,
-                float(each["silicon_tpot_ms"]) / 1000,
-                each["gemm_quant_mode"] or "bfloat16",
-            )
-            for each in csv.DictReader(file)
-            if (each["backend"], each["mode"]) == ("sglang", "agg")
-            and each["model_path"] in ("Qwen/Qwen3-32B", *_CONFIGURATIONS)
-        ]
-
-
-def choose_rows(rows: Sequence[Row], model: str, count: int) -> list[Row]:
-    """Return rows of a model that are evenly spread over its GPUs, clients and lengths.
-
-    Raises: ValueError if there is none.
-    """
-    known = sorted({row.model for row in rows})
-    own = sorted(
-        (row for row in rows if row.model == model),
-        key=lambda row: (row.tensor_parallel, row.clients, row.prompt, row.answer),
-    )
-    if not own:
-        raise ValueError(f"no measured rows of {model!r}; there are rows of {', '.join(known)}")
-    count = min(count, len(own))
-    return [own[index * len(own) // count] for index in range(count)]
-
-
-async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) -> Compared:
+async def _play(
+    engines: LocalEngines, model: str, row: Row, slowdown: float, apart: bool
+) -> Compared:
     """Play a row. Raises: EngineError if this machine is too slow even for the largest slowdown."""
     engine = await engines.start(
         model,
@@ -203,7 +148,7 @@ async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) ->
             **STOCK,
             **environment_of(
                 row.gpu,
-                _CONFIGURATIONS.get(row.model, row.model),
+                configuration_of(row.model),
                 row.tensor_parallel,
                 slowdown,
                 row.weights,
@@ -211,35 +156,42 @@ async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) ->
         },
     )
     try:
-        ttft, tpot = await _load(engine, row)
+        ttft, tpot = await _load(engine, row, apart)
         device = await read_device(engine.url)
     finally:
         await engine.stop()
     assert device is not None
     overrun = overrun_share(device)
     if overrun > TOLERATED_SHARE and slowdown < _SLOWEST:
-        return await _play(engines, model, row, 2 * slowdown)
+        return await _play(engines, model, row, 2 * slowdown, apart)
     check_keeps_up({row.name: device}, SLOWDOWN_OPTION)
     return Compared(row, ttft / slowdown, tpot / slowdown, slowdown, overrun)
 
 
-async def _load(engine: LocalEngine, row: Row) -> tuple[float, float]:
-    """Return the mean TTFT and TPOT of a row's clients, in seconds."""
+async def _load(engine: LocalEngine, row: Row, apart: bool) -> tuple[float, float]:
+    """Return the mean TTFT and TPOT of a row's clients, in seconds.
+
+    ``apart``: each client's first answer ends at another length, and does not count.
+    """
     firsts: list[float] = []
     betweens: list[float] = []
     dice = random.Random(0)
 
-    async def client(prompts: Sequence[Sequence[int]]) -> None:
+    async def client(prompts: Sequence[Sequence[int]], first: int) -> None:
         async with EngineClient(engine.url, timeout=3600) as http:
-            for prompt in prompts:
+            if first:
+                await ask(http, prompts[-1], first)
+            for prompt in prompts[:_WAVES]:
                 started = time.perf_counter()
                 answer = await ask(http, prompt, row.answer)
                 firsts.append(answer.first - started)
                 betweens.append((answer.last - answer.first) / (row.answer - 1))
 
     async with anyio.create_task_group() as group:
-        for _ in range(row.clients):
-            group.start_soon(client, [random_ids(dice, row.prompt) for _ in range(_WAVES)])
+        for number in range(row.clients):
+            prompts = [random_ids(dice, row.prompt) for _ in range(_WAVES + apart)]
+            first = 1 + number * row.answer // row.clients if apart else 0
+            group.start_soon(client, prompts, first)
     return mean(firsts), mean(betweens)
 
 

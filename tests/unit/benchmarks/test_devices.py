@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from flashmoa_bench.devices.check import (
     Compared,
-    choose_rows,
-    measured_rows,
     show,
     slowdown_differences,
 )
+from flashmoa_bench.devices.rows import choose_rows, measured_rows
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Points = tuple[tuple[int, float], ...]
+# The numbers of tokens in steps, decodes included, that are measured and considered for riding
+# along. Kernels compute tokens in blocks of up to 128, and what is left of a block is nearly free:
+# with Qwen3-32B on an A100, the 129th token adds 20 ms to a step, and the 64 before it 7 together.
+STEP_SIZES = (32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +59,25 @@ class Costs:
     def added(self, decodes: int, tokens: int) -> float:
         """Return by how many seconds a prefill of ``tokens`` tokens lengthens a decode step.
 
-        More tokens than in any measured step take as long as they add to a prefill.
+        It is as much as in the measured steps with as many tokens in all, since that is what the
+        kernels' times depend on, and with the next smaller number of decodes. More tokens than in
+        any measured step take as long as they add to a prefill.
 
         Args: decodes: number of requests that decode in the step.
         """
+        if not tokens:
+            return 0.0
         steps: dict[int, list[tuple[int, float]]] = {}
         for count, prefill, seconds in sorted(self.mixed):
-            steps.setdefault(count, []).append((prefill, seconds))
-        lines: list[tuple[int, float]] = []
-        for count, line in steps.items():
-            if len(line) > 1:
-                most = min(tokens, line[-1][0])
-                more = self.prefill(tokens + count) - self.prefill(most + count)
-                lines.append((count, max(0.0, _interpolate(line, most) - line[0][1] + more)))
-        if not lines:
+            steps.setdefault(count, []).append((count + prefill, seconds))
+        measured = [count for count, line in steps.items() if len(line) > 1]
+        if not measured:
             return max(0.0, self.prefill(tokens + decodes) - self.decode(decodes))
-        return _interpolate(lines, decodes) if len(lines) > 1 else lines[0][1]
+        count = max((one for one in measured if one <= decodes), default=min(measured))
+        line, total = steps[count], max(count, decodes) + tokens
+        most = min(total, line[-1][0])
+        more = self.prefill(total) - self.prefill(most)
+        return max(0.0, _interpolate(line, most) - line[0][1] + more)
 
     @property
     def per_token(self) -> float:

@@ -13,7 +13,7 @@ import random
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.costs import STEP_SIZES, Costs
 from flashmoa_sglang.http.timed_requests import MEASURED_ANSWER, TimedRequests
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SIZES = (1, 4, 16, 64, 256, 1024, 4096)
+_SIZES = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
 # Other processes may use the same core. So there are rounds until the two least times agree.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _AGREE = 1.1
 _DECODE_STEPS = 8
-# The numbers of requests that decode, and of tokens that ride along with them, in measured steps.
-_DECODES, _RIDES = (1, 8, 32), (16, 64, 256)
+# The numbers of requests that decode in measured steps, and the fewest tokens that ride along.
+_DECODES, _FEWEST_RIDING = (1, 8, 32), 16
 _MIXED_ROUNDS = 2
 # Forwards that take longer than this are not measured; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
@@ -76,7 +76,7 @@ async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[Lay
     shorter, longer = (min(seconds) / slowdown for seconds in answers.values())
     points = tuple((size, min(seconds) / slowdown) for size, seconds in forwards.items())
     mixed = await _measure_mixed(
-        engine, timed, [size for size in _RIDES if size <= sizes[-1]], dice
+        engine, timed, [size for size in STEP_SIZES if size <= sizes[-1]], dice
     )
     mixed_points = tuple((*step, seconds / slowdown) for step, seconds in mixed.items())
     return Costs(points, max(0.0, longer - shorter) / _DECODE_STEPS, mixed_points), layers
@@ -87,6 +87,8 @@ async def _measure_mixed(
 ) -> dict[tuple[int, int], float]:
     """Return the seconds of steps by the numbers of requests that decode and of tokens that ride.
 
+    Args: sizes: numbers of tokens in steps, decodes included.
+
     A step in which no tokens ride counts as one with 0. There are no times for numbers of requests
     that this engine does not decode together, and none at all if it mixes no steps.
     """
@@ -96,17 +98,22 @@ async def _measure_mixed(
         min(rank.max_running, rank.total // (2 * MEASURED_ANSWER)) for rank in await engine.kv()
     )
     most = min(bounds, default=1)
+    longest = _LONG_SECONDS * Options.from_environment().device_slowdown
     for decodes in (number for number in _DECODES if number <= most):
         for _ in range(_MIXED_ROUNDS):
             await _until_idle(engine)
             async with timed.decoding(decodes):
-                for size in sizes:
-                    ids = dice.choices(range(engine.vocabulary), k=size)
+                for riding in (size - decodes for size in sizes):
+                    if riding < _FEWEST_RIDING:
+                        continue
+                    ids = dice.choices(range(engine.vocabulary), k=riding)
                     forward = await timed.time_forward(ids, rides=True)
                     if forward.decodes != decodes:
                         break
                     times.setdefault((decodes, 0), []).append(forward.step)
-                    times.setdefault((decodes, size), []).append(forward.seconds)
+                    times.setdefault((decodes, riding), []).append(forward.seconds)
+                    if forward.seconds > longest:
+                        break
             if (decodes, 0) not in times:  # It does not decode more together, either.
                 return _medians(times)
     return _medians(times)

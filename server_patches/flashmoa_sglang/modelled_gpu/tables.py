@@ -66,11 +66,25 @@ class MeasuredTables:
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _other_than_attention(self, requests: int, tokens: int) -> float:
-        # The logits are computed for one token of each request.
-        operations, _ = self.engine.run_static_per_op(
-            batch_size=requests, isl=max(1, round(tokens / requests)), osl=1, mode="static_ctx"
+        """Return the seconds of all tokens together, and of the logits of one for each request.
+
+        Tokens are counted exactly, as one request: kernels compute blocks of 64 or 128 of them, and
+        one more token can take as long as a whole block.
+        """
+        together, _ = self.engine.run_static_per_op(
+            batch_size=1, isl=tokens, osl=1, mode="static_ctx"
         )
-        return sum(ms for name, ms, *_ in operations if "attention" not in name) / 1000
+        milliseconds = sum(
+            ms for name, ms, *_ in together if "attention" not in name and "logits" not in name
+        )
+        return (milliseconds + self._logits(requests)) / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _logits(self, requests: int) -> float:
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=requests, isl=1, osl=1, mode="static_ctx"
+        )
+        return sum(ms for name, ms, *_ in operations if "logits" in name)
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _attention(self, prefills: Prefills) -> float:

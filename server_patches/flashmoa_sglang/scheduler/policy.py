@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from flashmoa_sglang.costs import STEP_SIZES
+
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
 
@@ -22,8 +24,6 @@ _LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
 # adds up. Of Qwen3-32B on an A100, 16,000 tokens take 6.3 s in forwards of 256 tokens, 5.6 s in
 # these, and 5.5 s in as few as possible.
 _LARGER = 8
-# The sizes that are considered for what rides along with a step, in tokens.
-_RIDES = tuple(sorted({base << shift for base in (32, 48) for shift in range(6)}))
 # The bounds of how few tokens of all streams together are worth a forward.
 _SMALLEST_LEAST, _LARGEST_LEAST = 32, 128
 # The fewest tokens in an increment that does not complete its stream: SGLang's scheduler takes a
@@ -163,13 +163,19 @@ def most_riding(costs: Costs, decoding: int, budget: float, page: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _rides(costs: Costs, decoding: int, budget: float, page: int) -> tuple[tuple[int, float], ...]:
-    """Return the numbers of tokens that may ride along with a step, and the seconds they add."""
+    """Return the numbers of tokens that may ride along with a step, and the seconds they add.
+
+    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
+    than a multiple of the largest.
+    """
     if budget <= 1:
         return ()
     longest = (budget - 1) * costs.decode(decoding)
-    sizes = sorted({ride - ride % page for ride in _RIDES if ride >= page})
-    added = ((size, costs.added(decoding, size)) for size in sizes)
-    return tuple((size, seconds) for size, seconds in added if seconds <= longest)
+    below = decoding - decoding % STEP_SIZES[-1]
+    steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
+    rides = sorted({step - decoding - (step - decoding) % page for step in steps})
+    added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= _LEAST_INCREMENT)
+    return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
 
 
 def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:

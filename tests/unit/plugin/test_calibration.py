@@ -15,6 +15,14 @@ from flashmoa_sglang.messages import ForwardTime
 
 pytestmark = pytest.mark.anyio
 
+# Tokens of the prefills that are measured here, and of the steps in which tokens ride.
+SIZES = (1, 4, 16, 64, 128, 256, 512, 1024)
+STEPS = (32, 64, 128, 256, 512)
+
+
+def riding(decodes: int) -> list[int]:
+    return [step - decodes for step in STEPS if step > decodes]
+
 
 class FakeEngine:
     """An engine whose forwards take given times, and which measures them itself.
@@ -22,6 +30,7 @@ class FakeEngine:
     Args:
         seconds: by the tokens of a forward, and how many of that length there were before.
         most_decodes: the most requests that decode in a forward that also prefills.
+        ride_seconds: what a token adds to such a forward.
     """
 
     max_unchunked_prompt = 2048
@@ -36,9 +45,11 @@ class FakeEngine:
         *,
         steps_together: bool = False,
         most_decodes: int = 0,
+        ride_seconds: float = 1e-4,
     ) -> None:
         self.steps_together = steps_together
         self._most_decodes = most_decodes
+        self._ride_seconds = ride_seconds
         self.decodes = 0
         self.rides: list[tuple[int, int]] = []
         self._seconds = seconds
@@ -84,13 +95,11 @@ class FakeEngine:
         # The first result comes late, and makes the steps before look shorter.
         first = sum(decodes == self.decodes for decodes, _ in self.rides) == 1
         early = step / 2 if first else 0.0
-        return ForwardTime("", step + 1e-4 * tokens, None, mixed, step - early)
+        return ForwardTime("", step + self._ride_seconds * tokens, None, mixed, step - early)
 
 
-async def costs(
-    seconds: Callable[[int, int], float], most_decodes: int = 0
-) -> tuple[Any, FakeEngine]:
-    engine: Any = FakeEngine(seconds, most_decodes=most_decodes)
+async def costs(seconds: Callable[[int, int], float], **more: Any) -> tuple[Any, FakeEngine]:
+    engine: Any = FakeEngine(seconds, **more)
     measured, layers = await measure(engine, engine)
     assert not layers
     return measured, engine
@@ -100,21 +109,21 @@ async def test_costs_are_those_without_a_slowdown(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FLASHMOA_DEVICE_SLOWDOWN", "4")
     found, _ = await costs(lambda tokens, _: 1e-4 * tokens)
     # All sizes are measured: the largest takes 0.1 s, and less than 0.03 without the slowdown.
-    assert found.points == tuple((n, 1e-4 * n / 4) for n in (1, 4, 16, 64, 256, 1024))
+    assert found.points == tuple((n, 1e-4 * n / 4) for n in SIZES)
     assert found.decode_step == pytest.approx(0.002 / 4)
 
 
 async def test_costs_are_the_least_of_several_rounds() -> None:
     found, engine = await costs(lambda tokens, before: 1e-3 + 1e-5 * tokens + 0.001 * (before == 1))
-    assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
+    assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in SIZES)
     assert found.decode_step == pytest.approx(0.002)
     # Each round begins with a forward that is not timed.
-    assert engine.asked == [1, 1, 4, 16, 64, 256, 1024] * 3
+    assert engine.asked == [1, *SIZES] * 3
 
 
 async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
     found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
-    assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 256]
+    assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 128]
     found, engine = await costs(lambda _tokens, _before: 0.5)
     assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 9
 
@@ -123,12 +132,17 @@ async def test_steps_in_which_tokens_ride_are_measured() -> None:
     found, engine = await costs(lambda tokens, _: 1e-5 * tokens, most_decodes=8)
     # It never decodes 32 requests in a forward that also prefills.
     assert {step[:2] for step in found.mixed} == {
-        (decodes, tokens) for decodes in (1, 8) for tokens in (0, 16, 64, 256)
+        (decodes, tokens) for decodes in (1, 8) for tokens in (0, *riding(decodes))
     }
     for decodes in (1, 8):
         assert found.decode(decodes) == pytest.approx(0.01 + 0.001 * decodes)
-        assert found.added(decodes, 64) == pytest.approx(0.0064)
-    assert set(engine.rides) == {(n, k) for n in (1, 8) for k in (16, 64, 256)} | {(32, 16)}
+        assert found.added(decodes, 128 - decodes) == pytest.approx(1e-4 * (128 - decodes))
+    assert set(engine.rides) == {(n, k) for n in (1, 8) for k in riding(n)} | {(32, 32)}
+
+
+async def test_steps_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
+    found, _ = await costs(lambda tokens, _: 1e-5 * tokens, most_decodes=1, ride_seconds=1e-3)
+    assert {tokens for _, tokens, _ in found.mixed} == {0, 31, 63, 127}
 
 
 async def test_nothing_more_is_measured_once_the_engine_drains() -> None:
@@ -145,7 +159,7 @@ async def test_an_engine_that_mixes_nothing_has_no_mixed_steps() -> None:
     found, engine = await costs(lambda tokens, _: 1e-5 * tokens)
     assert found.mixed == ()
     # More requests are not tried.
-    assert set(engine.rides) == {(1, 16)}
+    assert set(engine.rides) == {(1, 31)}
     assert found.decode(1) == pytest.approx(0.002)
 
 
@@ -165,13 +179,13 @@ async def test_no_larger_prefill_rides_than_was_measured_alone() -> None:
 
     engine: Any = SmallEngine(lambda tokens, _: 1e-5 * tokens, most_decodes=32)
     measured, _ = await measure(engine, engine)
-    assert {tokens for _, tokens, _ in measured.mixed} == {0, 16, 64}
+    assert {d + k for d, k, _ in measured.mixed if k} == {32, 64}
 
 
 async def test_noisy_rounds_are_measured_again() -> None:
     # The first forward of each length takes a second.
     found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
-    assert found.points == tuple((n, 1e-5 * n) for n in (1, 4, 16, 64, 256, 1024))
+    assert found.points == tuple((n, 1e-5 * n) for n in SIZES)
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])

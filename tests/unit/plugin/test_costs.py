@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 DECODES, RIDES = (1, 8, 32), (16, 64, 256)
@@ -78,9 +78,6 @@ def test_more_tokens_lengthen_a_step_more(
     more: int,
 ) -> None:
     costs = Costs(points, 0.01, mixed)
-    measured = {count for count, _, _ in mixed}
-    # Outside of the measured numbers of requests, lines that cross do not rise.
-    assume(len(measured) < 2 or min(measured) <= decodes <= max(measured))
     added = costs.added(decodes, tokens)
     assert 0 <= added <= costs.added(decodes, tokens + more) + 1e-9
 
@@ -101,10 +98,21 @@ def test_steps_between_measured_ones_are_on_the_line_between_them() -> None:
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.5, mixed)
     assert costs.decode(5) == pytest.approx(0.02)
     assert costs.added(1, 32) == pytest.approx(0.005)
-    assert costs.added(5, 64) == pytest.approx(0.02)
     # A measured step of one request replaces the one that was measured with an answer.
     assert costs.decode(1) == pytest.approx(0.01)
     assert costs.decode_weight == pytest.approx(100)
+
+
+def test_a_step_takes_as_long_as_a_measured_one_with_as_many_tokens_in_all() -> None:
+    # The 129th token takes as long as the 128 before it.
+    mixed = ((1, 0, 0.01), (1, 127, 0.02), (1, 128, 0.03), (8, 0, 0.01), (8, 120, 0.018))
+    costs = Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)
+    for decodes in range(1, 8):
+        assert costs.added(decodes, 128 - decodes) == pytest.approx(0.01)
+        assert costs.added(decodes, 129 - decodes) == pytest.approx(0.02)
+    for decodes in range(8, 100):
+        assert costs.added(decodes, 128 - decodes) == pytest.approx(0.008)
+        assert costs.added(decodes, 0) == 0
 
 
 def test_steps_that_were_never_measured_follow_from_prefills() -> None:

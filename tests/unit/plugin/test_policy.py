@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as LEAST_INCREMENT
 from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as SMALLEST
-from flashmoa_sglang.scheduler.policy import _RIDES as RIDES
 from flashmoa_sglang.scheduler.policy import _SMALLEST_LEAST as LEAST
 from flashmoa_sglang.scheduler.policy import (
     Growth,
@@ -184,11 +184,21 @@ def test_streams_fill_a_forward_of_clients_while_that_is_nearly_free(
         assert tokens + page > 1000 - prefilling
 
 
+# Up to 1024, for fewer than 512 decodes.
+STEPS = (32, 64, 128, 256, 512, 544, 576, 640, 768, 1024)
+
+
 def allowed_rides(costs: Costs, decoding: int, budget: float, page: int) -> set[int]:
     """Return the sizes of rides that make a step at most ``budget`` times as long."""
     step = costs.decode(decoding)
-    sizes = {ride // page * page for ride in RIDES} - {0} if budget > 1 else set[int]()
-    return {size for size in sizes if costs.added(decoding, size) <= (budget - 1) * step}
+    rides = {(total - decoding) // page * page for total in STEPS if total >= decoding}
+    return {
+        ride
+        for ride in rides
+        if budget > 1
+        and ride >= LEAST_INCREMENT
+        and costs.added(decoding, ride) <= (budget - 1) * step
+    }
 
 
 @given(
@@ -229,10 +239,18 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     # take 0.11 ms.
     mixed = ((1, 0, 0.01), (1, 16, 0.0102), (1, 64, 0.0132), (1, 256, 0.0324))
     costs = Costs(COSTS.points, 0.01, mixed)
-    assert ride_tokens(costs, 1, 160, steps=100, budget=4, page=1) == 32
-    assert ride_tokens(costs, 1, 1600, steps=5, budget=4, page=1) > 64
-    assert ride_tokens(costs, 1, 1600, steps=5, budget=1.35, page=1) == 64
+    assert ride_tokens(costs, 1, 160, steps=100, budget=4, page=1) == 31
+    assert ride_tokens(costs, 1, 1600, steps=5, budget=4, page=1) > 63
+    assert ride_tokens(costs, 1, 1600, steps=5, budget=1.35, page=1) == 63
     assert ride_tokens(costs, 1, 1600, steps=5, budget=1.0, page=1) == 0
+
+
+@given(decoding=st.integers(1, 2000), page=PAGES)
+def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: int) -> None:
+    ride = most_riding(COSTS, decoding, 1e9, page)
+    assert ride % page == 0 and ride >= LEAST_INCREMENT
+    # There is always room for the tokens of a whole block.
+    assert 512 - page < (decoding + ride) % 512 or (decoding + ride) % 512 == 0
 
 
 def test_tokens_do_not_ride_where_that_costs_more_than_a_forward_of_their_own() -> None:

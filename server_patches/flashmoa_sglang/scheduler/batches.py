@@ -137,10 +137,9 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if most and _knows_positions(scheduler, running):
         steps = sum(map(expected_output_left, running.reqs)) / decoding
         waiting, budget = state.streams.waiting_tokens(growing=True), state.options.itl_budget
-        ride = ride_tokens(costs, decoding, waiting, steps, budget, page)
+        fewest = fewest_tokens(len(state.streams), least)
+        ride = ride_tokens(costs, decoding, waiting, steps, budget, page, fewest)
         if waiting and ride:
-            # Streams may ride in fewer steps than they could, with as many more in each.
-            ride = max(ride, min(most, fewest_tokens(len(state.streams), least)))
             return Step(ride, least, only_streams=True, mixed=True)
     return Step() if scheduler.waiting_queue else None
 

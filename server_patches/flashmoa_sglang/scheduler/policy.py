@@ -131,7 +131,13 @@ def _nearly_free_tokens(costs: Costs) -> int:
 
 
 def ride_tokens(
-    costs: Costs, decoding: int, waiting: int, steps: float, budget: float, page: int
+    costs: Costs,
+    decoding: int,
+    waiting: int,
+    steps: float,
+    budget: float,
+    page: int,
+    fewest: int = 0,
 ) -> int:
     """Return how many tokens of streams ride along with a decode step: those that save the most.
 
@@ -144,6 +150,8 @@ def ride_tokens(
         waiting: number of tokens that wait.
         steps: in how many steps they may ride.
         budget: the longest step, as a multiple of the step without them.
+        fewest: the step has at least this many tokens in all, if any ride and the budget allows it.
+            They ride in fewer steps then.
     """
     rate = costs.per_token_at_best
 
@@ -153,7 +161,10 @@ def ride_tokens(
 
     rides = _rides(costs, decoding, budget, page)
     best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
-    return best if best and seconds(best, added) < waiting * rate else 0
+    if not best or seconds(best, added) >= waiting * rate:
+        return 0
+    enough = (ride for ride, _ in rides if decoding + ride >= fewest)
+    return max(best, next(enough, rides[-1][0]))
 
 
 def most_riding(costs: Costs, decoding: int, budget: float, page: int) -> int:

@@ -243,6 +243,8 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     assert ride_tokens(costs, 1, 1600, steps=5, budget=4, page=1) > 63
     assert ride_tokens(costs, 1, 1600, steps=5, budget=1.35, page=1) == 63
     assert ride_tokens(costs, 1, 1600, steps=5, budget=1.0, page=1) == 0
+    assert ride_tokens(costs, 1, 160, steps=100, budget=4, page=1, fewest=64) == 63
+    assert ride_tokens(costs, 1, 160, steps=100, budget=1.35, page=1, fewest=128) == 63
 
 
 @given(decoding=st.integers(1, 2000), page=PAGES)

@@ -145,8 +145,8 @@ def test_streams_ride_along_with_decodes() -> None:
     busy = scheduler(decoding=2)
     busy.open_stream("a", 2500)
     built = step(busy)
-    assert built.increments() == [64]
-    assert built.settings["chunk"] == 66 and built.settings["rows"] == 16
+    assert built.increments() == [62]
+    assert built.settings["chunk"] == 64 and built.settings["rows"] == 16
     assert built.settings["mixed"] and not built.settings["full"]
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
     assert not busy.flashmoa.only_streams
@@ -157,10 +157,10 @@ def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
     # As many as 128 tokens are worth a forward.
     busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
     busy.open_stream("long", 140)
-    assert step(busy).increments() == [32]
+    assert step(busy).increments() == [62]
     for number in range(299):
         busy.open_stream(f"{number}", 9)
-    assert step(busy).increments() == [128]
+    assert step(busy).increments() == [126]
 
 
 def test_nothing_rides_within_a_budget_of_one_step() -> None:
@@ -194,7 +194,7 @@ def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins:
     busy.open_stream("a", 2500)
     busy.running.return_logprob = busy.running.reqs[0].return_logprob = True
     built = step(busy, Build(takes=lambda _: joins))
-    assert built.increments() == [64] and built.settings["mixed"]
+    assert built.increments() == [62] and built.settings["mixed"]
     assert not built.settings["logprobs"] and busy.running.return_logprob
 
 
@@ -203,10 +203,10 @@ def test_streams_ride_although_no_more_requests_may_run() -> None:
     busy.open_stream("a", 2500)
     busy.waiting_queue = waiting = [request(10, 5), request(20, 5)]
     built = step(busy, Build(takes=is_increment))
-    assert built.clients() == [] and built.increments() == [64]
+    assert built.clients() == [] and built.increments() == [62]
     assert not built.settings["full"] and built.settings["rows"] == 16
     assert busy.waiting_queue == waiting and busy.running.batch_is_full
-    assert busy.flashmoa.rode_along == 64
+    assert busy.flashmoa.rode_along == 62
 
 
 def test_there_are_no_more_increments_than_rows() -> None:

@@ -6,7 +6,7 @@ clock, but only on the queue, the batch, the streams and the radix tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from flashmoa_sglang.scheduler.policy import (
     fewest_tokens,
     fill_tokens,
     least_tokens,
-    most_riding,
+    possible_rides,
     ride_tokens,
     stream_chunk,
 )
@@ -119,10 +119,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     costs, page, decoding = state.costs, scheduler.page_size, _decoding(running)
     if waits_for_saturation(scheduler, running, decoding):
         return None
-    most = 0
+    rides: Sequence[tuple[int, float]] = ()
     if decoding and _can_mix(scheduler, running):
-        most = most_riding(costs, decoding, state.options.itl_budget, page)
-        if _finals_fit(scheduler, running, most):
+        rides = possible_rides(costs, decoding, state.options.itl_budget, page)
+        if _finals_fit(scheduler, running, rides[-1][0] if rides else 0):
             return Step(mixed=True) if _knows_positions(scheduler, running) else None
     if _clients_can_start(scheduler, running):
         if not state.streams.want():
@@ -134,12 +134,12 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if not decoding:
         chunk = stream_chunk(costs, state.streams.waiting_tokens(), page)
         return Step(chunk, least, only_streams=True)
-    if most and _knows_positions(scheduler, running):
+    if rides and _knows_positions(scheduler, running):
+        waiting = state.streams.waiting_tokens(growing=True)
         steps = sum(map(expected_output_left, running.reqs)) / decoding
-        waiting, budget = state.streams.waiting_tokens(growing=True), state.options.itl_budget
-        fewest = fewest_tokens(len(state.streams), least)
-        ride = ride_tokens(costs, decoding, waiting, steps, budget, page, fewest)
-        if waiting and ride:
+        fewest = fewest_tokens(len(state.streams), least) - decoding
+        ride = ride_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
+        if ride:
             return Step(ride, least, only_streams=True, mixed=True)
     return Step() if scheduler.waiting_queue else None
 

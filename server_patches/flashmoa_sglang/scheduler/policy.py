@@ -130,54 +130,18 @@ def _nearly_free_tokens(costs: Costs) -> int:
     return costs.tokens_within(_TOLERANCE * costs.prefill(_SMALLEST_LEAST))
 
 
-def ride_tokens(
-    costs: Costs,
-    decoding: int,
-    waiting: int,
-    steps: float,
-    budget: float,
-    page: int,
-    fewest: int = 0,
-) -> int:
-    """Return how many tokens of streams ride along with a decode step: those that save the most.
+@lru_cache(maxsize=1024)
+def possible_rides(
+    costs: Costs, decoding: int, budget: float, page: int
+) -> tuple[tuple[int, float], ...]:
+    """Return the numbers of tokens of streams that may ride along with a decode step.
 
-    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
-    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
-    are enough steps.
+    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
+    than a multiple of the largest. Each comes with the seconds that it adds, the smallest first.
 
     Args:
         decoding: number of requests that decode.
-        waiting: number of tokens that wait.
-        steps: in how many steps they may ride.
         budget: the longest step, as a multiple of the step without them.
-        fewest: the step has at least this many tokens in all, if any ride and the budget allows it.
-            They ride in fewer steps then.
-    """
-    rate = costs.per_token_at_best
-
-    def seconds(ride: int, added: float) -> float:
-        used = min(steps, max(1.0, waiting / ride))
-        return used * added + max(0.0, waiting - used * ride) * rate
-
-    rides = _rides(costs, decoding, budget, page)
-    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
-    if not best or seconds(best, added) >= waiting * rate:
-        return 0
-    enough = (ride for ride, _ in rides if decoding + ride >= fewest)
-    return max(best, next(enough, rides[-1][0]))
-
-
-def most_riding(costs: Costs, decoding: int, budget: float, page: int) -> int:
-    """Return the most tokens that may ride along with a decode step; arguments as above."""
-    return max((ride for ride, _ in _rides(costs, decoding, budget, page)), default=0)
-
-
-@lru_cache(maxsize=1024)
-def _rides(costs: Costs, decoding: int, budget: float, page: int) -> tuple[tuple[int, float], ...]:
-    """Return the numbers of tokens that may ride along with a step, and the seconds they add.
-
-    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
-    than a multiple of the largest.
     """
     if budget <= 1:
         return ()
@@ -187,6 +151,33 @@ def _rides(costs: Costs, decoding: int, budget: float, page: int) -> tuple[tuple
     rides = sorted({step - decoding - (step - decoding) % page for step in steps})
     added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= _LEAST_INCREMENT)
     return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
+
+
+def ride_tokens(
+    rides: Sequence[tuple[int, float]], rate: float, waiting: int, steps: float, fewest: int = 0
+) -> int:
+    """Return how many tokens of streams ride along with a decode step: those that save the most.
+
+    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
+    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
+    are enough steps.
+
+    Args:
+        rides: see :func:`possible_rides`.
+        rate: seconds of a token in a large forward.
+        waiting: number of tokens that wait.
+        steps: in how many steps they may ride.
+        fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
+    """
+
+    def seconds(ride: int, added: float) -> float:
+        used = min(steps, max(1.0, waiting / ride))
+        return used * added + max(0.0, waiting - used * ride) * rate
+
+    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
+    if not best or seconds(best, added) >= waiting * rate:
+        return 0
+    return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
 
 
 def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:

@@ -14,7 +14,7 @@ from flashmoa_sglang.scheduler.policy import (
     fewest_tokens,
     fill_tokens,
     least_tokens,
-    most_riding,
+    possible_rides,
     ride_tokens,
     shortest_first,
     stream_chunk,
@@ -219,7 +219,8 @@ def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
         left = max(0.0, waiting - used * ride)
         return used * costs.added(decoding, ride) + left * forward / tokens
 
-    chosen = ride_tokens(costs, decoding, waiting, steps, budget, page)
+    rides = possible_rides(costs, decoding, budget, page)
+    chosen = ride_tokens(rides, forward / tokens, waiting, steps)
     allowed = allowed_rides(costs, decoding, budget, page)
     assert chosen in allowed | {0}
     least = min(map(seconds, allowed | {0}))
@@ -227,11 +228,12 @@ def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
 
 
 @given(costs=any_costs(), decoding=st.integers(1, 64), budget=BUDGETS, page=PAGES)
-def test_a_final_request_may_ride_with_as_many_tokens_as_streams_may(
+def test_rides_are_in_order_and_within_the_budget(
     costs: Costs, decoding: int, budget: float, page: int
 ) -> None:
-    allowed = allowed_rides(costs, decoding, budget, page)
-    assert most_riding(costs, decoding, budget, page) == max(allowed, default=0)
+    rides = possible_rides(costs, decoding, budget, page)
+    assert [ride for ride, _ in rides] == sorted(allowed_rides(costs, decoding, budget, page))
+    assert all(added == costs.added(decoding, ride) for ride, added in rides)
 
 
 def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
@@ -239,17 +241,22 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     # take 0.11 ms.
     mixed = ((1, 0, 0.01), (1, 16, 0.0102), (1, 64, 0.0132), (1, 256, 0.0324))
     costs = Costs(COSTS.points, 0.01, mixed)
-    assert ride_tokens(costs, 1, 160, steps=100, budget=4, page=1) == 31
-    assert ride_tokens(costs, 1, 1600, steps=5, budget=4, page=1) > 63
-    assert ride_tokens(costs, 1, 1600, steps=5, budget=1.35, page=1) == 63
-    assert ride_tokens(costs, 1, 1600, steps=5, budget=1.0, page=1) == 0
-    assert ride_tokens(costs, 1, 160, steps=100, budget=4, page=1, fewest=64) == 63
-    assert ride_tokens(costs, 1, 160, steps=100, budget=1.35, page=1, fewest=128) == 63
+
+    def ride(waiting: int, steps: float, budget: float, fewest: int = 0) -> int:
+        rides = possible_rides(costs, 1, budget, 1)
+        return ride_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
+
+    assert ride(160, 100, 4) == 31
+    assert ride(1600, 5, 4) > 63
+    assert ride(1600, 5, 1.35) == 63
+    assert ride(1600, 5, 1.0) == 0
+    assert ride(160, 100, 4, fewest=32) == 63
+    assert ride(160, 100, 1.35, fewest=128) == 63
 
 
 @given(decoding=st.integers(1, 2000), page=PAGES)
 def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: int) -> None:
-    ride = most_riding(COSTS, decoding, 1e9, page)
+    ride = possible_rides(COSTS, decoding, 1e9, page)[-1][0]
     assert ride % page == 0 and ride >= LEAST_INCREMENT
     # There is always room for the tokens of a whole block.
     assert 512 - page < (decoding + ride) % 512 or (decoding + ride) % 512 == 0
@@ -258,7 +265,8 @@ def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: i
 def test_tokens_do_not_ride_where_that_costs_more_than_a_forward_of_their_own() -> None:
     mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
     costs = Costs(COSTS.points, 0.01, mixed)
-    assert ride_tokens(costs, 1, 1000, steps=100, budget=100, page=1) == 0
+    rides = possible_rides(costs, 1, 100, 1)
+    assert rides and ride_tokens(rides, costs.per_token_at_best, 1000, 100) == 0
 
 
 JOBS = st.lists(

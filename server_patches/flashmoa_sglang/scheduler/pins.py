@@ -62,9 +62,8 @@ class StreamPins:
 
     When a request needs the room, pins are given up. The streams' KV is then ordinary cache that
     can be evicted. Streams that do not grow give way first, because their requests come later than
-    those of the others: the newest of them first, so that if there is not room for all, those that
-    stay are still there when their requests come. Of those that grow, the least recently extended
-    one gives way first.
+    those of the others, and the newest before the others: if there is not room for all, those that
+    stay are still there when their requests come.
 
     Args:
         on_give_way: called with the id of a stream whose pin is given up.
@@ -95,7 +94,7 @@ class StreamPins:
 
     def replace(self, stream: str, new: Pin) -> None:
         """Pin a stream's longer prefix, then unlock the shorter one."""
-        old = self._pins.pop(stream, None)
+        old = self._pins.get(stream)
         if stream in self._released:
             self.unlock(new)
         else:
@@ -117,7 +116,7 @@ class StreamPins:
         if not self._pins:
             return False
         resting = (stream for stream in reversed(self._pins) if not self._grows(stream))
-        stream = next(resting, next(iter(self._pins)))
+        stream = next(resting, next(reversed(self._pins)))
         self.unlock(self._pins.pop(stream))
         self.gave_way += 1
         self._on_give_way(stream)

@@ -61,12 +61,15 @@ class Growth:
 def choose_increments(
     streams: Sequence[Growth], tokens: int, least: int, fewest: int, page: int
 ) -> list[tuple[int, int]]:
-    """Choose which streams to prefill in a step, and how far: the smallest jobs first.
+    """Choose which streams to prefill in a step, and how far.
 
-    Without ``output`` these are the streams that are the nearest to being ready for their requests.
-    Increments are whole pages.
+    First come those of which the step can compute all, the smallest job first. The others are
+    computed one after the other, so that if there is not room for all, some are complete: the
+    smallest job first, or without ``output`` the one that was opened first, whose request may come
+    first. Increments are whole pages.
 
     Args:
+        streams: in the order in which they were opened.
         tokens: the most tokens of all increments together.
         least: the fewest new tokens of all streams together, unless one has ended.
         fewest: the fewest tokens of an increment that does not complete its stream, or ``tokens``
@@ -79,8 +82,15 @@ def choose_increments(
         return []
     fewest = max(min(fewest, tokens - tokens % page), min(_LEAST_INCREMENT, least))
     chosen: list[tuple[int, int]] = []
-    sizes = [stream.new + stream.output for stream in streams]
-    for position in sorted(range(len(streams)), key=sizes.__getitem__):
+
+    def order(position: int) -> tuple[bool, float, int]:
+        stream = streams[position]
+        lasts = stream.new > room
+        size = 0.0 if lasts and not stream.output else stream.new + stream.output
+        return lasts, size, position
+
+    room = tokens
+    for position in sorted(range(len(streams)), key=order):
         if tokens < page:
             break
         stream = streams[position]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as LEAST_INCREMENT
 from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as SMALLEST
 from flashmoa_sglang.scheduler.policy import _SMALLEST_LEAST as LEAST
 from flashmoa_sglang.scheduler.policy import (
@@ -60,7 +61,7 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
     least=st.integers(1, 200),
     open_streams=st.integers(0, 500),
 )
-def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
+def test_increments_are_whole_pages_of_streams_that_the_step_completes_and_then_of_the_oldest(
     growing: tuple[int, list[Growth]], tokens: int, least: int, open_streams: int
 ) -> None:
     page, streams = growing
@@ -72,9 +73,13 @@ def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
     assert all(size <= streams[position].new for position, size in sizes.items())
     left = tokens - sum(sizes.values())
     assert left >= 0
-    # Streams come in the order of what they lack, and only the last may not be completed.
-    news = [streams[position].new for position in sizes]
-    assert news == sorted(news)
+
+    def order(position: int) -> tuple[int, int]:
+        new = streams[position].new
+        return (new if new <= tokens else tokens + 1, position)
+
+    # Only the last stream may not be completed.
+    assert [*sizes] == sorted(sizes, key=order)
     assert all(sizes[position] == streams[position].new for position in [*sizes][:-1])
     if sum(stream.new for stream in streams) < least and not any(s.ended for s in streams):
         assert not chosen
@@ -87,12 +92,12 @@ def test_increments_are_whole_pages_of_the_streams_nearest_to_their_end(
 
     assert all(is_worth(streams[position], size) for position, size in sizes.items())
     # The tokens that are left are enough for no stream that was left out, and one that was left
-    # out lacks at least as many tokens as the last that was not.
+    # out comes after the last that was not.
     for position, stream in enumerate(streams):
         if position not in sizes:
             most = min(stream.new, left)
             assert not is_worth(stream, most - most % page)
-            assert not sizes or stream.new >= news[-1] or not is_worth(stream, stream.new)
+            assert not sizes or order(position) > order([*sizes][-1]) or not is_worth(stream, most)
 
 
 def test_streams_gather_tokens_until_there_are_enough_of_all() -> None:
@@ -113,6 +118,14 @@ def test_many_streams_have_larger_increments_than_few() -> None:
     # They never wait for more than is worth a forward, or than a step has room for.
     assert choose_increments([Growth(0, 128)], 128, 128, fewest_tokens(1000, 128), 1) == [(0, 128)]
     assert choose_increments(streams, 48, 128, many, 1) == [(3, 48)]
+
+
+def test_without_room_for_all_one_stream_is_completed_after_the_other() -> None:
+    streams = [Growth(0, 500), Growth(900, 20), Growth(0, 400), Growth(0, 300)]
+    assert choose_increments(streams, 120, 64, SMALLEST, 1) == [(1, 920), (0, 100)]
+    # The smallest job comes first if they are told apart by their sizes.
+    sized = [replace(stream, output=1.0) for stream in streams]
+    assert choose_increments(sized, 120, 64, SMALLEST, 1) == [(1, 920), (3, 100)]
 
 
 def test_the_end_of_a_stream_is_computed_however_short_it_is() -> None:
@@ -195,9 +208,7 @@ def allowed_rides(costs: Costs, decoding: int, budget: float, page: int) -> set[
     return {
         ride
         for ride in rides
-        if budget > 1
-        and ride >= LEAST_INCREMENT
-        and costs.added(decoding, ride) <= (budget - 1) * step
+        if budget > 1 and ride >= SMALLEST and costs.added(decoding, ride) <= (budget - 1) * step
     }
 
 
@@ -257,7 +268,7 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
 @given(decoding=st.integers(1, 2000), page=PAGES)
 def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: int) -> None:
     ride = possible_rides(COSTS, decoding, 1e9, page)[-1][0]
-    assert ride % page == 0 and ride >= LEAST_INCREMENT
+    assert ride % page == 0 and ride >= SMALLEST
     # There is always room for the tokens of a whole block.
     assert 512 - page < (decoding + ride) % 512 or (decoding + ride) % 512 == 0
 

@@ -233,7 +233,7 @@ def test_decodes_of_a_mixed_forward_have_log_probabilities_of_their_output_alone
 
 
 def test_decodes_of_a_mixed_forward_are_computed_at_the_end_of_their_sequences() -> None:
-    """Whether they were in the forward before, so that their last token is not known yet, or not."""
+    """Also of those that were in the forward before, whose last token is not known yet."""
     batch = mixed(Decode(result=False, prompt=20), Decode(result=True, prompt=60))
     assert batch.prefix_lens == [70, 24, 64]
 

@@ -4,7 +4,8 @@ Requests decode on one engine while prompt streams are open on it, each of which
 of an agent that writes. Counted are the CPU seconds of the HTTP process, and those of the scheduler
 for each step of the decoding requests; both also without streams, and with streams that are open
 and do not grow. The scheduler's seconds have those of the streams' increments, but not those in
-which a modelled GPU's forwards are computed on the CPU.
+which a modelled GPU's forwards are computed on the CPU. If streams of several lengths are given,
+these take turns on the engine, and what an increment costs is compared between them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import argparse
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from statistics import median
+from itertools import count
 
 import anyio
 from rich.console import Console
@@ -30,9 +31,18 @@ from flashmoa_bench.harness.processes import cpu_seconds
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
+from flashmoa_bench.linking.stream_costs import (
+    StreamLoad,
+    Way,
+    compare,
+    describe,
+    increment_ms,
+    summarise,
+)
 
 ROLES = (Role("flashmoa", plugin=True),)
-WAYS = ("no streams", "open", "growing")
+# The tokens of a decoding request's prompt.
+_PROMPT = 500
 # Answers must not end before the measurement does.
 _MOST_STEPS_PER_SECOND = 400
 # The most tokens that the engine leaves for the request of an open stream.
@@ -41,33 +51,17 @@ _LEFT = 128
 _LOOK_SECONDS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLoad:
-    """What the processes took during a measurement.
-
-    Attributes:
-        http_share: CPU seconds of the HTTP process by second.
-        step_ms: CPU milliseconds of the scheduler by step of the decoding requests, without the
-            computation of a modelled GPU's forwards.
-        steps_per_second: such steps.
-        increments_per_second: increments of all streams together.
-        ahead: share of the streams' tokens that is prefilled in the end.
-    """
-
-    http_share: float
-    step_ms: float
-    steps_per_second: float
-    increments_per_second: float
-    ahead: float
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench stream_load`` and return the exit status."""
     parser = make_parser("stream_load", __doc__, ROLES)
     parser.add_argument("--streams", type=positive, default=256)
     parser.add_argument("--tps", type=positive, default=50, help="tokens a second of each stream")
     parser.add_argument(
-        "--known", type=positive, default=500, help="tokens that a stream is opened with"
+        "--known",
+        type=positive,
+        nargs="+",
+        default=[500],
+        help="tokens that a stream is opened with; several numbers are compared",
     )
     parser.add_argument("--decoding", type=positive, default=8, help="requests that decode")
     parser.add_argument("--seconds", type=positive, default=5, help="length of a measurement")
@@ -77,49 +71,73 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("stream_load", arguments)
-    # Half of a round's time may pass while streams are opened.
-    length = arguments.known + 2 * arguments.tps * arguments.seconds
+    lengths: list[int] = arguments.known
+    ways = {
+        str(way): way
+        for way in (Way(), *(Way(known, grows) for known in lengths for grows in (False, True)))
+    }
+    # Half of a round's time may pass while streams are opened. Nothing is evicted in the meantime,
+    # since that would be counted, too.
+    growth = 2 * arguments.tps * arguments.seconds * len(lengths) * (arguments.repeats + 1)
     answers = arguments.decoding * _MOST_STEPS_PER_SECOND * arguments.seconds
-    async with report.connect(ROLES, 4096 + arguments.streams * length + answers) as engines:
+    pool = 4096 + arguments.streams * (sum(lengths) + growth) + answers
+    async with report.connect(ROLES, pool) as engines:
         if not (started := engines.started.get("flashmoa")):
             raise EngineError("stream_load reads its engine's processes: leave --flashmoa-url out")
-        run = partial(play, engines["flashmoa"], started, arguments)
-        with RoundPlayer(report.console, arguments.repeats, len(WAYS)) as player:
-            await run("growing")
-            rounds = await player.play(WAYS, run)
+        seeds = count(arguments.seed)
+
+        async def run(name: str) -> StreamLoad:
+            return await play(
+                engines["flashmoa"], started, arguments, ways[name], random.Random(next(seeds))
+            )
+
+        with RoundPlayer(report.console, arguments.repeats, len(ways)) as player:
+            for known in lengths:
+                await run(str(Way(known, grows=True)))
+            rounds = await player.play(list(ways), run)
     loads = {way: summarise(played) for way, played in rounds.items()}
+    ratios = compare(rounds, lengths)
     show(loads, arguments, report.console)
-    report.save({"loads": {way: asdict(load) for way, load in loads.items()}})
+    for figure, values in ratios.items():
+        report.console.print(describe(figure, values, lengths))
+    report.save({"loads": {way: asdict(load) for way, load in loads.items()}, "ratios": ratios})
 
 
 async def play(
-    engine: EngineClient, started: LocalEngine, arguments: argparse.Namespace, way: str
+    engine: EngineClient,
+    started: LocalEngine,
+    arguments: argparse.Namespace,
+    way: Way,
+    dice: random.Random,
 ) -> StreamLoad:
     """Measure one of the ways while requests decode.
 
-    Raises: EngineError if none of them decodes.
+    What streams and requests begin with is the same in every call, and so is in the cache from the
+    second one on. What streams grow by is not.
+
+    Raises: EngineError if none of the requests decodes.
     """
-    await engine.flush_cache()
-    dice = random.Random(arguments.seed)
-    count = 0 if way == "no streams" else arguments.streams
-    tps = arguments.tps if way == "growing" else 0
+    streams = 0 if way.known is None else arguments.streams
+    tps = arguments.tps if way.grows else 0
+    written = random_ids(dice, 100_000)
     async with (
-        _open_streams(engine, count, arguments.known, tps, dice) as feeders,
-        _decode(engine, arguments, dice) as answer,
+        _open_streams(engine, streams, way.known or 0, tps, written) as feeders,
+        _decode(engine, arguments) as answer,
     ):
         return await _measure(engine, started, answer, feeders, arguments.seconds)
 
 
 @asynccontextmanager
 async def _decode(
-    engine: EngineClient, arguments: argparse.Namespace, dice: random.Random
+    engine: EngineClient, arguments: argparse.Namespace
 ) -> AsyncGenerator[TimedAnswer]:
     """Let requests decode meanwhile, from their first tokens on; yield one of the answers."""
+    dice = random.Random(arguments.seed)
     answers = [TimedAnswer() for _ in range(arguments.decoding)]
     most_tokens = 2 * _MOST_STEPS_PER_SECOND * arguments.seconds
     async with anyio.create_task_group() as group:
         for answer in answers:
-            prompt = random_ids(dice, arguments.known)
+            prompt = random_ids(dice, _PROMPT)
             group.start_soon(ask, engine, prompt, most_tokens, None, answer)
         for answer in answers:
             await answer.has_begun.wait()
@@ -129,15 +147,15 @@ async def _decode(
 
 @asynccontextmanager
 async def _open_streams(
-    engine: EngineClient, count: int, known: int, tps: int, dice: random.Random
+    engine: EngineClient, streams: int, known: int, tps: int, written: Sequence[int]
 ) -> AsyncGenerator[list[Feeder]]:
     """Open streams, and wait until most of what they were opened with is prefilled."""
-    written = random_ids(dice, 100_000)
     async with AsyncExitStack() as stack:
         feeders: list[Feeder] = []
-        for number in range(count):
+        for number in range(streams):
             source = partial(_written_since, clock.now(), tps, written[number:])
-            feeder = Feeder(engine, random_ids(dice, known), source, _LOOK_SECONDS)
+            prompt = random_ids(random.Random(f"{known} {number}"), known)
+            feeder = Feeder(engine, prompt, source, _LOOK_SECONDS)
             feeders.append(await stack.enter_async_context(feeder))
         for feeder in feeders:
             while not feeder.stream_id or (
@@ -188,12 +206,6 @@ async def _measure(
     )
 
 
-def summarise(loads: Sequence[StreamLoad]) -> StreamLoad:
-    """Return the median of each figure."""
-    figures = [asdict(load) for load in loads]
-    return StreamLoad(**{name: median(each[name] for each in figures) for name in figures[0]})
-
-
 def show(loads: dict[str, StreamLoad], arguments: argparse.Namespace, console: Console) -> None:
     """Print the table."""
     title = f"{arguments.streams} streams at {arguments.tps} tokens/s, {arguments.decoding} decodes"
@@ -203,7 +215,7 @@ def show(loads: dict[str, StreamLoad], arguments: argparse.Namespace, console: C
         *("increments/s", "ms an increment", "prefilled"),
     )
     for way, load in loads.items():
-        each = increment_ms(load, loads["open"])
+        each = increment_ms(load, loads[way.replace("growing", "open")])
         table.add_row(
             way,
             f"{load.http_share:.3f}",
@@ -214,14 +226,3 @@ def show(loads: dict[str, StreamLoad], arguments: argparse.Namespace, console: C
             f"{load.ahead:.0%}",
         )
     console.print(table)
-
-
-def increment_ms(load: StreamLoad, idle: StreamLoad) -> float | None:
-    """Return the CPU milliseconds that the scheduler takes for an increment; ``None`` without any.
-
-    Args: idle: the load of streams that do not grow.
-    """
-    if not load.increments_per_second:
-        return None
-    more = (load.step_ms - idle.step_ms) * load.steps_per_second
-    return more / load.increments_per_second

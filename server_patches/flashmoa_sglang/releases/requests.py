@@ -91,6 +91,10 @@ class RequestAccess(ABC):
         """Return the number of tokens of a match with the radix tree."""
         return len(prefix_match.device_indices)
 
+    def may_go_on(self, node: Any) -> bool:
+        """Return whether the radix tree may hold more behind a node; some trees do not show it."""
+        return bool(getattr(node, "children", True))
+
     @abstractmethod
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         """Match a waiting request with the radix tree. Return the length of the cached prefix."""

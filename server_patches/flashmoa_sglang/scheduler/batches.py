@@ -120,10 +120,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if waits_for_saturation(scheduler, running, decoding):
         return None
     rides: Sequence[tuple[int, float]] = ()
-    if decoding and _can_mix(scheduler, running):
+    if decoding and _can_mix(scheduler):
         rides = possible_rides(costs, decoding, state.options.itl_budget, page)
         if _finals_fit(scheduler, running, rides[-1][0] if rides else 0):
-            return Step(mixed=True) if _knows_positions(scheduler, running) else None
+            return Step(mixed=True)
     if _clients_can_start(scheduler, running):
         if not state.streams.want():
             return Step()
@@ -134,7 +134,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if not decoding:
         chunk = stream_chunk(costs, state.streams.waiting_tokens(), page)
         return Step(chunk, least, only_streams=True)
-    if rides and _knows_positions(scheduler, running):
+    if rides:
         waiting = state.streams.waiting_tokens(growing=True)
         steps = sum(map(expected_output_left, running.reqs)) / decoding
         fewest = fewest_tokens(len(state.streams), least) - decoding
@@ -187,25 +187,14 @@ def _decoding(batch: Any) -> int:
     return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
 
 
-def _can_mix(scheduler: Any, running: Any) -> bool:
-    """Return whether prefill can ride in one forward with these decodes (SGLang's mixed chunk)."""
+def _can_mix(scheduler: Any) -> bool:
+    """Return whether prefill can ride in one forward with decodes (SGLang's mixed chunk)."""
     return (
         scheduler.chunked_prefill_size is not None
         and scheduler.spec_algorithm.is_none()
         and not scheduler.require_mlp_sync
         and RELEASE.pipeline_stages(scheduler) == 1
     )
-
-
-def _knows_positions(scheduler: Any, running: Any) -> bool:
-    """Return whether SGLang gives these decodes the right positions in a mixed batch.
-
-    It counts their output, and under the overlap schedule takes for granted that each one's last
-    token is not part of it yet. That is wrong for a request that was not in the batch before.
-    """
-    before = scheduler.last_batch
-    ran = {id(req) for req in before.reqs} if before is not None else set[int]()
-    return not scheduler.enable_overlap or all(id(req) in ran for req in running.reqs)
 
 
 @contextmanager

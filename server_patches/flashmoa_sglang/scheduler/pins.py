@@ -92,6 +92,11 @@ class StreamPins:
     def __contains__(self, stream: object) -> bool:
         return stream in self._pins
 
+    def hold_all(self, stream: str) -> bool:
+        """Return whether the tree has certainly no more of a stream than what is pinned of it."""
+        pin = self._pins.get(stream)
+        return pin is not None and not RELEASE.may_go_on(pin.node)
+
     def replace(self, stream: str, new: Pin) -> None:
         """Pin a stream's longer prefix, then unlock the shorter one."""
         old = self._pins.get(stream)

@@ -14,14 +14,24 @@ if TYPE_CHECKING:
 
 
 def mix(original: Callable[..., None], batch: Any, running_batch: Any) -> None:
-    """Let decodes that return log-probabilities share a forward; wraps ``mix_with_running``.
+    """Let decodes share a forward with any prefill; wraps ``mix_with_running``.
 
-    SGLang would return one of each decode's input token, too, which nobody has asked for. Of the
-    prefilled tokens it returns none in such a batch. So every row has log-probabilities of its
-    output alone, as in a decode step.
+    SGLang 0.5.12 and 0.5.18 take each decode's position, which they call its prefix, from the
+    number of its output tokens. Under the overlap schedule they assume that its last token is not
+    among these yet. That is wrong for a decode that was not in the forward before, as after a
+    prefill of others: its position would be one too high. The length of its sequence has been
+    counted for this forward already, so it is right for every decode. SGLang 0.5.23 uses it, too.
+
+    SGLang mixes nothing with decodes that return log-probabilities. It would return one of each
+    decode's input token, too, which nobody has asked for. Of the prefilled tokens it returns none
+    in such a batch. So every row has log-probabilities of its output alone, as in a decode step.
     """
     running_batch.return_logprob = any(req.return_logprob for req in running_batch.reqs)
     original(batch, running_batch)
+    # Speculative decoding counts its sequences elsewhere.
+    if batch.spec_algorithm.is_none():
+        positions = [length - 1 for length in running_batch.seq_lens_cpu.tolist()]
+        batch.prefix_lens = batch.prefix_lens[: -len(positions)] + positions
     if running_batch.return_logprob:
         RELEASE.return_no_input_logprobs(batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,13 @@ async def test_tools_measures_every_workload(benches: Bench) -> None:
 async def test_stream_load_reads_the_time_of_the_engines_processes(
     engines: LocalEngines, model: Path
 ) -> None:
-    arguments = Namespace(seed=0, decoding=2, known=40, streams=3, tps=80, seconds=2)
+    arguments = Namespace(seed=0, decoding=2, streams=3, tps=80, seconds=2)
+    way = stream_load.Way(40, grows=True)
     async with (
         start_special_engine(engines, model, environment=RIDING) as engine,
         EngineClient(engine.url) as client,
     ):
-        load = await stream_load.play(client, engine, arguments, "growing")
+        load = await stream_load.play(client, engine, arguments, way, random.Random(0))
     assert load.steps_per_second > 0 and load.step_ms > 0 and load.http_share > 0
     assert load.increments_per_second > 0 and 0 < load.ahead <= 1
 

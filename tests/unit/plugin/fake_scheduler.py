@@ -151,7 +151,6 @@ class FakeScheduler:
             return_logprob=False,
             is_empty=lambda: not reqs,
         )
-        # All of them were in the batch before.
         self.last_batch: Any = SimpleNamespace(reqs=list(reqs))
         # Streams whose requests SGLang refuses, and how many requests it lets wait.
         self.refused: set[str] = set()

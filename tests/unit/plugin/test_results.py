@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from flashmoa_sglang import asyncep
 from flashmoa_sglang.messages import ForwardTime, RequestMark, StreamProgress
 from flashmoa_sglang.scheduler import results, state
@@ -185,24 +187,56 @@ def test_a_forward_with_decodes_takes_what_the_longer_step_takes(
     assert report == ForwardTime("some", pytest.approx(0.025), None, 3, pytest.approx(0.01))
 
 
-def mixed(*logprobs: bool) -> Any:
-    """Mix decodes with a prefill of 30 tokens; return the batch."""
+@dataclass
+class Decode:
+    """A request that decodes, whose last token is in its output if its ``result`` was processed."""
+
+    return_logprob: bool = False
+    result: bool = True
+    prompt: int = 40
+    tokens: int = 5
+
+    @property
+    def length(self) -> int:
+        """The length of its sequence in the forward that computes its last token."""
+        return self.prompt + self.tokens
+
+
+def mixed(*decodes: Decode, speculative: bool = False) -> Any:
+    """Mix decodes with a prefill of 30 tokens behind 70 cached ones; return the batch."""
 
     def original(batch: Any, running: Any) -> None:
         batch.return_logprob = running.return_logprob
         batch.extend_lens += [1] * len(running.reqs)
         batch.extend_logprob_start_lens += [0] * len(running.reqs)
+        # As SGLang 0.5.18 does under the overlap schedule.
+        batch.prefix_lens += [req.length - (not req.result) for req in running.reqs]
 
-    reqs = [SimpleNamespace(return_logprob=wants) for wants in logprobs]
-    prefilled = SimpleNamespace(return_logprob=False)
+    reqs = [*decodes]
     batch = SimpleNamespace(
-        reqs=[prefilled, *reqs], extend_lens=[30], extend_logprob_start_lens=[30]
+        reqs=[SimpleNamespace(return_logprob=False), *reqs],
+        extend_lens=[30],
+        extend_logprob_start_lens=[30],
+        prefix_lens=[70],
+        spec_algorithm=SimpleNamespace(is_none=lambda: not speculative),
     )
-    results.mix(original, batch, SimpleNamespace(reqs=reqs, return_logprob=False))
+    lengths = None if speculative else torch.tensor([req.length for req in reqs])
+    running = SimpleNamespace(reqs=reqs, return_logprob=False, seq_lens_cpu=lengths)
+    results.mix(original, batch, running)
     return batch
 
 
 def test_decodes_of_a_mixed_forward_have_log_probabilities_of_their_output_alone() -> None:
-    batch = mixed(False, True)
+    batch = mixed(Decode(), Decode(return_logprob=True))
     assert batch.return_logprob and batch.extend_logprob_start_lens == [30, 1, 1]
-    assert not mixed(False, False).return_logprob
+    assert not mixed(Decode(), Decode()).return_logprob
+
+
+def test_decodes_of_a_mixed_forward_are_computed_at_the_end_of_their_sequences() -> None:
+    """Also of those that were in the forward before, whose last token is not known yet."""
+    batch = mixed(Decode(result=False, prompt=20), Decode(result=True, prompt=60))
+    assert batch.prefix_lens == [70, 24, 64]
+
+
+def test_the_positions_of_speculative_decoding_are_left_to_sglang() -> None:
+    assert mixed(Decode(result=False), speculative=True).prefix_lens == [70, 44]

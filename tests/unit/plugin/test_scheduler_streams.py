@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress
+from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
@@ -219,6 +221,20 @@ def test_a_stream_that_has_hardly_grown_is_not_matched_again(
     streams.extend(new_tokens("a", range(150, 300)))
     assert not make(streams)
     assert scheduler.tree_cache.locks == 1
+
+
+@pytest.mark.parametrize("children", [{}, {100: "another request's"}])
+def test_a_stream_is_matched_again_only_if_the_tree_goes_on_behind_its_pin(
+    scheduler: FakeScheduler, streams: SchedulerStreams, children: dict[int, str]
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.settle(make(streams)["a"])
+    scheduler.flashmoa.pins.replace("a", Pin(SimpleNamespace(children=children), None))
+    scheduler.tree_cache.cached = [[*range(200)]]
+    streams.extend(new_tokens("a", range(100, 300)))
+    make(streams)
+    streams.report()
+    assert (StreamProgress((("a", 200, 0, 0.0),)) in scheduler.sent) == bool(children)
 
 
 def test_kv_that_is_lost_is_computed_again(

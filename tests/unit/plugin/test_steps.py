@@ -176,7 +176,6 @@ def test_nothing_rides_within_a_budget_of_one_step() -> None:
         {"chunked_prefill_size": None},
         {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
         {"require_mlp_sync": True},
-        {"last_batch": None},
     ],
 )
 def test_nothing_rides_if_sglang_cannot_mix_the_two(change: dict[str, Any]) -> None:
@@ -289,9 +288,17 @@ def test_short_final_requests_ride_along_with_decodes() -> None:
     assert not step(busy).settings["mixed"]
     busy.waiting_queue = [final, request(40, 5)]
     assert not step(busy).settings["mixed"]
-    # Its step waits until SGLang knows the positions of those that decode.
-    busy.waiting_queue, busy.last_batch = [final], None
-    assert step(busy).queues == [] and busy.waiting_queue == [final]
+
+
+def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
+    busy = scheduler(decoding=2)
+    busy.last_batch = SimpleNamespace(reqs=[request(400, 5)])
+    busy.open_stream("a", 2500)
+    assert step(busy).increments() == [62]
+    final = request(40, 5, stream="b", final=True)
+    busy.waiting_queue = [final]
+    built = step(busy)
+    assert built.clients() == [final] and built.settings["mixed"]
 
 
 def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:

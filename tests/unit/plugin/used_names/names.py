@@ -35,6 +35,7 @@ ALLOCATOR = _srt("mem_cache.allocator:BaseTokenToKVPoolAllocator")
 POOL = _srt("mem_cache.memory_pool:MHATokenToKVPool")
 TOKEN_POOL = _srt("mem_cache.memory_pool:ReqToTokenPool")
 MANAGER = _srt("managers.tokenizer_manager:TokenizerManager")
+SPECULATION = _srt("speculative.spec_info:SpeculativeAlgorithm")
 STATE = _srt("managers.tokenizer_manager:ReqState")
 ARGUMENTS = _srt("server_args:ServerArgs", "arg_groups.fields/*")
 MODEL_CONFIG = _srt("configs.model_config:ModelConfig")
@@ -155,7 +156,11 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
 
 # What attributes of these objects are, and what their methods return.
 MEMBERS: Mapping[str, Mapping[str, str]] = {
-    BATCH: {"forward_mode": FORWARD_MODE},
+    BATCH: {
+        "forward_mode": FORWARD_MODE,
+        "seq_lens_cpu": PLAIN,
+        "spec_algorithm": SPECULATION,
+    },
     BOOTSTRAP_QUEUE: {"queue": f"[{REQ}]"},
     CHAT: {
         "_process_messages()": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
@@ -203,7 +208,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "req_to_token_pool": TOKEN_POOL,
         "running_batch": BATCH,
         "server_args": ARGUMENTS,
-        "spec_algorithm": _srt("speculative.spec_info:SpeculativeAlgorithm"),
+        "spec_algorithm": SPECULATION,
         "token_to_kv_pool_allocator": ALLOCATOR,
         "tp_worker": WORKER,
         "tree_cache": TREE,

@@ -136,7 +136,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         return Step(chunk, least, only_streams=True)
     if rides:
         waiting = state.streams.waiting_tokens(growing=True)
-        steps = sum(map(expected_output_left, running.reqs)) / decoding
+        # When a request ends, the request of an agent that reads it may come.
+        steps = min(map(expected_output_left, running.reqs))
         fewest = fewest_tokens(len(state.streams), least) - decoding
         ride = ride_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
         if ride:

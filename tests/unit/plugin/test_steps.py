@@ -152,6 +152,15 @@ def test_streams_ride_along_with_decodes() -> None:
     assert not busy.flashmoa.only_streams
 
 
+def test_more_tokens_ride_where_a_request_ends_soon() -> None:
+    """Then an agent may ask that reads its answer, and what is left is prefilled without decodes."""
+    for written, ride in ((1, 61), (49, 125)):
+        busy = scheduler(decoding=2)
+        busy.open_stream("a", 2500)
+        busy.running.reqs.append(request(100, 50, written))
+        assert step(busy).increments() == [ride]
+
+
 def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
     busy = scheduler(decoding=2)
     # As many as 128 tokens are worth a forward.

@@ -153,7 +153,7 @@ def test_streams_ride_along_with_decodes() -> None:
 
 
 def test_more_tokens_ride_where_a_request_ends_soon() -> None:
-    """Then an agent may ask that reads its answer, and what is left is prefilled without decodes."""
+    """An agent that reads its answer may ask then, and what is left stops the decodes."""
     for written, ride in ((1, 61), (49, 125)):
         busy = scheduler(decoding=2)
         busy.open_stream("a", 2500)

@@ -136,9 +136,14 @@ async def test_on_an_engine_that_does_not_share_what_is_shared_is_computed_befor
         [[1, 2, 1], [1, 2, 2]],
         [[1, 2, i, 8, 9] for i in range(3)],
     ]
-    alone = CountingEngine()
-    await score(alone, 1, [[7]], shares=False)
-    assert len(alone.batches) == 1
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_lists_of_one_item_and_of_none_are_scored(shares: bool) -> None:
+    engine = CountingEngine()
+    assert await score(engine, 0, [[7]], shares=shares) == []
+    (only,) = await score(engine, 1, [[7]], shares=shares)
+    assert (only.logprobs, len(engine.batches)) == ([-7], 1)
 
 
 async def test_a_prefill_that_sglang_aborts_is_named() -> None:

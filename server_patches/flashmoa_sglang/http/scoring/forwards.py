@@ -157,14 +157,14 @@ class ListScorer:
 
         Raises: ApiError if the engine cannot compute one; the others are aborted.
         """
-        first, *others = [_Item(prompt).prefills() for prompt in prompts]
+        items = [_Item(prompt).prefills() for prompt in prompts]
         if self.shares:
-            await self._compute([*first, *chain(*others)])
+            await self._compute([*chain(*items)])
             return
-        # What the others share must be in the radix cache before they are computed.
-        await self._compute(first[:1])
-        await self._compute([prefills[0] for prefills in others])
-        await self._compute([*first[1:], *chain(*(prefills[1:] for prefills in others))])
+        # What others share must be in the radix cache before they are computed.
+        await self._compute([prefills[0] for prefills in items[:1]])
+        await self._compute([prefills[0] for prefills in items[1:]])
+        await self._compute([*chain(*(prefills[1:] for prefills in items))])
 
     async def _compute(self, prefills: Sequence[_Prefill]) -> None:
         queue = self.engine.max_queued_requests
